@@ -1,0 +1,42 @@
+# make demo   set up, then train the embedded model for about a minute
+# make test   set up, then run all tests
+# make check  format, lint, types, tests with warnings as errors
+# make bench  measure against peers, in an environment of its own
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check format bench figures clean
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -W error
+
+demo: $(INSTALLED)
+	$(BIN)/gruppo demo
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED)
+	PYTHON=$(BIN)/python benchmarks/setup_peers.sh .venv-bench
+	.venv-bench/bin/python benchmarks/core_cpu.py
+
+figures: $(INSTALLED)
+	$(BIN)/python docs/figures/draw.py
+
+# torch is pinned by the constraints: a free resolution would fetch gigabytes of CUDA libraries
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-bench .pytest_cache .ruff_cache .hypothesis

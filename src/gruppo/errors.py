@@ -1,0 +1,52 @@
+"""Errors that name what was expected, what came, where, and what to do.
+
+Every class is also the standard exception a caller would expect, so `except ValueError` keeps working. What a
+class means for the command line is its `exit_code`.
+"""
+
+
+class GruppoError(Exception):
+    """Base of all errors raised on purpose by gruppo."""
+
+    exit_code = 1
+
+
+class InputError(GruppoError, ValueError):
+    """A value handed to gruppo (an argument, a tensor, a data row, a config field) cannot be used."""
+
+    exit_code = 2
+
+
+class MissingExtraError(GruppoError, ImportError):
+    """An optional dependency is needed and absent; the text names the command that installs it."""
+
+    exit_code = 2
+
+
+class NumericError(GruppoError, ArithmeticError):
+    """Training produced non-finite numbers and was stopped before they reached the weights."""
+
+    exit_code = 3
+
+
+class RewardError(GruppoError, RuntimeError):
+    """A reward function failed more often than its budget allows, or returned something unusable."""
+
+    exit_code = 4
+
+
+class SamplerError(GruppoError, RuntimeError):
+    """The sampler is lost, or answered with something that is not what was asked for."""
+
+    exit_code = 5
+
+
+class CheckpointError(GruppoError, RuntimeError):
+    """A checkpoint cannot be written, or is damaged, incomplete or not one of ours."""
+
+    exit_code = 6
+
+
+def require(extra: str, module: str, what_for: str) -> MissingExtraError:
+    """The error to raise when `module` of an optional `extra` is absent: it says what to install."""
+    return MissingExtraError(f"{what_for} needs {module!r}, which is not installed; pip install 'gruppo[{extra}]'")
