@@ -1,0 +1,49 @@
+"""Which sequences share a forward.
+
+The split is for memory and speed only: losses divide by the totals of the step, so no result depends on it.
+"""
+
+from collections.abc import Sequence
+
+from gruppo.errors import InputError
+
+
+def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[list[int]]:
+    """Split sequences into as few micro-batches as fit the budget, of nearly equal token counts.
+
+    Longest first, each into the emptiest micro-batch; the number of micro-batches grows until all fit. A sequence
+    longer than the budget cannot be cut and gets a micro-batch of its own. Within a micro-batch the order of the
+    sequences is kept.
+
+    Args:
+        lengths: tokens of each sequence.
+        tokens_per_microbatch: the budget.
+
+    Returns:
+        Indices into `lengths`, one list per micro-batch.
+
+    >>> split_by_tokens([4, 3, 2, 1], tokens_per_microbatch=5)
+    [[0, 3], [1, 2]]
+    """
+    if tokens_per_microbatch < 1:
+        raise InputError(f"tokens_per_microbatch must be at least 1, got {tokens_per_microbatch}")
+    alone = [[i] for i, n in enumerate(lengths) if n >= tokens_per_microbatch]
+    rest = sorted((i for i, n in enumerate(lengths) if n < tokens_per_microbatch), key=lambda i: -lengths[i])
+    if not rest:
+        return alone
+    num_bins = -(-sum(lengths[i] for i in rest) // tokens_per_microbatch) or 1
+    while (bins := _fill(rest, lengths, num_bins, tokens_per_microbatch)) is None:
+        num_bins += 1
+    return sorted(alone + [sorted(b) for b in bins if b])
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    load = [0] * num_bins
+    for i in order:
+        emptiest = min(range(num_bins), key=load.__getitem__)
+        if load[emptiest] + lengths[i] > budget:
+            return None
+        bins[emptiest].append(i)
+        load[emptiest] += lengths[i]
+    return bins

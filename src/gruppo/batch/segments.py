@@ -1,0 +1,123 @@
+"""Which slot belongs to which sequence.
+
+Inside the losses and metrics everything per token is a flat `[T]` tensor over *slots*; a slot is scored or not
+(padding, prompt), and slots of one sequence are neighbours. Padded input is the special case in which all
+sequences own the same number of slots.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gruppo.errors import InputError
+
+IGNORE_INDEX = -100
+"""The label of a slot that is not scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The slots `offsets[i]:offsets[i + 1]` are sequence i; `mask` says which of them are scored.
+
+    Two sequences of 2 and 3 slots, whose first slot is prompt:
+
+    >>> s = Segments.from_offsets(torch.tensor([0, 1, 0, 1, 1]).bool(), torch.tensor([0, 2, 5]))
+    >>> s.length.tolist()
+    [1, 2]
+    >>> s.sum(torch.tensor([9.0, 1.0, 9.0, 2.0, 3.0])).tolist()
+    [1.0, 5.0]
+    >>> s.spread(torch.tensor([7.0, 8.0])).tolist()
+    [7.0, 7.0, 8.0, 8.0, 8.0]
+    """
+
+    mask: Tensor  # [T] bool, scored slots
+    bits: Tensor  # [T] int32, all ones where scored, 0 elsewhere: what `keep` works with
+    offsets: Tensor  # [S + 1] int64, first slot of each sequence, then T
+    length: Tensor  # [S] int64, scored slots per sequence
+    slots_per_sequence: int | None  # set when all sequences own equally many slots: plain reshapes then do
+
+    @classmethod
+    def from_rows(cls, mask_BL: Tensor) -> "Segments":
+        """One sequence per row of a padded batch."""
+        num_rows, num_columns = mask_BL.shape
+        offsets = torch.arange(num_rows + 1, device=mask_BL.device) * num_columns
+        bits_BL = -mask_BL.to(torch.int32)
+        return cls(mask_BL.reshape(-1), bits_BL.reshape(-1), offsets, -bits_BL.sum(1), num_columns)
+
+    @classmethod
+    def from_offsets(cls, mask_T: Tensor, offsets: Tensor) -> "Segments":
+        """Sequences of any length, one after the other (`offsets` is what attention kernels call cu_seqlens)."""
+        if not offsets.is_cuda:  # on a GPU reading the values would make the host wait
+            _check_offsets(offsets, len(mask_T))
+        length = _segment_sum(mask_T.to(torch.float64), offsets).to(torch.int64)
+        return cls(mask_T, -mask_T.to(torch.int32), offsets, length, None)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.mask)
+
+    def keep(self, values_T: Tensor) -> Tensor:
+        """The values of scored slots and exactly 0 elsewhere, whatever stood there (NaN too); gradients likewise."""
+        return _KeepBits.apply(values_T, self.bits)  # type: ignore[return-value]
+
+    def sum(self, values_T: Tensor) -> Tensor:
+        """Sum over the scored slots of each sequence, `[S]`. Other slots may hold anything."""
+        scored_T = self.keep(values_T)
+        if self.slots_per_sequence is not None:
+            return scored_T.view(self.num_sequences, self.slots_per_sequence).sum(1)
+        return _segment_sum(scored_T, self.offsets)
+
+    def mean(self, values_T: Tensor) -> Tensor:
+        """Mean over the scored slots of each sequence, `[S]`; 0 for a sequence with none."""
+        return self.sum(values_T) / self.length.clamp(min=1)
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """Give each slot the value of its sequence, `[T]`."""
+        if self.slots_per_sequence is not None:
+            return values_S[:, None].expand(-1, self.slots_per_sequence).reshape(-1)
+        return torch.repeat_interleave(values_S, self.offsets.diff(), output_size=self.num_slots)
+
+    def position(self) -> Tensor:
+        """Index of each slot within its sequence, `[T]`."""
+        return torch.arange(self.num_slots, device=self.mask.device) - self.spread(self.offsets[:-1])
+
+
+class _KeepBits(torch.autograd.Function):
+    """`torch.where(mask, x, 0)` as one AND over the bits of x: a tenth of its time on a CPU, in both directions."""
+
+    @staticmethod
+    def forward(ctx, values_T: Tensor, bits_T: Tensor) -> Tensor:
+        ctx.save_for_backward(bits_T)
+        return _and_bits(values_T, bits_T)
+
+    @staticmethod
+    def backward(ctx, grad_T: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (bits_T,) = ctx.saved_tensors
+        return _and_bits(grad_T, bits_T), None
+
+
+def _and_bits(values_T: Tensor, bits_T: Tensor) -> Tensor:
+    integer = torch.int64 if values_T.dtype == torch.float64 else torch.int32
+    kept = values_T.contiguous().view(integer) & bits_T.to(integer)
+    return kept.view(values_T.dtype)
+
+
+def _segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:
+    # segment_reduce, and not index_add, because it adds in a fixed order on a GPU too; `unsafe` skips a check
+    # that would make the host wait, and from_offsets has made it already.
+    return torch.segment_reduce(values_T, "sum", offsets=offsets, unsafe=True, initial=0)
+
+
+def _check_offsets(offsets: Tensor, num_slots: int) -> None:
+    ends = offsets.tolist()
+    if len(ends) < 1 or ends[0] != 0 or ends[-1] != num_slots or any(a > b for a, b in pairwise(ends)):
+        raise InputError(
+            f"cu_seqlens must rise from 0 to the number of slots ({num_slots}), got {ends}; "
+            "entry i is the first slot of sequence i"
+        )

@@ -1,0 +1,49 @@
+"""What a step divides by.
+
+A mean over a step is a sum over micro-batches and ranks only if every one of them divides by the same number.
+`Totals` holds those numbers; they are counted over the whole step before its first forward.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gruppo.batch.segments import Segments
+
+Count = int | float | Tensor  # a 0-d tensor where the labels live on a GPU: counting must not make the host wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Counts of one optimizer step, over all micro-batches and all ranks.
+
+    `local_tokens` and `local_share` exist for the one loss whose definition is local (BNPO): the tokens of this
+    `forward_backward` call on this rank, and the share of this call among all calls of the step
+    (1 / (calls x ranks)). All other aggregations ignore them.
+
+    >>> a = Totals(sequences=2, tokens=5)
+    >>> b = Totals(sequences=1, tokens=4)
+    >>> Totals.over([a, b])
+    Totals(sequences=3, tokens=9, local_tokens=9, local_share=1.0)
+    """
+
+    sequences: Count
+    tokens: Count
+    local_tokens: Count | None = None
+    local_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.local_tokens is None:
+            object.__setattr__(self, "local_tokens", self.tokens)
+
+    @classmethod
+    def of(cls, segments: Segments) -> "Totals":
+        """The totals when this batch is the whole step."""
+        return cls(sequences=segments.num_sequences, tokens=segments.length.sum())
+
+    @classmethod
+    def over(cls, parts: Iterable["Totals"]) -> "Totals":
+        """The totals of a step made of several micro-batches on one rank."""
+        parts = list(parts)
+        return cls(sequences=sum(p.sequences for p in parts), tokens=sum(p.tokens for p in parts))

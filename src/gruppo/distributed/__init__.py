@@ -1,0 +1,1 @@
+"""Ranks: reductions over a process group or device mesh."""

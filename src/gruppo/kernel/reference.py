@@ -1,0 +1,62 @@
+"""The reference: log-probs and entropies in a few plain lines.
+
+Everything is computed in float32 at least (float64 in, float64 out): bf16 logits move a log-prob by about 1e-2,
+which is as much as several policy updates.
+"""
+
+import torch
+from torch import Tensor
+
+from gruppo.batch.segments import IGNORE_INDEX
+from gruppo.errors import InputError
+
+
+def logps_and_entropy(
+    logits: Tensor,  # [..., V]
+    labels: Tensor,  # [...] int64, -100 is not scored
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label and entropy of each distribution at `temperature`; both 0 where not scored.
+
+        logp_t = z_t[label] - lse(z_t),   entropy_t = lse(z_t) - sum_v p_tv * z_tv,   z = logits / temperature
+
+    >>> logps_and_entropy(torch.tensor([[0.0, 0.0], [9.0, 9.0]]), torch.tensor([1, -100]))
+    (tensor([-0.6931,  0.0000]), tensor([0.6931, 0.0000]))
+    """
+    check_temperature(temperature)
+    scored = labels != IGNORE_INDEX
+    # Where nothing is scored the logits may be anything, even NaN: replace them before the first exp.
+    z = torch.where(scored[..., None], at_least_float32(logits), 0) / temperature
+    lse = z.logsumexp(-1)
+    logps = z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) - lse
+    entropy = lse - (z.softmax(-1) * z).sum(-1)
+    return torch.where(scored, logps, 0), torch.where(scored, entropy, 0)
+
+
+def linear_logps_and_entropy(
+    hidden: Tensor,  # [..., D]
+    weight: Tensor,  # [V, D]
+    labels: Tensor,  # [...] int64, -100 is not scored
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`logps_and_entropy` of `hidden @ weight.T`, the product taken in float32 at least."""
+    check_head(hidden, weight, labels)
+    return logps_and_entropy(at_least_float32(hidden) @ at_least_float32(weight).T, labels, temperature)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def check_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    if hidden.shape[:-1] != labels.shape:
+        raise InputError(
+            f"hidden has shape {tuple(hidden.shape)} and labels {tuple(labels.shape)}; expected one vector per label"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise InputError(f"weight must be [V, {hidden.shape[-1]}], got {tuple(weight.shape)}")
+
+
+def check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise InputError(f"temperature must be positive, got {temperature!r}")
