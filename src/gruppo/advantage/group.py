@@ -1,0 +1,143 @@
+"""Groups of rewards and their statistics.
+
+Rewards come as numbers, one per sequence, or as one row per sequence with one column per reward function (the row
+is summed). `None` abstains: the sequence takes no part in any statistic and gets advantage 0. NaN and infinity are
+refused: an abstention is said, not computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gruppo.errors import InputError
+
+Rewards = Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]
+Scale = Literal["group", "batch", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rewards in float64 with the group of each."""
+
+    rewards: Tensor  # [N] float64, 0 where abstained
+    valid: Tensor  # [N] bool, False where abstained
+    group: Tensor  # [N] int64, 0 to P - 1
+    num_groups: int
+    dtype: torch.dtype  # of the result
+    device: torch.device
+
+    @classmethod
+    def read(
+        cls, rewards: Rewards, num_generations: int, group_ids: Sequence[Any] | Tensor | None, scale: str
+    ) -> "Groups":
+        """Check the arguments of an advantage call and bring them to one form."""
+        values, valid, dtype, device = _read_rewards(rewards)
+        if scale not in ("group", "batch", "none"):
+            raise InputError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
+        if group_ids is not None:
+            group, num_groups = _number(group_ids, len(values))
+            return cls(values, valid, group, num_groups, dtype, device)
+        if isinstance(num_generations, bool) or not isinstance(num_generations, int) or num_generations < 1:
+            raise InputError(f"num_generations must be a whole number of at least 1, got {num_generations!r}")
+        if len(values) % num_generations:
+            raise InputError(
+                f"rewards has {len(values)} values, which num_generations={num_generations} does not divide; "
+                "pass whole groups, or group_ids for groups of unequal size"
+            )
+        if num_generations == 1 and scale == "group":
+            raise InputError(
+                "num_generations=1 leaves no group to compare with: every advantage would be 0. Sample at least 2 "
+                'per prompt, or use scale="batch" to compare over the whole batch'
+            )
+        if num_generations == 1:  # no groups: the batch is the baseline
+            return cls(values, valid, torch.zeros(len(values), dtype=torch.int64), 1, dtype, device)
+        group = torch.arange(len(values)) // num_generations
+        return cls(values, valid, group, len(values) // num_generations, dtype, device)
+
+    def count(self) -> Tensor:
+        """Sequences with a reward, per group `[P]` float64."""
+        return self._sum(self.valid.to(torch.float64))
+
+    def mean(self) -> Tensor:
+        """Mean reward of each group `[P]`; 0 for a group without rewards."""
+        return self._sum(self.rewards) / self.count().clamp(min=1)
+
+    def std(self, scale: Scale, ddof: int) -> Tensor:
+        """Standard deviation that `scale` names, one per sequence `[N]`; 0 where there are too few rewards."""
+        if scale == "batch":
+            whole = Groups(self.rewards, self.valid, torch.zeros_like(self.group), 1, self.dtype, self.device)
+            return whole.std("group", ddof)
+        squares = self._sum(torch.where(self.valid, self.rewards - self.mean()[self.group], 0).square())
+        return (squares / (self.count() - ddof).clamp(min=1)).sqrt()[self.group]
+
+    def has_spread(self, tolerance: float = 0.0) -> Tensor:
+        """Does the group hold different rewards? `[P]` bool, by max - min: a float std of equal values may not be 0."""
+        highest = self._reduce("amax", torch.where(self.valid, self.rewards, -torch.inf))
+        lowest = self._reduce("amin", torch.where(self.valid, self.rewards, torch.inf))
+        return (highest - lowest) > tolerance
+
+    def result(self, advantages: Tensor) -> Tensor:
+        """Advantages in the dtype and on the device of the rewards; exactly 0 without spread or without a reward."""
+        keep = self.valid & self.has_spread()[self.group]
+        return torch.where(keep, advantages, 0).to(self.device, self.dtype)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return torch.zeros(self.num_groups, dtype=torch.float64).index_add(0, self.group, values)
+
+    def _reduce(self, how: Literal["amax", "amin"], values: Tensor) -> Tensor:
+        empty = torch.zeros(self.num_groups, dtype=torch.float64)
+        return empty.scatter_reduce(0, self.group, values, how, include_self=False)
+
+
+def _read_rewards(rewards: Rewards) -> tuple[Tensor, Tensor, torch.dtype, torch.device]:
+    dtype, device = torch.float32, torch.device("cpu")
+    if isinstance(rewards, Tensor):
+        dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
+        device = rewards.device
+        table = rewards.detach().to("cpu", torch.float64)
+        if table.dim() not in (1, 2):
+            raise InputError(f"rewards must be [N] or [N, functions], got shape {tuple(table.shape)}")
+        valid = torch.ones_like(table, dtype=torch.bool)
+    else:
+        rows: list[Any] = [list(row) if isinstance(row, Sequence | Tensor) else row for row in rewards]
+        widths = {len(row) if isinstance(row, list) else None for row in rows}
+        if len(widths) > 1:
+            raise InputError(f"rewards mixes rows of different length: {sorted(map(str, widths))}")
+        nested = bool(widths) and None not in widths
+        filled = [[_number_or_nan(x) for x in row] if nested else _number_or_nan(row) for row in rows]
+        abstains = [[x is None for x in row] if nested else row is None for row in rows]
+        table = torch.tensor(filled, dtype=torch.float64)
+        valid = ~torch.tensor(abstains, dtype=torch.bool)
+    broken = valid & ~table.isfinite()
+    if broken.any():
+        where = broken.nonzero()[0].tolist()
+        raise InputError(
+            f"rewards[{', '.join(map(str, where))}] is {table[tuple(where)].item()}; rewards must be finite. "
+            "Use None for a sequence that has no reward"
+        )
+    table = torch.where(valid, table, 0)
+    if table.dim() == 2:
+        table, valid = table.sum(1), valid.any(1)
+    return table, valid, dtype, device
+
+
+def _number_or_nan(value: Any) -> float:
+    if value is None:
+        return float("nan")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"rewards must be numbers or None, got {value!r}") from None
+
+
+def _number(group_ids: Sequence[Any] | Tensor, num_rewards: int) -> tuple[Tensor, int]:
+    """Any hashable ids to 0 .. P - 1, in order of first appearance."""
+    ids = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
+    if len(ids) != num_rewards:
+        raise InputError(f"group_ids has {len(ids)} entries for {num_rewards} rewards; give one per reward")
+    numbers: dict[Any, int] = {}
+    group = [numbers.setdefault(i, len(numbers)) for i in ids]
+    return torch.tensor(group, dtype=torch.int64), len(numbers)

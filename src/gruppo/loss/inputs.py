@@ -1,0 +1,236 @@
+"""LossInputs: what a loss computes on, aligned and masked.
+
+All forms a caller may use are brought to one here, and everything that can be wrong with them is refused here by
+name. After this file every per-token tensor is `[T]`, in float32 (float64 if the log-probs are), and exactly 0 in
+slots that are not scored, whatever stood there before: no NaN or infinity of a padding slot can reach a sum, and
+no gradient flows to one.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo.batch.padded import offsets_from_positions
+from gruppo.batch.segments import IGNORE_INDEX, Segments
+from gruppo.batch.totals import Totals
+from gruppo.errors import InputError
+from gruppo.kernel.reference import logps_and_entropy
+
+PerToken = Tensor | Sequence[Sequence[float] | Tensor]
+"""Shape of the labels, or one list per sequence with exactly one value per scored token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Aligned inputs of a loss or metric; `T` slots, `S` sequences."""
+
+    labels: Tensor  # [T] int64
+    logps: Tensor  # [T] with gradient
+    old_logps: Tensor  # [T] under the policy that sampled; logps without gradient if on-policy
+    advantages: Tensor  # [T]
+    segments: Segments
+    totals: Totals
+    on_policy: bool = False  # no old_logps were given: the ratio is 1 by definition
+    ref_logps: Tensor | None = None  # [T]
+    sampler_logps: Tensor | None = None  # [T] as the sampler computed them
+    entropies: Tensor | None = None  # [T] with gradient
+
+
+def align(
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    *,
+    advantages: Tensor | Sequence[float] | PerToken | None,
+    old_logps: PerToken | None = None,
+    ref_logps: PerToken | None = None,
+    sampler_logps: PerToken | None = None,
+    totals: Totals | None = None,
+    ignore_index: int = IGNORE_INDEX,
+) -> LossInputs:
+    """Bring the arguments of a loss call to their one inner form. `advantages=None` counts as all zero."""
+    labels = _field(inputs, "labels", "inputs")
+    segments = _segments(inputs, labels, ignore_index)
+    outputs = _with_logps(outputs, labels, segments)
+    logps = _flat_tensor("logps", outputs["logps"], labels)
+    dtype = torch.float64 if logps.dtype == torch.float64 else torch.float32
+    aligner = _Aligner(labels, segments, dtype, logps.device)
+    logps_T = aligner.mask(logps)
+    old_T = logps_T.detach() if old_logps is None else aligner.per_token("old_logps", old_logps)
+    return LossInputs(
+        labels=labels.reshape(-1),
+        logps=logps_T,
+        old_logps=old_T,
+        advantages=aligner.advantages(advantages),
+        segments=segments,
+        totals=Totals.of(segments) if totals is None else totals,
+        on_policy=old_logps is None,
+        ref_logps=None if ref_logps is None else aligner.per_token("ref_logps", ref_logps),
+        sampler_logps=None if sampler_logps is None else aligner.per_token("sampler_logps", sampler_logps),
+        entropies=aligner.per_token("entropies", outputs["entropies"]) if "entropies" in outputs else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Aligner:
+    labels: Tensor
+    segments: Segments
+    dtype: torch.dtype
+    device: torch.device
+
+    def mask(self, values_T: Tensor) -> Tensor:
+        return self.segments.keep(values_T.to(self.dtype))
+
+    def per_token(self, name: str, value: PerToken) -> Tensor:
+        if isinstance(value, Tensor):
+            return self.mask(_flat_tensor(name, value, self.labels).to(self.device))
+        rows = [_row(name, i, row) for i, row in enumerate(_sequence_of(name, value, self.segments))]
+        wanted = self.segments.length.tolist()
+        for i, (row, length) in enumerate(zip(rows, wanted, strict=True)):
+            if len(row) != length:
+                raise InputError(
+                    f"{name} of sequence {i} has {len(row)} entries for {length} scored tokens; "
+                    "give exactly one value per token whose label is not masked"
+                )
+        values = torch.cat(rows).to(self.dtype) if rows else torch.zeros(0, dtype=self.dtype)
+        placed_T = torch.zeros(self.segments.num_slots, dtype=self.dtype, device=self.device)
+        return placed_T.masked_scatter(self.segments.mask, values.to(self.device))
+
+    def advantages(self, value: Tensor | Sequence[float] | PerToken | None) -> Tensor:
+        num_sequences = self.segments.num_sequences
+        if value is None:
+            return torch.zeros(self.segments.num_slots, dtype=self.dtype, device=self.device)
+        if not isinstance(value, Tensor) and any(isinstance(v, Sequence | Tensor) and _ndim(v) for v in value):
+            advantages_T = self.per_token("advantages", value)  # type: ignore[arg-type]  # checked item by item
+            _check_finite(advantages_T)
+            return advantages_T
+        value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else self.dtype)
+        if value.is_complex() or value.dtype == torch.bool:
+            raise InputError(f"advantages must be numbers, got dtype {value.dtype}")
+        value = value.to(self.device, self.dtype)
+        if value.shape == (num_sequences,):
+            _check_finite(value)
+            return self.segments.spread(value)
+        if value.shape == self.labels.shape or (value.numel() == self.labels.numel() and self.labels.shape[0] == 1):
+            advantages_T = self.mask(value.reshape(-1))
+            _check_finite(advantages_T)
+            return advantages_T
+        raise InputError(
+            f"advantages has shape {tuple(value.shape)}; expected one value per sequence ({num_sequences},) "
+            f"or one per label {tuple(self.labels.shape)}. Rows of a padded batch hold one sequence each; "
+            "a packed batch is [T] or [1, T] with position_ids or cu_seqlens"
+        )
+
+
+def _field(mapping: Mapping[str, Any], name: str, where: str) -> Tensor:
+    if name not in mapping:
+        raise InputError(f"{where} has no {name!r}; it has {sorted(map(str, mapping))}")
+    value = mapping[name]
+    if not isinstance(value, Tensor):
+        raise InputError(f"{where}[{name!r}] must be a tensor, got {type(value).__name__}")
+    return value
+
+
+def _segments(inputs: Mapping[str, Any], labels: Tensor, ignore_index: int) -> Segments:
+    if labels.dtype.is_floating_point or labels.dtype == torch.bool or labels.dim() not in (1, 2):
+        raise InputError(
+            f"labels must be token ids of shape [B, L], [1, T] or [T], got {labels.dtype} {tuple(labels.shape)}"
+        )
+    mask = labels != ignore_index
+    cu_seqlens, position_ids = inputs.get("cu_seqlens"), inputs.get("position_ids")
+    is_row = labels.dim() == 1 or len(labels) == 1
+    if cu_seqlens is not None:
+        if not is_row:
+            raise InputError(
+                f"cu_seqlens goes with packed labels [T] or [1, T], got labels of shape {tuple(labels.shape)}"
+            )
+        return Segments.from_offsets(mask.reshape(-1), cu_seqlens.to(labels.device, torch.int64))
+    if position_ids is not None and is_row:
+        _check_same_shape("position_ids", position_ids, labels)
+        attention = inputs.get("attention_mask")
+        if attention is not None:
+            _check_same_shape("attention_mask", attention, labels)
+            attention = attention.reshape(-1)
+        offsets = offsets_from_positions(position_ids.reshape(-1), labels.reshape(-1), attention)
+        return Segments.from_offsets(mask.reshape(-1), offsets)
+    if labels.dim() == 1:
+        raise InputError("labels of shape [T] are packed: inputs need position_ids or cu_seqlens as well")
+    return Segments.from_rows(mask)
+
+
+def _with_logps(outputs: Mapping[str, Any], labels: Tensor, segments: Segments) -> Mapping[str, Any]:
+    if "logps" in outputs:
+        return outputs
+    if "logits" not in outputs:
+        raise InputError(f"outputs needs 'logps' or 'logits'; it has {sorted(map(str, outputs))}")
+    logits = _field(outputs, "logits", "outputs")
+    if logits.shape[:-1] != labels.shape:
+        raise InputError(
+            f"logits have shape {tuple(logits.shape)} for labels {tuple(labels.shape)}; expected labels' shape and "
+            "the vocabulary. labels[t] is the token scored at slot t: the shift by one is the caller's"
+        )
+    # Whatever a non-scored slot holds, its label must be a valid index; the result there is masked anyway.
+    labels = torch.where(segments.mask.view(labels.shape), labels, IGNORE_INDEX)
+    logps, entropies = logps_and_entropy(logits, labels)
+    return {"logps": logps, "entropies": entropies}
+
+
+def _flat_tensor(name: str, value: Any, labels: Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} must be a tensor of the labels' shape, got {type(value).__name__}")
+    if not value.dtype.is_floating_point:
+        raise InputError(f"{name} must be floating point, got {value.dtype}")
+    _check_same_shape(name, value, labels)
+    return value.reshape(-1)
+
+
+def _check_same_shape(name: str, value: Tensor, labels: Tensor) -> None:
+    packed = labels.dim() == 1 or len(labels) == 1
+    if value.shape != labels.shape and not (packed and value.numel() == labels.numel() and value.dim() <= 2):
+        raise InputError(
+            f"{name} has shape {tuple(value.shape)} and labels {tuple(labels.shape)}; they must be aligned slot by slot"
+        )
+
+
+def _sequence_of(name: str, value: Any, segments: Segments) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise InputError(
+            f"{name} must be a tensor of the labels' shape or one list per sequence, got {type(value).__name__}"
+        )
+    if len(value) != segments.num_sequences:
+        raise InputError(f"{name} has {len(value)} lists for {segments.num_sequences} sequences; give one per sequence")
+    return value
+
+
+def _ndim(value: Sequence[Any] | Tensor) -> int:
+    return value.dim() if isinstance(value, Tensor) else 1
+
+
+def _row(name: str, index: int, row: Any) -> Tensor:
+    if not isinstance(row, Tensor):
+        if not isinstance(row, Sequence) or isinstance(row, str):
+            raise InputError(
+                f"{name}[{index}] must hold one number per scored token of sequence {index}, got {type(row).__name__}"
+            )
+        row = torch.tensor(row, dtype=torch.float64)
+    if row.dim() != 1 or not row.dtype.is_floating_point:
+        raise InputError(f"{name}[{index}] must be a list of numbers, got {row.dtype} of shape {tuple(row.shape)}")
+    return row
+
+
+def _check_finite(advantages: Tensor) -> None:
+    finite = advantages.isfinite()
+    if advantages.is_cuda:
+        # The host does not wait for the answer; a failure stops the next CUDA call.
+        torch._assert_async(finite.all())  # pyright: ignore[reportPrivateImportUsage]  no public name
+        return
+    if not finite.all():
+        where = int((~finite).nonzero()[0, 0])
+        value = advantages[where].item()
+        raise InputError(
+            f"advantages[{where}] is {'nan' if math.isnan(value) else value}; "
+            "advantages must be finite: drop the sequence or fix its reward"
+        )

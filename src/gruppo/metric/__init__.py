@@ -1,0 +1,17 @@
+"""Metrics of a step: what the policy did to the tokens it was trained on.
+
+    functional.py  the formulas, per token
+    state.py       sums, maxima and a top-K that merge: over micro-batches, and over ranks
+    base.py        accumulate / calculate / reset, shared by all
+    grpo.py gspo.py cispo.py   what counts as clipped
+
+Keys, formulas and healthy ranges: `docs/metrics.md`. To add a metric for another loss, subclass `PolicyMetric` and
+say in `clipped` which tokens or sequences its loss clips.
+"""
+
+from gruppo.metric.base import PolicyMetric
+from gruppo.metric.cispo import CISPOMetric
+from gruppo.metric.grpo import GRPOMetric
+from gruppo.metric.gspo import GSPOMetric
+
+__all__ = ["CISPOMetric", "GRPOMetric", "GSPOMetric", "PolicyMetric"]
