@@ -12,7 +12,7 @@
 """
 
 from gruppo.batch.batch import PackedBatch
-from gruppo.batch.microbatch import split_by_tokens
+from gruppo.batch.microbatch import split_by_tokens, split_padded
 from gruppo.batch.pack import pack
 from gruppo.batch.padded import is_packed, pack_rows, pad_tokens
 from gruppo.batch.segments import IGNORE_INDEX, Segments
@@ -28,4 +28,5 @@ __all__ = [
     "pack_rows",
     "pad_tokens",
     "split_by_tokens",
+    "split_padded",
 ]

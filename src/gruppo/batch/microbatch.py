@@ -37,6 +37,26 @@ def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[
     return sorted(alone + [sorted(b) for b in bins if b])
 
 
+def split_padded(lengths: Sequence[int], tokens_per_microbatch: int) -> list[list[int]]:
+    """Split for rows padded to the longest of their micro-batch: rows x longest stays within the budget.
+
+    Sequences of similar length go together, longest first; a sequence longer than the budget goes alone.
+
+    >>> split_padded([4, 1, 3, 1], tokens_per_microbatch=8)
+    [[0, 2], [1, 3]]
+    """
+    if tokens_per_microbatch < 1:
+        raise InputError(f"tokens_per_microbatch must be at least 1, got {tokens_per_microbatch}")
+    parts: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[parts[-1][0]] if parts else 0  # the first of a part is its longest
+        if parts and longest * (len(parts[-1]) + 1) <= tokens_per_microbatch:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return [sorted(part) for part in parts]
+
+
 def _fill(order: Sequence[int], lengths: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     load = [0] * num_bins

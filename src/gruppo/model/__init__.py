@@ -1,0 +1,17 @@
+"""The actor: a transformers model that scores tokens and takes steps.
+
+    transformers_model.py  TransformersModel: the public class, joins the pieces below
+    source.py              where weights come from, and which folders are refused
+    forward.py             PackedBatch -> log-probs and entropies, through body and head
+    lora.py                PEFT adapters that start at zero
+    reference.py           log-probs of the reference policy: adapter off, or a frozen copy
+    optim.py               optimizer, schedule, clipping, the guard against non-finite gradients
+    checkpoint.py          folders that are complete or do not exist; safetensors and JSON only
+
+A different backend (a sharded model, another library) is another class with the same methods.
+"""
+
+from gruppo.model.lora import LoraSpec
+from gruppo.model.transformers_model import TransformersModel
+
+__all__ = ["LoraSpec", "TransformersModel"]

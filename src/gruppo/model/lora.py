@@ -1,0 +1,50 @@
+"""LoRA through PEFT.
+
+The adapter starts at zero, so that the policy is the base model before its first step: ratio exactly 1, KL
+exactly 0. Dropout would break that and is refused.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gruppo.errors import InputError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """The adapter: W + (alpha / rank) * B @ A on the named layers."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str | tuple[str, ...] = "all-linear"
+    """Names of the layers, or "all-linear": every linear layer but the head."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InputError(f"lora rank must be at least 1, got {self.rank}")
+        if not self.alpha > 0:
+            raise InputError(f"lora alpha must be positive, got {self.alpha}")
+
+
+def add_lora(model: "PreTrainedModel", spec: LoraSpec) -> "PeftModel":
+    """Freeze the model and put a zero adapter on it."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  # PEFT divides; any number will do
+        target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(model, config)
+    # The adapter trains in float32 whatever the base's dtype: steps of 1e-5 vanish in bf16.
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return adapted  # pyright: ignore[reportReturnType]  # PEFT's union with a mixed model that we do not ask for

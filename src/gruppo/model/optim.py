@@ -1,0 +1,71 @@
+"""Optimizer, learning-rate schedule, gradient clipping, and the guard against non-finite gradients."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from gruppo.errors import InputError
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What an optimizer step did."""
+
+    grad_norm: float
+    """Norm before clipping."""
+    lr: float
+    skipped: bool = False
+    """True when a gradient was not finite: the weights are untouched."""
+    culprit: str | None = None
+    """The first parameter with a non-finite gradient."""
+
+
+def make_optimizer(name: str, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """An optimizer of torch.optim by name, over the parameters that train."""
+    cls = getattr(torch.optim, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise InputError(f"optimizer {name!r} is not in torch.optim; AdamW is usual")
+    trainable = [p for p in parameters if p.requires_grad]
+    if not trainable:
+        raise InputError("the model has no parameter that trains; everything is frozen")
+    return cls(trainable, **options)
+
+
+def schedule_factor(schedule: Schedule, step: int, warmup_steps: int, total_steps: int | None) -> float:
+    """The factor on the learning rate at `step` (0 is the first): linear warm-up, then the schedule.
+
+    >>> [schedule_factor("linear", s, 2, 6) for s in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant" or total_steps is None:
+        return 1.0
+    progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+    return 1.0 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def clip_and_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None
+) -> StepReport:
+    """Clip, step and clear the gradients, unless one of them is not finite: then only clear them.
+
+    Clipping cannot save such a step: one NaN makes the norm NaN, and the norm scales every gradient.
+    """
+    lr = optimizer.param_groups[0]["lr"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm).item()
+    if not math.isfinite(norm):
+        named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+        culprit = next((n for n, g in named if not g.isfinite().all()), None)
+        optimizer.zero_grad(set_to_none=True)
+        return StepReport(grad_norm=norm, lr=lr, skipped=True, culprit=culprit)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepReport(grad_norm=norm, lr=lr)

@@ -1,0 +1,92 @@
+"""Where weights come from, and which are refused.
+
+A model id is a local folder, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`. Code from a
+model repository is never run and pickled weights are never read: both can do anything to the machine.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gruppo.errors import InputError, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUILTIN = "builtin"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+
+
+def resolve(model_id: str) -> str:
+    """A model id as something transformers can open: a checked local folder, or a hub id."""
+    if model_id in (BUILTIN, f"{BUILTIN}:carries"):
+        from gruppo.task.builtin import builtin_model_path
+
+        return str(builtin_model_path())
+    if model_id.startswith("hf://"):
+        return model_id.removeprefix("hf://")
+    if model_id.startswith("ms://"):
+        try:
+            from modelscope import snapshot_download  # pyright: ignore[reportMissingImports]  # optional
+        except ImportError:
+            raise require("modelscope", "modelscope", f"model {model_id!r}") from None
+        return snapshot_download(model_id.removeprefix("ms://"))
+    folder = Path(model_id).expanduser()
+    if folder.is_dir():
+        check_folder(folder)
+        return str(folder)
+    if folder.exists() or model_id.startswith((".", "/", "~")) or model_id.count("/") != 1:
+        raise InputError(
+            f"model {model_id!r} is neither a folder nor a hub id; give a folder with config.json and "
+            "*.safetensors, a hub id like org/name, or 'builtin'"
+        )
+    return model_id
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that lacks a model, would run its own code, or holds its weights as pickles."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise InputError(f"model folder {folder} has no config.json; is it the folder that save() wrote?")
+    try:
+        values = json.loads(config.read_text())
+    except ValueError as error:
+        raise InputError(f"{config} is not JSON: {error}") from None
+    if "auto_map" in values:
+        raise InputError(
+            f"{config} asks to run code from the model folder (auto_map); gruppo never does. Use a model that "
+            "transformers supports, or convert it"
+        )
+    if not any(folder.glob("*.safetensors")):
+        pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
+        found = f"only pickled weights ({', '.join(pickles)}), which can run code when loaded" if pickles else "no weights"
+        raise InputError(f"model folder {folder} holds {found}; gruppo reads *.safetensors only")
+
+
+def load_model(
+    model_id: str,
+    *,
+    dtype: Any,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+) -> "PreTrainedModel":
+    """The causal language model of `model_id`, on the CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a bar per load would run across our own
+
+    options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    if revision is not None:
+        options["revision"] = revision
+    return AutoModelForCausalLM.from_pretrained(resolve(model_id), **options)
+
+
+def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of `model_id`."""
+    from transformers import AutoTokenizer
+
+    options = {} if revision is None else {"revision": revision}
+    return AutoTokenizer.from_pretrained(resolve(model_id), trust_remote_code=False, **options)

@@ -1,0 +1,300 @@
+"""TransformersModel: a causal language model of transformers that scores tokens, takes gradients and steps."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gruppo.batch import PackedBatch, Totals, pack, split_by_tokens, split_padded
+from gruppo.batch.segments import IGNORE_INDEX
+from gruppo.errors import InputError
+from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
+from gruppo.metric import PolicyMetric
+from gruppo.model import source
+from gruppo.model.forward import Layout, Scorer
+from gruppo.model.lora import LoraSpec, add_lora
+from gruppo.model.optim import Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
+from gruppo.model.reference import Reference
+from gruppo.types import InputFeature
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+PerSequence = Tensor | Sequence[Any]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TransformersModel:
+    """The actor.
+
+    Works as it is: without `set_loss` it uses GRPO, without `set_optimizer` AdamW.
+
+    Args:
+        model_id: a folder, `hf://org/name`, `ms://org/name`, a hub id, `builtin`, or a model object.
+        lora: train this adapter instead of the weights.
+        dtype: of the weights. Log-probs, ratios and reductions are float32 in any case.
+        device: default: a GPU if there is one.
+        tokens_per_microbatch: tokens of one forward; for memory only, no result depends on it. None: all at once.
+        temperature: at which tokens were sampled and are scored.
+        gradient_checkpointing: recompute activations in the backward: less memory, more time.
+        layout: "padded" rows (any attention), or "packed" into one row (attention that knows boundaries).
+        attn_implementation, revision: handed to transformers.
+    """
+
+    def __init__(
+        self,
+        model_id: "str | PreTrainedModel",
+        *,
+        lora: LoraSpec | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str | torch.device | None = None,
+        tokens_per_microbatch: int | None = None,
+        temperature: float = 1.0,
+        gradient_checkpointing: bool = False,
+        layout: Layout = "padded",
+        attn_implementation: str | None = None,
+        revision: str | None = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if isinstance(model_id, str):
+            model: nn.Module = source.load_model(
+                model_id, dtype=DTYPES[dtype], attn_implementation=attn_implementation, revision=revision
+            )
+            self.tokenizer = tokenizer or source.load_tokenizer(model_id, revision)
+        else:
+            model, self.tokenizer = model_id, tokenizer
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]  # transformers'
+            model.enable_input_require_grads()  # type: ignore[operator]  # so that a frozen embedding passes gradients on
+        if lora is not None:
+            model = add_lora(model, lora)  # type: ignore[arg-type]
+        _switch_off_dropout(model)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model = model.to(self.device).train(gradient_checkpointing)  # transformers checkpoints in train mode only
+        self.lora = lora
+        self.tokens_per_microbatch = tokens_per_microbatch
+        self.version = 0
+        """How many optimizer steps the weights have seen."""
+        self.scorer = Scorer(self.model, temperature=temperature, layout=layout)
+        self.loss: PolicyLoss = GRPOLoss()
+        self.metrics: list[PolicyMetric] = []
+        self._gap = torch.zeros(3, dtype=torch.float64, device=self.device)  # sampler gap: sum, count, max
+        self._reference: Reference | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._base_lr = 0.0
+        self._schedule: tuple[Schedule, int, int | None] = ("constant", 0, None)
+
+    # --- set-up ---------------------------------------------------------------------------------------------------
+
+    def set_loss(self, loss: PolicyLoss) -> None:
+        """Train with this loss. One that needs a reference freezes it now: the weights as they are."""
+        if not isinstance(loss, PolicyLoss):
+            raise InputError(f"set_loss takes a loss of gruppo.loss, such as GRPOLoss(), got {loss!r}")
+        self.loss = loss
+        if "ref_logps" in loss.needs:
+            self.reference()
+
+    def set_optimizer(self, optimizer: str | torch.optim.Optimizer = "AdamW", **options: Any) -> None:
+        """An optimizer of torch.optim by name with its options (`lr=1e-6`), or one made over `model.parameters()`."""
+        if isinstance(optimizer, str):
+            options = {"lr": 1e-5 if self.lora else 1e-6, "weight_decay": 0.0} | options
+            optimizer = make_optimizer(optimizer, self.model.parameters(), **options)
+        elif options:
+            raise InputError(f"options {sorted(options)} go with an optimizer's name, not with an optimizer")
+        self._optimizer = optimizer
+        self._base_lr = optimizer.param_groups[0]["lr"]
+
+    def set_lr_scheduler(
+        self, schedule: Schedule = "constant", *, warmup_steps: int = 0, total_steps: int | None = None
+    ) -> None:
+        """Linear warm-up, then constant, linear to 0 or cosine to 0 over `total_steps`."""
+        if schedule not in ("constant", "linear", "cosine"):
+            raise InputError(f"schedule must be 'constant', 'linear' or 'cosine', got {schedule!r}")
+        if schedule != "constant" and total_steps is None:
+            raise InputError(f"schedule {schedule!r} needs total_steps")
+        self._schedule = (schedule, warmup_steps, total_steps)
+
+    def add_metric(self, metric: PolicyMetric) -> None:
+        """Accumulate this metric over every forward_backward."""
+        self.metrics.append(metric)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            self.set_optimizer()
+        assert self._optimizer is not None
+        return self._optimizer
+
+    def reference(self) -> Reference:
+        """The reference policy; frozen at the first call."""
+        if self._reference is None:
+            if self.version and self.lora is None:
+                logger.warning("the reference policy is frozen after %d steps, not at the start", self.version)
+            self._reference = Reference(self.scorer)
+        return self._reference
+
+    # --- scoring --------------------------------------------------------------------------------------------------
+
+    def forward_only(self, inputs: Sequence[InputFeature]) -> dict[str, list[Tensor]]:
+        """Log-probs and entropies without gradients: per feature one value per scored token."""
+        return self._score(self.scorer, inputs)
+
+    def reference_logps(self, inputs: Sequence[InputFeature]) -> list[Tensor]:
+        """Log-probs under the reference policy, per feature one value per scored token."""
+        with self.reference().scorer() as scorer:
+            return self._score(scorer, inputs)["logps"]
+
+    def _score(self, scorer: Scorer, inputs: Sequence[InputFeature]) -> dict[str, list[Tensor]]:
+        results: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(inputs) for name in ("logps", "entropies")}
+        with torch.no_grad():
+            for part, batch in self._microbatches(inputs):
+                outputs = scorer(batch)
+                counts = batch.segments.length.tolist()
+                scored_T = batch.labels != IGNORE_INDEX
+                for name, values in results.items():
+                    for i, piece in zip(part, outputs[name][scored_T].split(counts), strict=True):
+                        values[i] = piece
+        return results
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        inputs: Sequence[InputFeature],
+        *,
+        advantages: PerSequence,
+        old_logps: PerSequence | None = None,
+        ref_logps: PerSequence | None = None,
+        sampler_logps: PerSequence | None = None,
+        totals: Totals | None = None,
+    ) -> LossOutput:
+        """Add the gradient of the loss over `inputs`; micro-batches are never visible in the result.
+
+        Args:
+            inputs: the sequences.
+            advantages: one per sequence, or one list per sequence with one value per scored token.
+            old_logps: per sequence its log-probs at sampling time. None: those of the features, if they have any;
+                else on-policy.
+            ref_logps: None: those of the features, else computed here if the loss needs them.
+            sampler_logps: the sampler's own log-probs: for a correction, and for the reported gap.
+            totals: the totals of the whole step, when this call is not all of it.
+        """
+        self._check_count("advantages", advantages, inputs)
+        if totals is None:
+            totals = Totals(sequences=len(inputs), tokens=sum(f.num_scored for f in inputs))
+        if ref_logps is None and "ref_logps" in self.loss.needs and any(f.ref_logps is None for f in inputs):
+            ref_logps = self.reference_logps(inputs)
+        given = {"old_logps": old_logps, "ref_logps": ref_logps, "sampler_logps": sampler_logps}
+        for name, values in given.items():
+            if values is not None:
+                self._check_count(name, values, inputs)
+        loss = torch.zeros((), device=self.device)
+        terms: dict[str, Tensor] = {}
+        on_policy = True
+        for part, batch in self._microbatches(inputs):
+            from_features = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps, "sampler_logps": None}
+            aligned = {n: from_features[n] if v is None else _select(v, part) for n, v in given.items()}
+            outputs = self.scorer(batch)
+            result = self.loss(
+                batch.loss_inputs(), outputs, advantages=_select(advantages, part), totals=totals, **aligned
+            )
+            result.loss.backward()
+            loss = loss + result.loss.detach()
+            for name, value in result.terms.items():
+                terms[name] = terms.get(name, 0) + value
+            on_policy = on_policy and result.on_policy
+            self._observe(batch, outputs, _select(advantages, part), aligned)
+        return LossOutput(loss=loss, terms=terms, on_policy=on_policy)
+
+    def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> StepReport:
+        """Clip the gradient, step, move the schedule on. A non-finite gradient changes nothing and is reported."""
+        schedule, warmup_steps, total_steps = self._schedule
+        optimizer = self.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = self._base_lr * schedule_factor(schedule, self.version, warmup_steps, total_steps)
+        report = clip_and_step(self.model, optimizer, max_grad_norm=max_grad_norm)
+        if report.skipped:
+            logger.warning("step skipped: the gradient of %s is not finite", report.culprit)
+        else:
+            self.version += 1
+        return report
+
+    def calculate_metric(self) -> dict[str, Any]:
+        """Everything the metrics have gathered since the last call."""
+        results: dict[str, Any] = {}
+        for metric in self.metrics:
+            results |= metric.calculate()
+            metric.reset()
+        total, count, largest = self._gap.tolist()
+        if count:
+            results |= {"sampler/logp_gap_mean": total / count, "sampler/logp_gap_max": largest}
+        self._gap.zero_()
+        return results
+
+    # --- files ----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model (with LoRA: the adapter) as transformers, PEFT and vLLM load it."""
+        from gruppo.model.checkpoint import save_pretrained
+
+        save_pretrained(self.model, self.tokenizer, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote into this model."""
+        from gruppo.model.checkpoint import load_pretrained
+
+        load_pretrained(self.model, Path(folder))
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _microbatches(self, inputs: Sequence[InputFeature]) -> list[tuple[list[int], PackedBatch]]:
+        for i, feature in enumerate(inputs):
+            if not isinstance(feature, InputFeature):
+                raise InputError(f"inputs[{i}] must be an InputFeature, got {type(feature).__name__}")
+        lengths = [max(len(f.prompt_ids) + len(f.completion_ids) - 1, 1) for f in inputs]
+        if self.tokens_per_microbatch is None:
+            parts = [list(range(len(inputs)))] if inputs else []
+        else:
+            split = split_padded if self.scorer.layout == "padded" else split_by_tokens
+            parts = split(lengths, self.tokens_per_microbatch)
+        return [(part, pack([inputs[i] for i in part]).to(self.device)) for part in parts]
+
+    def _observe(self, batch: PackedBatch, outputs: dict[str, Tensor], advantages: Any, aligned: dict[str, Any]) -> None:
+        observed = {name: values.detach() for name, values in outputs.items()}
+        for metric in self.metrics:
+            # Without old_logps the loss took the policy's own: ratio 1, which the metric should show and not omit.
+            old = aligned["old_logps"]
+            metric.accumulate(
+                batch.loss_inputs(), observed, old_logps=observed["logps"] if old is None else old, advantages=advantages
+            )
+        sampler = aligned["sampler_logps"]
+        if sampler is not None:
+            scored = observed["logps"][batch.labels != IGNORE_INDEX]
+            values = torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in sampler]).to(self.device)
+            gap = (scored - values).abs().double()
+            largest = gap.max() if gap.numel() else gap.new_zeros(())
+            self._gap = torch.stack([self._gap[0] + gap.sum(), self._gap[1] + gap.numel(), self._gap[2].maximum(largest)])
+
+    def _check_count(self, name: str, values: PerSequence, inputs: Sequence[InputFeature]) -> None:
+        if len(values) != len(inputs):
+            raise InputError(f"{name} has {len(values)} entries for {len(inputs)} sequences; give one per sequence")
+
+
+def _select(values: PerSequence, part: list[int]) -> Any:
+    return values[part] if isinstance(values, Tensor) else [values[i] for i in part]
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    """Dropout makes the same weights score the same tokens differently: the ratio would not be 1 on-policy."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]

@@ -1,0 +1,230 @@
+"""TorchSampler: batched decoding with a KV cache, of any transformers model, in this process.
+
+Each prompt runs through the model once; its cache is then repeated for the samples of its group. When many rows have
+finished, the cache is cut down to those that go on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gruppo.errors import InputError
+from gruppo.model.transformers_model import TransformersModel
+from gruppo.sampler.base import PromptLike, prompt_index, token_ids
+from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.randomness import row_keys, uniforms
+from gruppo.types import SampledSequence, SampleResponse
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+
+class TorchSampler:
+    """Samples from a TransformersModel. Given the trainer's own, it always samples from the newest weights.
+
+    Args:
+        model: the model, or the id of one to load with `options`.
+        on_token: called before each forward; may raise to leave.
+    """
+
+    def __init__(
+        self, model: TransformersModel | str, *, on_token: Callable[[], None] | None = None, **options: Any
+    ) -> None:
+        if isinstance(model, str):
+            model = TransformersModel(model, **options)
+        elif options:
+            raise InputError(f"options {sorted(options)} go with a model id, not with a model")
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.stop_ids = _end_tokens(model)
+        self.on_token = on_token
+
+    @torch.inference_mode()
+    def sample(
+        self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
+    ) -> list[SampleResponse]:
+        """Draw `num_samples` completions of each prompt. The same seed and step give the same tokens."""
+        params = params or SamplingParams()
+        if num_samples < 1:
+            raise InputError(f"num_samples must be at least 1, got {num_samples}")
+        if not batch:
+            return []
+        prompts = [token_ids(p, self.tokenizer) for p in batch]
+        for i, ids in enumerate(prompts):
+            if not ids:
+                raise InputError(f"prompt {i} has no tokens; there is nothing to continue")
+        indices = np.repeat([prompt_index(p, i) for i, p in enumerate(batch)], num_samples)
+        samples = np.tile(np.arange(num_samples), len(batch))
+        rows = _Decoding(self, prompts, num_samples, row_keys(params.seed, params.step, indices, samples), params).run()
+        return [
+            SampleResponse(sequences=tuple(rows[i * num_samples : (i + 1) * num_samples])) for i in range(len(batch))
+        ]
+
+
+class _Decoding:
+    """One call of `sample`. `N` rows = prompts x samples; `A` of them are still active."""
+
+    def __init__(
+        self,
+        sampler: TorchSampler,
+        prompts: list[tuple[int, ...]],
+        num_samples: int,
+        keys: np.ndarray,
+        params: SamplingParams,
+    ) -> None:
+        self.sampler = sampler
+        self.model = sampler.model.model
+        self.device = sampler.model.device
+        self.params = params
+        self.prompts = prompts
+        self.num_samples = num_samples
+        self.keys = keys
+        num_rows = len(prompts) * num_samples
+        self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
+        self.logps: list[list[float]] = [[] for _ in range(num_rows)]
+        self.texts: dict[int, str] = {}  # rows that a stop string ended
+        self.stopped = [False] * num_rows
+
+    def run(self) -> list[SampledSequence]:
+        was_training = self.model.training
+        self.model.eval()
+        logits_NV, cache, attention, position_N = self._prefill()
+        active = np.arange(len(self.tokens))
+        for step in range(self.params.max_new_tokens):
+            tokens_A = self._draw(logits_NV, active, step)
+            going_on = np.array([not self.stopped[row] for row in active])
+            if not going_on.any() or step + 1 == self.params.max_new_tokens:
+                break
+            if going_on.sum() <= len(active) // 2:  # cutting the cache costs a copy: worth it when half is done
+                keep = torch.from_numpy(np.flatnonzero(going_on)).to(self.device)
+                cache.batch_select_indices(keep)
+                tokens_A, position_N = tokens_A[keep], position_N[keep]
+                attention = None if attention is None else attention[keep]
+                active = active[going_on]
+            if attention is not None:
+                attention = torch.cat([attention, attention.new_ones(len(attention), 1)], 1)
+            position_N = position_N + 1
+            if self.sampler.on_token is not None:
+                self.sampler.on_token()
+            outputs = self.model(
+                input_ids=tokens_A[:, None],
+                attention_mask=attention,
+                position_ids=position_N[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits_NV = outputs.logits[:, -1].float()
+        self.model.train(was_training)
+        return [self._sequence(row) for row in range(len(self.tokens))]
+
+    def _prefill(self) -> tuple[Tensor, "DynamicCache", Tensor | None, Tensor]:
+        """Run each prompt once, padded on the left, and repeat what the cache holds for its samples."""
+        from transformers import DynamicCache
+
+        lengths = [len(p) for p in self.prompts]
+        longest = max(lengths)
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in self.prompts], device=self.device)
+        length_P = torch.tensor(lengths, device=self.device)
+        column_L = torch.arange(longest, device=self.device)
+        position_PL = (column_L[None] - (longest - length_P)[:, None]).clamp(min=0)
+        # Prompts of one length need no mask, and attention is faster without one.
+        attention = None
+        if min(lengths) != longest:
+            attention = (column_L[None] >= (longest - length_P)[:, None]).long()
+        cache = DynamicCache(config=self.model.config)
+        outputs = self.model(
+            input_ids=ids,
+            attention_mask=attention,
+            position_ids=position_PL,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache.batch_repeat_interleave(self.num_samples)
+        repeat = lambda x: x.repeat_interleave(self.num_samples, 0)  # noqa: E731
+        return (
+            repeat(outputs.logits[:, -1].float()),
+            cache,
+            None if attention is None else repeat(attention),
+            repeat(length_P - 1),
+        )
+
+    def _draw(self, logits_AV: Tensor, active: np.ndarray, step: int) -> Tensor:
+        """Draw a token per active row, note it and its log-prob, and mark the rows that end."""
+        temperature = self.params.temperature
+        log_p_AV = (logits_AV / (temperature or 1.0)).log_softmax(-1)
+        if temperature == 0:
+            tokens_A = log_p_AV.argmax(-1)
+        else:
+            u_A = torch.from_numpy(uniforms(self.keys[active], step)).to(self.device)
+            tokens_A = draw(filtered(log_p_AV, self.params).exp(), u_A)
+        logps_A = log_p_AV.gather(-1, tokens_A[:, None]).squeeze(-1)
+        for row, token, logp in zip(active.tolist(), tokens_A.tolist(), logps_A.tolist(), strict=True):
+            if self.stopped[row]:
+                continue
+            self.tokens[row].append(token)
+            self.logps[row].append(logp)
+            self.stopped[row] = token in self.sampler.stop_ids or self._hits_stop_string(row)
+        return tokens_A
+
+    def _hits_stop_string(self, row: int) -> bool:
+        if not self.params.stop:
+            return False
+        text = self._decode(self.tokens[row])
+        ends = [i for i in (text.find(s) for s in self.params.stop) if i >= 0]
+        if ends:
+            self.texts[row] = text[: min(ends)]
+        return bool(ends)
+
+    def _decode(self, tokens: list[int]) -> str:
+        tokenizer = self.sampler.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _sequence(self, row: int) -> SampledSequence:
+        tokens = self.tokens[row]
+        return SampledSequence(
+            prompt_ids=self.prompts[row // self.num_samples],
+            tokens=tuple(tokens),
+            logps=tuple(self.logps[row]),
+            text=self.texts[row] if row in self.texts else self._decode(tokens),
+            stop_reason="stop" if self.stopped[row] else "length",
+            policy_version=self.sampler.model.version,
+        )
+
+
+def filtered(log_p_AV: Tensor, params: SamplingParams) -> Tensor:
+    """Log-probs with the tokens that top-k, top-p or min-p exclude at -inf (not renormalised)."""
+    if not params.filters:
+        return log_p_AV
+    if 0 < params.top_k < log_p_AV.shape[-1]:
+        smallest = log_p_AV.topk(params.top_k).values[:, -1:]
+        log_p_AV = log_p_AV.masked_fill(log_p_AV < smallest, -torch.inf)
+    if params.min_p > 0:
+        floor = log_p_AV.amax(-1, keepdim=True) + float(np.log(params.min_p))
+        log_p_AV = log_p_AV.masked_fill(log_p_AV < floor, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = log_p_AV.sort(descending=True)
+        p = ordered.softmax(-1)
+        before = p.cumsum(-1) - p  # the most likely token has nothing before it and always stays
+        excluded = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= params.top_p)
+        log_p_AV = log_p_AV.masked_fill(excluded, -torch.inf)
+    return log_p_AV
+
+
+def draw(p_AV: Tensor, u_A: Tensor) -> Tensor:
+    """The token at which the cumulative probability passes u, per row; `p` need not sum to 1."""
+    cumulative = p_AV.double().cumsum(-1)
+    target = u_A[:, None] * cumulative[:, -1:]
+    # right=True: the first token whose cumulative probability exceeds the target, so never one of probability 0
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=p_AV.shape[-1] - 1)
+
+
+def _end_tokens(model: TransformersModel) -> frozenset[int]:
+    """Every token that ends a completion, by the generation config, the config or the tokenizer."""
+    found: list[Any] = [getattr(getattr(model.model, "generation_config", None), "eos_token_id", None)]
+    found.append(getattr(getattr(model.model, "config", None), "eos_token_id", None))
+    found.append(getattr(model.tokenizer, "eos_token_id", None))
+    return frozenset(int(i) for entry in found if entry is not None for i in (entry if isinstance(entry, list) else [entry]))

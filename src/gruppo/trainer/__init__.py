@@ -1,0 +1,22 @@
+"""The loop: prompts in, a better model out.
+
+    config.py    TrainConfig: every option, checked before anything heavy is loaded
+    plan.py      what a run will do, in numbers, before it does it
+    build.py     from a config to a model, prompts, rewards, loss and advantage
+    trainer.py   GRPOTrainer: `step()` reads like the algorithm
+    collect.py   rollouts, rewards and advantages of a step
+    evaluate.py  held-out score, pass@k, confidence intervals
+    advice.py    what the numbers of a run say about their cause
+    run_dir.py   the run directory: config, metrics, completions, checkpoints, status
+    checkpoints.py  which checkpoint to resume from, which to prune
+    tracker.py   TensorBoard, W&B and trackio: views of the run directory that can never stop a run
+    signals.py   Ctrl-C and SIGTERM save before they end a run
+    console.py   what a person sees while it runs
+
+Nothing imports the trainer but the command line.
+"""
+
+from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.trainer import GRPOTrainer
+
+__all__ = ["GRPOTrainer", "TrainConfig"]

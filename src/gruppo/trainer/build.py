@@ -1,0 +1,122 @@
+"""From a config to the parts of a run. Everything cheap that can be wrong is checked before the model is loaded."""
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gruppo import loss as losses
+from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
+from gruppo.errors import InputError
+from gruppo.loss import PolicyLoss
+from gruppo.metric import metric_for
+from gruppo.reward import RewardPool, load_reward
+from gruppo.reward.load import import_object
+from gruppo.task import PromptSet, load_prompts, resolve_source
+from gruppo.trainer.config import TrainConfig
+
+if TYPE_CHECKING:
+    from gruppo.model import TransformersModel
+
+LOSSES: dict[str, type[PolicyLoss]] = {
+    "grpo": losses.GRPOLoss,
+    "gspo": losses.GSPOLoss,
+    "sapo": losses.SAPOLoss,
+    "cispo": losses.CISPOLoss,
+    "bnpo": losses.BNPOLoss,
+    "drgrpo": losses.DRGRPOLoss,
+    "dapo": losses.DAPOLoss,
+}
+
+
+def build_loss(config: TrainConfig) -> PolicyLoss:
+    """The loss with the options that were set; one that it does not take is an error."""
+    cls = LOSSES.get(config.loss)
+    if cls is None:
+        if ":" not in config.loss:
+            raise InputError(f"loss={config.loss!r} is unknown; use one of {', '.join(LOSSES)}, or your.module:YourLoss")
+        cls = import_object(config.loss)
+    parameters = inspect.signature(cls).parameters
+    options: dict[str, Any] = {"beta": config.beta, "kl_estimator": config.kl_estimator}
+    options["entropy_coef"] = config.entropy_coef
+    for name in ("clip_range", "tau"):
+        value = getattr(config, name)
+        if value is not None:
+            if name not in parameters:
+                takers = [n for n, c in LOSSES.items() if name in inspect.signature(c).parameters]
+                raise InputError(f"loss={config.loss!r} does not take {name}; {', '.join(takers)} do")
+            options[name] = value
+    if "max_completion_length" in parameters:
+        options["max_completion_length"] = config.max_new_tokens
+    return cls(**options)
+
+
+def build_advantage(config: TrainConfig) -> GRPOAdvantage | RLOOAdvantage:
+    cls = {"grpo": GRPOAdvantage, "rloo": RLOOAdvantage}[config.advantage]
+    return cls(normalization=config.normalization)
+
+
+def build_rewards(config: TrainConfig, on_wait: Any = None) -> RewardPool:
+    weights = config.reward_weights or (1.0,) * len(config.rewards)
+    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(config.rewards, weights, strict=True)]
+    return RewardPool(
+        rewards, workers=config.reward_workers, deadline_s=config.reward_deadline, on_wait=on_wait
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    train: PromptSet
+    held_out: PromptSet
+
+
+def build_prompts(config: TrainConfig, tokenizer: Any) -> Prompts:
+    """Training and held-out prompts."""
+    options: dict[str, Any] = {"max_prompt_tokens": config.max_prompt_tokens, "system": config.system}
+    rows = resolve_source(config.data, prompt_column=config.prompt_column)
+    train = load_prompts(rows, tokenizer, **options)
+    if not config.eval_prompts:
+        held_out = PromptSet(prompts=())
+    elif config.eval_data is not None:
+        rows = resolve_source(config.eval_data, prompt_column=config.prompt_column)
+        held_out = load_prompts(rows, tokenizer, limit=config.eval_prompts, **options)
+    else:
+        if config.eval_prompts >= len(train):
+            raise InputError(
+                f"eval_prompts={config.eval_prompts} leaves none of the {len(train)} prompts of {config.data} to train "
+                "on; lower it, or give eval_data"
+            )
+        train, held_out = train.split_holdout(config.eval_prompts, config.seed)
+    if config.prompts_per_step > len(train):
+        raise InputError(
+            f"prompts_per_step={config.prompts_per_step} is more than the {len(train)} prompts to train on; lower it"
+        )
+    return Prompts(train, held_out)
+
+
+def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":
+    """The actor with loss, optimizer, schedule and metric."""
+    from gruppo.model import LoraSpec, TransformersModel
+
+    targets = config.lora_targets
+    lora = LoraSpec(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        targets=targets[0] if targets == ("all-linear",) else targets,
+    )
+    model = TransformersModel(
+        config.model,
+        lora=lora if config.lora else None,
+        dtype=config.dtype,
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        temperature=config.temperature,
+        gradient_checkpointing=config.gradient_checkpointing,
+        tokenizer=tokenizer,
+    )
+    model.set_loss(loss)
+    options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
+    model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
+    model.set_lr_scheduler(
+        config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps
+    )
+    model.add_metric(metric_for(loss, top_k_kl=0))
+    return model

@@ -1,0 +1,50 @@
+"""Which checkpoint to resume from, and which to prune."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+from gruppo.errors import CheckpointError
+from gruppo.model import TransformersModel
+from gruppo.model.checkpoint import commit_folder, load_training_state, read_manifest, save_training_state
+from gruppo.trainer.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(run: RunDir, model: TransformersModel, step: int, keep: int) -> None:
+    """Write the state after `step`; once it is safe, delete all but the newest `keep`."""
+    folder = run.checkpoints / f"step-{step:06d}"
+    if folder.exists():
+        try:
+            read_manifest(folder)
+            return
+        except CheckpointError:
+            shutil.rmtree(folder)  # a damaged one of the same step; its replacement is about to be written
+
+    def write(aside: Path) -> None:
+        save_training_state(model.model, model.optimizer, aside)
+        (aside / "trainer.json").write_text(json.dumps({"step": step, "version": model.version}))
+
+    commit_folder(folder, write, {"kind": "training", "step": step})
+    for old in sorted(run.checkpoints.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_newest(run: RunDir, model: TransformersModel) -> int:
+    """Load the newest checkpoint that is whole and return its step. Never starts over silently."""
+    folders = sorted(run.checkpoints.glob("step-*"), reverse=True)
+    for folder in folders:
+        try:
+            read_manifest(folder)
+        except CheckpointError as error:
+            logger.warning("skipping a checkpoint: %s", error)
+            continue
+        load_training_state(model.model, model.optimizer, folder)
+        state = json.loads((folder / "trainer.json").read_text())
+        model.version = state["version"]
+        return state["step"]
+    if folders:
+        raise CheckpointError(f"none of the {len(folders)} checkpoints in {run.checkpoints} is whole; nothing was changed")
+    raise CheckpointError(f"{run.path} has no checkpoint to resume from: it stopped before its first one; start it anew")

@@ -1,0 +1,213 @@
+"""TrainConfig: every option of a run, checked before anything heavy is loaded.
+
+One schema, three entrances: Python (`TrainConfig(model=..., steps=...)`), YAML (`--config run.yaml`) and flags
+(`--steps 100`). Unknown keys are errors.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gruppo.errors import InputError
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class TrainConfig(BaseModel):
+    """Options of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    # --- what is trained, on what ---
+    model: str = "builtin"
+    """Folder, hf://org/name, ms://org/name, hub id, or 'builtin' (0.15 M parameters, adds two numbers, badly)."""
+    data: str = "builtin:carries"
+    """Prompts: a .jsonl, .csv or .parquet file, hf://org/name, gsm8k:FILE, reasoning_gym:NAME, builtin:carries."""
+    eval_data: str | None = None
+    """Prompts to evaluate on; none: `eval_prompts` prompts are held out of `data`."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    system: str | None = None
+    """System message put before every chat prompt."""
+    max_prompt_tokens: Positive | None = None
+    """Longer prompts are dropped and counted, never cut."""
+    rewards: tuple[str, ...] = ("exact_match",)
+    """Reward functions: built-in names or module:function."""
+    reward_weights: tuple[float, ...] | None = None
+    """One weight per reward; none: all 1."""
+    reward_deadline: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds a reward may take for one completion before its process is killed."""
+    reward_workers: Positive = 2
+    """Processes that run reward functions of yours."""
+
+    # --- the three batch numbers ---
+    prompts_per_step: Positive = 32
+    """Prompts of one optimizer step."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Completions per prompt; at least 2, since a group is compared with itself."""
+    tokens_per_microbatch: Positive | None = None
+    """Tokens of one forward. For memory only: no result depends on it. None: all at once."""
+
+    # --- how long ---
+    steps: Positive = 200
+    """Rollout batches."""
+    epochs_per_batch: Positive = 1
+    """Passes over each rollout batch."""
+    minibatches: Positive = 1
+    """Optimizer steps per pass; each takes whole groups."""
+    stop_at_score: float | None = None
+    """Stop early once the held-out accuracy reaches this."""
+
+    # --- loss and advantage ---
+    loss: str = "grpo"
+    """grpo, gspo, sapo, cispo, bnpo, drgrpo, dapo, or your.module:YourLoss."""
+    clip_range: float | tuple[float, float] | None = None
+    """Distance from 1 that the ratio may move, or low and high; none: the loss's own default."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the KL penalty towards the model at the start."""
+    kl_estimator: Literal[0, 1, 2, 3] = 2
+    """0 k1, 1 k2, 2 k3, 3 ratio*k1."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+    tau: float | tuple[float, float] | None = None
+    """Temperature of SAPO's gate, or one for each sign of the advantage."""
+    advantage: Literal["grpo", "rloo"] = "grpo"
+    """Baseline: the group's mean, or the mean of the others."""
+    normalization: Literal["standard", "centered"] = "standard"
+    """Divide by a standard deviation, or not."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """Which standard deviation divides."""
+    mask_truncated: bool = False
+    """Leave completions that hit the token limit out of the loss (they still count in their group's mean)."""
+
+    # --- weights and optimizer ---
+    lora: bool = False
+    """Train an adapter instead of the weights."""
+    lora_rank: Positive = 8
+    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Layers that get the adapter."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate; none: 1e-6, with LoRA 1e-5."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    """Optimizer steps over which the learning rate rises to its value."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights; log-probs and losses are float32 in any case."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward: less memory, more time."""
+
+    # --- sampling ---
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """For sampling, and for scoring what was sampled."""
+    max_new_tokens: Positive = 256
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
+
+    # --- evaluation ---
+    eval_every: Count = 0
+    """Evaluate after every so many steps; always at the start and the end. 0: only there."""
+    eval_prompts: Count = 128
+    """Held-out prompts; 0: no evaluation."""
+    eval_samples: Count = 0
+    """Sampled completions per held-out prompt, for pass@k; 0: greedy only."""
+    correct_at: float = 1.0
+    """A completion with at least this reward counts as correct."""
+
+    # --- the run ---
+    output: str = "runs/run"
+    """Run directory: config, metrics, completions, checkpoints, the model. Must not exist."""
+    seed: Count = 0
+    threads: Count = 0
+    """CPU threads; 0: torch's choice. Bitwise repeatability holds for one number."""
+    save_every: Positive = 50
+    """Checkpoint after every so many steps, and at the end."""
+    keep_checkpoints: Positive = 2
+    """Older ones are deleted once a newer one is safe on disk."""
+    completions_every: Count = 1
+    """Write the completions of every so many steps to Parquet; 0: never."""
+    tensorboard: bool = True
+    wandb: bool = False
+    trackio: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.clip_range is not None:
+            from gruppo.loss.variants import read_clip_range  # brings torch, which --help does not need
+
+            read_clip_range(self.clip_range)
+        if not self.rewards:
+            raise ValueError("rewards needs at least one function, e.g. exact_match")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} entries for {len(self.rewards)} rewards; give one each"
+            )
+        if self.prompts_per_step % self.minibatches:
+            divisors = [d for d in range(1, self.prompts_per_step + 1) if self.prompts_per_step % d == 0]
+            raise ValueError(
+                f"minibatches={self.minibatches} does not divide prompts_per_step={self.prompts_per_step}; "
+                f"use one of {divisors}"
+            )
+        if self.eval_samples and not self.eval_prompts:
+            raise ValueError("eval_samples needs eval_prompts of at least 1")
+        return self
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps * self.epochs_per_batch * self.minibatches
+
+    @classmethod
+    def read(cls, values: dict[str, Any], where: str = "config") -> "TrainConfig":
+        """Check plain values; the error names every wrong field, what it got and what would do."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise InputError(explain(error, where, list(cls.model_fields))) from None
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> "TrainConfig":
+        """A config file; `overrides` win."""
+        return cls.read(read_yaml(path) | (overrides or {}), where=str(path))
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    import yaml
+
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"config file {path} does not exist")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InputError(f"{path} must hold `option: value` lines, got a {type(values).__name__}")
+    return values
+
+
+def explain(error: ValidationError, where: str, known: list[str]) -> str:
+    """A pydantic error as one line per field: name, value, what is wrong, what to do."""
+    lines = []
+    for item in error.errors():
+        field = ".".join(str(p) for p in item["loc"] if not str(p).startswith(("function-", "float", "tuple", "int")))
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(field, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see `gruppo train --help`"
+            lines.append(f"{where}: unknown option {field!r}; {hint}")
+        elif field:
+            lines.append(f"{where}: {field}={item['input']!r}: {item['msg']}")
+        else:
+            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+    return "\n".join(dict.fromkeys(lines))

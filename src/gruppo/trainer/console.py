@@ -1,0 +1,101 @@
+"""What a person sees while a run goes on: a bar with the time left and one line per step; plain lines without a
+terminal. Model text is shown without control characters or markup."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from gruppo.types import Group
+
+
+class RunConsole:
+    """Reports a run."""
+
+    def __init__(self, total_steps: int, console: Console | None = None, first_step: int = 0) -> None:
+        self.console = console or Console(highlight=False)
+        self.total = total_steps
+        self.first = first_step
+        self.started = time.monotonic()
+        self.progress: Progress | None = None
+        if self.console.is_terminal:
+            self.progress = Progress(
+                TextColumn("[bold]training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[state]}"),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self.task = self.progress.add_task("training", total=total_steps, completed=first_step, state="")
+            self.progress.start()
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """One readable line; on a terminal every tenth step, since the bar shows the rest."""
+        line = step_line(step, self.total, metrics, seconds)
+        if self.progress is not None:
+            self.progress.update(self.task, completed=step, state=f"reward {metrics['reward/mean']:.3f}")
+            if step % max(self.total // 20, 1) == 0 or step == self.total:
+                self.progress.console.print(line, soft_wrap=True)
+            return
+        left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
+        self.console.print(f"{line}  left {readable_time(left)}", soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        (self.progress.console if self.progress else self.console).print(Text(text), soft_wrap=True)
+
+    def completions(self, title: str, groups: Sequence[Group], limit: int = 4) -> None:
+        """The best and the worst completion of a few groups."""
+        table = Table(title=title, title_justify="left")
+        for name in ("prompt", "completion", "reward", "advantage"):
+            table.add_column(name, justify="right" if name in ("reward", "advantage") else "left", overflow="fold")
+        for group in groups[:limit]:
+            ordered = sorted(group.rollouts, key=lambda r: -(r.reward if r.reward is not None else float("-inf")))
+            for rollout in ordered[:1] + ordered[1:][-1:]:
+                table.add_row(
+                    visible(group.prompt.text),
+                    visible(rollout.sequence.text),
+                    "-" if rollout.reward is None else f"{rollout.reward:g}",
+                    f"{rollout.advantage:+.2f}",
+                )
+        (self.progress.console if self.progress else self.console).print(table)
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float], seconds: float) -> str:
+    """The state of a step in plain words; the loss is not among them, since its value says little."""
+    parts = [f"step {step:>{len(str(total))}}/{total}", f"reward {metrics['reward/mean']:.3f}"]
+    if "eval/accuracy" in metrics:
+        parts.append(f"held-out {metrics['eval/accuracy']:.3f}")
+    parts.append(f"signal {1 - metrics['group/zero_std_frac']:.0%} of groups")
+    parts.append(f"grad {metrics['optim/grad_norm']:.2g}")
+    if "train/clip_ratio" in metrics:
+        parts.append(f"clip {metrics['train/clip_ratio']:.1%}")
+    if "train/entropy" in metrics:
+        parts.append(f"entropy {metrics['train/entropy']:.2f}")
+    parts.append(f"length {metrics['completion/len_mean']:.0f}")
+    parts.append(readable_time(seconds))
+    return "  ".join(parts)
+
+
+def readable_time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def visible(text: Any, limit: int = 200) -> Text:
+    """Model text for a terminal: no control characters, no markup, not endless."""
+    kept = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" if c != "\n" else "\u21b5" for c in str(text))
+    return Text(kept if len(kept) <= limit else f"{kept[:limit]}…")

@@ -1,0 +1,318 @@
+"""GRPOTrainer: the algorithm, one method per stage."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gruppo.errors import NumericError
+from gruppo.sampler.params import SamplingParams
+from gruppo.task.order import prompt_indices
+from gruppo.trainer import build
+from gruppo.trainer.advice import advice
+from gruppo.trainer.collect import Collected, collect, training_rows
+from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.console import RunConsole
+from gruppo.trainer.evaluate import Evaluation, evaluate
+from gruppo.trainer.plan import Plan, make_plan
+from gruppo.trainer.run_dir import RunDir
+from gruppo.trainer.signals import Interrupted, StopFlag
+from gruppo.trainer.tracker import Trackers
+
+if TYPE_CHECKING:
+    from gruppo.model import TransformersModel
+
+MAX_SKIPPED = 3
+"""Steps in a row whose gradient was not finite before the run stops."""
+
+Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
+"""Called after each step with (trainer, step, metrics); returning True ends the run."""
+
+
+@dataclass(slots=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    before: Evaluation | None
+    after: Evaluation | None
+    status: str
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+
+class GRPOTrainer:
+    """Trains a model with group-relative policy optimization.
+
+        result = GRPOTrainer(TrainConfig(model="builtin", steps=50, output="runs/first")).train()
+
+    The constructor checks everything and loads the model; `train` runs to the end, `step` takes one step.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        callbacks: Sequence[Callback] = (),
+        resume: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        import torch
+
+        from gruppo.model.source import load_tokenizer
+
+        self.config = config
+        self.callbacks = list(callbacks)
+        self.quiet = quiet
+        self.stop = StopFlag()
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
+        loss = build.build_loss(config)
+        self.estimate = build.build_advantage(config)
+        self.pool = build.build_rewards(config, on_wait=self.stop.poll)
+        tokenizer = load_tokenizer(config.model)
+        self.prompts = build.build_prompts(config, tokenizer)
+        self.pool.check_columns(sorted({name for p in self.prompts.train for name in p.columns}))
+        self.run = RunDir.reopen(Path(config.output)) if resume else RunDir.create(config)
+        try:
+            self.pool.start()
+            self.model = build.build_model(config, loss, tokenizer)
+            self.sampler = _make_sampler(self.model, self.stop)
+            self.step_number = self._restore() if resume else 0
+            self.trackers = Trackers(config, self.run.path)
+        except BaseException:
+            self.pool.close()
+            self.run.release_lock()
+            raise
+        self.seconds: dict[str, float] = {}
+        self.skipped_in_a_row = 0
+
+    # --- one step: the algorithm ----------------------------------------------------------------------------------
+
+    def step(self) -> dict[str, float]:
+        """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step."""
+        number = self.step_number + 1
+        prompts = self._prompts_of(number)
+        with self._timed("sample"):
+            responses = self.sampler.sample(prompts, self.config.group_size, self._sampling(number))
+        with self._timed("reward"):
+            collected = collect(
+                prompts,
+                responses,
+                self.pool,
+                self.estimate,
+                scale=self.config.scale,
+                step=number - 1,
+                seed=self.config.seed,
+            )
+        with self._timed("train"):
+            metrics = collected.metrics | self.update(collected)
+        self.step_number = number
+        if self.config.completions_every and number % self.config.completions_every == 0:
+            with self._timed("write"):
+                self.run.write_completions(number, collected.groups)
+        self.collected = collected
+        return metrics
+
+    def update(self, collected: Collected) -> dict[str, float]:
+        """Train on one rollout batch: `epochs_per_batch` passes of `minibatches` optimizer steps.
+
+        A single update is on-policy: the old log-probs are the trainer's own, so the ratio is exactly 1. With several
+        updates they are computed once before the first, by the same code that trains.
+        """
+        rows = training_rows(collected, mask_truncated=self.config.mask_truncated)
+        features, advantages, sampler_logps = rows["features"], rows["advantages"], rows["sampler_logps"]
+        updates = self.config.epochs_per_batch * self.config.minibatches
+        old_logps = self.model.forward_only(features)["logps"] if updates > 1 else None
+        ref_logps = None
+        if updates > 1 and "ref_logps" in self.model.loss.needs:
+            ref_logps = self.model.reference_logps(features)
+        size = len(features) // self.config.minibatches
+        losses, norms, skipped = [], [], 0
+        for _ in range(self.config.epochs_per_batch):
+            for start in range(0, len(features), size):
+                part = slice(start, start + size)
+                result = self.model.forward_backward(
+                    features[part],
+                    advantages=advantages[part],
+                    old_logps=None if old_logps is None else old_logps[part],
+                    ref_logps=None if ref_logps is None else ref_logps[part],
+                    sampler_logps=sampler_logps[part],
+                )
+                report = self.model.clip_grad_and_step(self.config.max_grad_norm)
+                losses.append({"loss": result.loss} | result.terms)
+                norms.append(report.grad_norm)
+                skipped += self._count_skipped(report.skipped, report.culprit)
+        metrics = {f"policy/{name}": sum(float(x[name]) for x in losses) / updates for name in losses[0]}
+        finite = [n for n in norms if n == n and n != float("inf")]
+        metrics |= {
+            "optim/grad_norm": sum(finite) / len(finite) if finite else 0.0,
+            "optim/lr": report.lr,
+            "optim/skipped": float(skipped),
+        }
+        return metrics | self.model.calculate_metric()
+
+    def evaluate(self) -> Evaluation | None:
+        """The held-out score of the weights as they are; None without held-out prompts."""
+        if not len(self.prompts.held_out):
+            return None
+        with self._timed("eval"):
+            return evaluate(
+                self.prompts.held_out.prompts,
+                self.sampler,
+                self.pool,
+                self._sampling(0),
+                num_samples=self.config.eval_samples,
+                correct_at=self.config.correct_at,
+            )
+
+    # --- the whole run --------------------------------------------------------------------------------------------
+
+    def train(self) -> TrainResult:
+        """Run to the last step (or a stop), save the model, return how it went."""
+        from gruppo.trainer.checkpoints import save_checkpoint
+
+        config, run = self.config, self.run
+        console = RunConsole(config.steps, first_step=self.step_number) if not self.quiet else None
+        recent: deque[dict[str, float]] = deque(maxlen=20)
+        result = TrainResult(self.step_number, None, None, "running")
+        run.set_status("running", self.step_number)
+        run.log_event("start", step=self.step_number)
+        try:
+            with self.stop.listening():
+                if self.step_number == 0:
+                    result.before = self.evaluate()
+                    if result.before is not None:
+                        run.log_metrics(0, result.before.metrics)
+                        self.trackers.log(0, result.before.metrics)
+                while self.step_number < config.steps and result.status == "running":
+                    started = time.monotonic()
+                    self.seconds = {}
+                    metrics = self.step()
+                    number = self.step_number
+                    is_last = number == config.steps
+                    if is_last or (config.eval_every and number % config.eval_every == 0):
+                        result.after = self.evaluate()
+                        metrics |= result.after.metrics if result.after else {}
+                    if self._should_end(number, metrics, result.after):
+                        result.status = "done"
+                    if number % config.save_every == 0 or is_last or result.status == "done":
+                        with self._timed("checkpoint"):
+                            save_checkpoint(run, self.model, number, config.keep_checkpoints)
+                        run.log_event("checkpoint", step=number)
+                    run.log_metrics(number, metrics)
+                    run.log_timings(number, self.seconds)
+                    self.trackers.log(number, metrics)
+                    recent.append(metrics)
+                    self._report(console, number, metrics, time.monotonic() - started, recent)
+                    self.stop.poll()
+                result.status = "done"
+        except Interrupted as signal_name:
+            save_checkpoint(run, self.model, self.step_number, config.keep_checkpoints)
+            run.log_event("stop", step=self.step_number, signal=str(signal_name))
+            result.status = "stopped"
+        except BaseException as error:
+            run.log_event("failed", step=self.step_number, error=f"{type(error).__name__}: {error}")
+            run.set_status("failed", self.step_number, error=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            if console is not None:
+                console.close()
+            self.close()
+        if result.status == "done" and not run.model.exists():
+            self.model.save(run.model)
+        result.step = self.step_number
+        result.metrics = run.metrics()
+        run.set_status("done" if result.status == "done" else "stopped", self.step_number)
+        return result
+
+    def plan(self) -> Plan:
+        """What the run will do, in numbers."""
+        model = self.model.model
+        config = model.config.get_text_config() if hasattr(model, "config") else None
+        prompts = self.prompts.train.prompts
+        return make_plan(
+            self.config,
+            num_prompts=len(prompts),
+            mean_prompt_tokens=sum(len(p.token_ids) for p in prompts) / len(prompts),
+            parameters=sum(p.numel() for p in model.parameters()),
+            trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            hidden_size=getattr(config, "hidden_size", 0),
+            num_layers=getattr(config, "num_hidden_layers", 0),
+            vocabulary=getattr(config, "vocab_size", 0),
+        )
+
+    def close(self) -> None:
+        """End the reward workers and give the run directory back."""
+        self.pool.close()
+        self.trackers.close()
+        self.run.release_lock()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _prompts_of(self, number: int) -> list[Any]:
+        prompts = self.prompts.train.prompts
+        indices = prompt_indices(len(prompts), number - 1, self.config.prompts_per_step, self.config.seed)
+        return [prompts[i] for i in indices]
+
+    def _sampling(self, step: int) -> SamplingParams:
+        config = self.config
+        return SamplingParams(
+            temperature=config.temperature,
+            max_new_tokens=config.max_new_tokens,
+            stop=config.stop,
+            seed=config.seed,
+            step=step,
+        )
+
+    def _restore(self) -> int:
+        from gruppo.trainer.checkpoints import load_newest
+
+        step = load_newest(self.run, self.model)
+        self.run.forget_after(step)
+        return step
+
+    def _count_skipped(self, skipped: bool, culprit: str | None) -> int:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row >= MAX_SKIPPED:
+            raise NumericError(
+                f"{MAX_SKIPPED} optimizer steps in a row had a non-finite gradient (first in {culprit}); the weights are "
+                "those before them. Lower lr, or look at the completions of the last step"
+            )
+        return int(skipped)
+
+    def _should_end(self, number: int, metrics: dict[str, float], evaluation: Evaluation | None) -> bool:
+        asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
+        target = self.config.stop_at_score
+        reached = target is not None and "eval/accuracy" in metrics and metrics["eval/accuracy"] >= target
+        return any(asked) or reached
+
+    def _report(
+        self, console: RunConsole | None, number: int, metrics: dict[str, float], seconds: float, recent: Any
+    ) -> None:
+        if number % 20 == 0:
+            for sentence in advice(list(recent)):
+                self.run.log_event("advice", step=number, text=sentence)
+                if console is not None:
+                    console.say(f"note: {sentence}")
+        if console is not None:
+            console.step(number, metrics, seconds)
+            if number == 1 or number % max(self.config.steps // 4, 1) == 0:
+                console.completions(f"step {number}: best and worst of some groups", self.collected.groups, limit=3)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def _make_sampler(model: "TransformersModel", stop: StopFlag) -> Any:
+    from gruppo.sampler import TorchSampler
+
+    return TorchSampler(model, on_token=stop.poll)
