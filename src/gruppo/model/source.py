@@ -45,6 +45,10 @@ def resolve(model_id: str) -> str:
 
 def check_folder(folder: Path) -> None:
     """Refuse a folder that lacks a model, would run its own code, or holds its weights as pickles."""
+    if (folder / "adapter_config.json").is_file():
+        if not (folder / "adapter_model.safetensors").is_file():
+            raise InputError(f"adapter folder {folder} has no adapter_model.safetensors; gruppo reads no pickles")
+        return
     config = folder / "config.json"
     if not config.is_file():
         raise InputError(f"model folder {folder} has no config.json; is it the folder that save() wrote?")
@@ -70,18 +74,32 @@ def load_model(
     attn_implementation: str | None = None,
     revision: str | None = None,
 ) -> "PreTrainedModel":
-    """The causal language model of `model_id`, on the CPU."""
+    """The causal language model of `model_id`, on the CPU; for an adapter's folder its base with the adapter on it."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a bar per load would run across our own
-
     options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    path = resolve(model_id)
+    adapter = Path(path) / "adapter_config.json"
+    if adapter.is_file():
+        from peft import PeftModel
+
+        base = load_model(base_of(adapter), dtype=dtype, attn_implementation=attn_implementation)
+        return PeftModel.from_pretrained(base, path, is_trainable=True)  # pyright: ignore[reportReturnType]
     if revision is not None:
         options["revision"] = revision
-    return AutoModelForCausalLM.from_pretrained(resolve(model_id), **options)
+    return AutoModelForCausalLM.from_pretrained(path, **options)
+
+
+def base_of(adapter_config: Path) -> str:
+    """The model that an adapter was trained on."""
+    base = json.loads(adapter_config.read_text()).get("base_model_name_or_path")
+    if not base:
+        raise InputError(f"{adapter_config} does not name its base model (base_model_name_or_path)")
+    return base
 
 
 def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
@@ -89,4 +107,8 @@ def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTok
     from transformers import AutoTokenizer
 
     options = {} if revision is None else {"revision": revision}
-    return AutoTokenizer.from_pretrained(resolve(model_id), trust_remote_code=False, **options)
+    path = resolve(model_id)
+    adapter = Path(path) / "adapter_config.json"
+    if adapter.is_file() and not (Path(path) / "tokenizer_config.json").is_file():
+        path = resolve(base_of(adapter))
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)

@@ -16,7 +16,19 @@
 Nothing imports the trainer but the command line.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.trainer import GRPOTrainer
+
+if TYPE_CHECKING:
+    from gruppo.trainer.trainer import GRPOTrainer
 
 __all__ = ["GRPOTrainer", "TrainConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "GRPOTrainer":  # brings torch; a config can be read without it
+        from gruppo.trainer.trainer import GRPOTrainer
+
+        return GRPOTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

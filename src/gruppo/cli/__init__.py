@@ -1,0 +1,1 @@
+"""The command line: `main.py` finds the verb, one module per verb builds a config and calls the library."""

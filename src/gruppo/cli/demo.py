@@ -1,0 +1,107 @@
+"""`gruppo demo`: the embedded model learns to add, on any CPU."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gruppo.cli.options import parse_run, take_value
+from gruppo.trainer.config import TrainConfig
+
+DEMO_HELP = """A tiny language model learns to carry, in about a minute on one CPU core.
+
+The embedded model was shown sums by somebody who drops the carries three times in four: 47+85= -> 022. It imitates
+that. GRPO sees only whether an answer is right and brings out the behaviour that is: it does not teach addition, it
+selects the rare right answers.
+
+  gruppo demo                        all weights, GRPO
+  gruppo demo --lora --beta 0.01     an adapter, with a KL penalty
+  gruppo demo --loss gspo --seed 3   any option of `gruppo train`
+  gruppo demo --rebuild-base DIR     make the starting model again, from nothing
+"""
+
+PRESET: dict[str, Any] = {
+    "eval_data": "builtin:carries?split=heldout",
+    "eval_prompts": 512,
+    "eval_every": 10,
+    "max_new_tokens": 4,
+    "warmup_steps": 10,
+    "completions_every": 10,
+    "threads": 1,  # on small tensors a second thread waits more than it works
+    "output": "runs/demo",
+}
+
+
+def demo(arguments: Sequence[str]) -> int:
+    words, folder = take_value(list(arguments), "--rebuild-base")
+    if folder is not None:
+        return rebuild(Path(folder))
+    config = parse_run(words, verb="demo", description=DEMO_HELP, preset=PRESET)
+    if config.lr is None:
+        config = config.model_copy(update={"lr": 1e-3 if config.lora else 1e-4})
+    return run(config.model_copy(update={"output": free_name(config.output)}))
+
+
+def run(config: TrainConfig) -> int:
+    """Train, then show what changed."""
+    from rich.console import Console
+
+    from gruppo.report.curve import save_png, terminal_chart
+    from gruppo.trainer import GRPOTrainer
+
+    console = Console(highlight=False)
+    console.print("The base model drops carries: it has seen 47+85= answered with 022 three times in four.")
+    trainer = GRPOTrainer(config)
+    for line in trainer.plan().lines(config):
+        console.print(line, soft_wrap=True)
+    result = trainer.train()
+    if result.status == "stopped":
+        console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")
+        return 75
+    assert result.before is not None and result.after is not None
+    show_before_after(console, trainer.prompts.held_out.prompts, result.before, result.after)
+    points = [(m["step"], m["eval/accuracy"]) for m in result.metrics if "eval/accuracy" in m]
+    console.print(terminal_chart(points, title="held-out accuracy (greedy) by step"), markup=False)
+    picture = trainer.run.path / "learning_curve.png"
+    save_png(result.metrics, picture)
+    count = len(trainer.prompts.held_out)
+    console.print(
+        f"held-out accuracy on {count} prompts never trained on: "
+        f"{result.before.accuracy:.3f} -> {result.after.accuracy:.3f}"
+    )
+    console.print(f"run: {trainer.run.path}   model: {trainer.run.model}   curve: {picture}", soft_wrap=True)
+    console.print(f'try: gruppo sample --model {trainer.run.model} "47+85=" --num-samples 4', soft_wrap=True)
+    return 0
+
+
+def show_before_after(console: Any, prompts: Sequence[Any], before: Any, after: Any) -> None:
+    """Some held-out prompts, first those that changed."""
+    from rich.table import Table
+
+    from gruppo.trainer.console import visible
+
+    table = Table(title="held-out prompts, greedy", title_justify="left")
+    for name in ("prompt", "before", "after", "right answer"):
+        table.add_column(name)
+    rows = list(zip(prompts, before.greedy, after.greedy, before.rewards, after.rewards, strict=True))
+    rows.sort(key=lambda row: (row[3] or 0) - (row[4] or 0))  # gained first; the sort keeps the order otherwise
+    for prompt, old, new, *_ in rows[:6]:
+        table.add_row(visible(prompt.text), visible(old.text), visible(new.text), visible(prompt.columns.get("answer")))
+    console.print(table)
+
+
+def rebuild(folder: Path) -> int:
+    """Make the starting model again."""
+    from gruppo.task.builtin import rebuild_base
+
+    rebuild_base(folder, log=print)
+    print(f"the base model is in {folder}; train it with: gruppo demo --model {folder}")
+    return 0
+
+
+def free_name(output: str) -> str:
+    """runs/demo, or runs/demo-2, ... when that exists: a demo is run more than once."""
+    name, number = output, 1
+    while Path(name).exists():
+        number += 1
+        name = f"{output}-{number}"
+    return name

@@ -1,0 +1,80 @@
+"""`gruppo VERB ...`: finds the verb, imports only what it needs, and turns errors into exit codes.
+
+Exit codes: 0 done; 2 wrong option, data or file, before training; 3 non-finite numbers; 4 rewards failing; 5 sampler
+lost; 6 checkpoint or disk; 75 stopped by a signal and saved, `gruppo resume` goes on.
+"""
+
+import importlib
+import os
+import sys
+
+from gruppo import __version__
+from gruppo.errors import GruppoError
+
+OVERVIEW = """\
+gruppo: group-relative policy optimization of language models
+
+  gruppo demo                          a tiny model learns to add in a minute; no GPU, no network
+  gruppo train --config run.yaml       train a model on your data with your reward
+  gruppo resume runs/my-run            go on after a stop, a crash or a kill, as if nothing had happened
+  gruppo eval --model DIR --data FILE  held-out accuracy and pass@k, with confidence intervals
+  gruppo sample --model DIR "47+85="   completions of a prompt
+  gruppo export runs/my-run OUT        the trained model for transformers, PEFT or vLLM (--merge folds LoRA in)
+  gruppo data check FILE               what a data set holds and which rows would be dropped
+  gruppo reward check my_module:reward --data FILE
+                                       what a reward gives to good, bad, empty and huge completions
+
+A first run of your own, from nothing to a trained adapter:
+
+  gruppo data check problems.jsonl
+  gruppo reward check number_match --data problems.jsonl
+  gruppo train --model Qwen/Qwen3-0.6B --data problems.jsonl --rewards number_match \\
+      --lora --lr 1e-5 --steps 100 --output runs/first
+
+`gruppo VERB --help` explains each option.
+"""
+
+# verb: (module, function)
+VERBS = {
+    ("demo",): ("gruppo.cli.demo", "demo"),
+    ("train",): ("gruppo.cli.train", "train"),
+    ("resume",): ("gruppo.cli.train", "resume"),
+    ("eval",): ("gruppo.cli.evaluate", "evaluate_model"),
+    ("sample",): ("gruppo.cli.sample", "sample"),
+    ("export",): ("gruppo.cli.export", "export"),
+    ("data", "check"): ("gruppo.cli.check", "data_check"),
+    ("reward", "check"): ("gruppo.cli.check", "reward_check"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The `gruppo` command."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        code = run(arguments)
+        sys.stdout.flush()
+    except GruppoError as error:
+        print(f"gruppo: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line and return its exit code."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(OVERVIEW, end="")
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"gruppo {__version__}")
+        return 0
+    for words, (module, function) in VERBS.items():
+        if tuple(arguments[: len(words)]) == words:
+            return getattr(importlib.import_module(module), function)(arguments[len(words) :])
+    known = ", ".join(" ".join(words) for words in VERBS)
+    print(f"gruppo: there is no verb {' '.join(arguments[:2])!r}; there are: {known}", file=sys.stderr)
+    return 2

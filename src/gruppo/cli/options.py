@@ -1,0 +1,44 @@
+"""From words on the command line to checked values, with tyro; `--config FILE` gives the defaults of a run."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+from gruppo.errors import InputError
+from gruppo.trainer.config import TrainConfig, read_yaml
+
+T = TypeVar("T")
+
+
+def parse(kind: type[T], arguments: Sequence[str], *, verb: str, description: str, default: Any = None) -> T:
+    """An instance of `kind` from flags; a wrong flag prints what it should be and exits with 2."""
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(
+        kind,
+        args=list(arguments),
+        prog=f"gruppo {verb}",
+        description=description,
+        config=(tyro.conf.AvoidSubcommands,),
+        **options,
+    )
+
+
+def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: dict[str, Any]) -> TrainConfig:
+    """A TrainConfig: flags over the config file over the verb's preset over the defaults."""
+    words, path = take_value(list(arguments), "--config")
+    values = preset | (read_yaml(path) if path else {})
+    default = TrainConfig.read(values, where=path or verb)
+    return parse(TrainConfig, words, verb=verb, description=description, default=default)
+
+
+def take_value(words: list[str], flag: str) -> tuple[list[str], str | None]:
+    """Remove `flag VALUE` or `flag=VALUE` from the words and return the value."""
+    for i, word in enumerate(words):
+        if word == flag:
+            if i + 1 == len(words):
+                raise InputError(f"{flag} needs a file name after it")
+            return words[:i] + words[i + 2 :], words[i + 1]
+        if word.startswith(f"{flag}="):
+            return words[:i] + words[i + 1 :], word.removeprefix(f"{flag}=")
+    return words, None

@@ -1,0 +1,62 @@
+"""`gruppo sample`: completions of a prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from gruppo.cli.options import parse
+
+
+@dataclass
+class SampleArguments:
+    prompts: tyro.conf.Positional[tuple[str, ...]]
+    """One or more prompts."""
+    model: str = "builtin"
+    """Folder (a full model or an adapter), hub id, or 'builtin'."""
+    num_samples: int = 1
+    temperature: float = 1.0
+    """0 is greedy."""
+    max_new_tokens: int = 64
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    chat: bool = False
+    """Put the prompt through the model's chat template."""
+    seed: int = 0
+
+
+def sample(arguments: Sequence[str]) -> int:
+    given = parse(
+        SampleArguments,
+        arguments,
+        verb="sample",
+        description='Draw completions.\n\n  gruppo sample "47+85=" "12+34=" --num-samples 4',
+    )
+    from rich.console import Console
+    from rich.text import Text
+
+    from gruppo.sampler import SamplingParams, TorchSampler
+    from gruppo.task import load_prompts
+    from gruppo.trainer.console import visible
+
+    params = SamplingParams(
+        temperature=given.temperature,
+        max_new_tokens=given.max_new_tokens,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        stop=given.stop,
+        seed=given.seed,
+    )
+    sampler = TorchSampler(given.model)
+    rows = [{"prompt": [{"role": "user", "content": p}] if given.chat else p} for p in given.prompts]
+    prompts = load_prompts(rows, sampler.tokenizer).prompts
+    console = Console(highlight=False)
+    for prompt, response in zip(prompts, sampler.sample(prompts, given.num_samples, params), strict=True):
+        for sequence in response.sequences:
+            total = sum(sequence.logps)
+            line = Text.assemble(visible(prompt.text), " -> ", (visible(sequence.text, 10_000).plain, "bold"))
+            console.print(line, f"  log-prob {total:.2f}, {len(sequence.tokens)} tokens, {sequence.stop_reason}")
+    return 0

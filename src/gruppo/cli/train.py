@@ -1,0 +1,79 @@
+"""`gruppo train` and `gruppo resume`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gruppo.cli.options import parse, parse_run
+from gruppo.trainer.config import TrainConfig
+
+STOPPED = 75
+"""Exit code of a run that a signal stopped and that was saved: queue it again and resume."""
+
+TRAIN_HELP = """Train a model with group-relative policy optimization.
+
+Everything can stand in a file (gruppo train --config run.yaml); flags win over the file. The three numbers that decide
+about a step are prompts_per_step, group_size and tokens_per_microbatch; all else follows and is printed as a plan.
+
+  gruppo train --data problems.jsonl --rewards number_match --model Qwen/Qwen3-0.6B --lora --output runs/math
+  gruppo train --config run.yaml --loss gspo --clip-range 3e-4 4e-4 --seed 1 --output runs/gspo-1
+
+A data row is {"prompt": text or chat messages, "answer": ..., any further columns}; rewards get the columns by name.
+"""
+
+
+def train(arguments: Sequence[str]) -> int:
+    config = parse_run(arguments, verb="train", description=TRAIN_HELP, preset={})
+    return run(config)
+
+
+@dataclass
+class ResumeArguments:
+    directory: tyro.conf.Positional[Path]
+    """The run directory."""
+    steps: Annotated[int | None, tyro.conf.arg(help="Go on to this step instead of the run's own last one.")] = None
+
+
+def resume(arguments: Sequence[str]) -> int:
+    given = parse(
+        ResumeArguments,
+        arguments,
+        verb="resume",
+        description="Go on with a run from its newest whole checkpoint. On the same machine with the same threads and "
+        "versions the result is that of a run that was never stopped, bit for bit.",
+    )
+    from gruppo.errors import InputError
+    from gruppo.trainer.run_dir import RunDir
+
+    if not (given.directory / "config.yaml").is_file():
+        raise InputError(f"{given.directory} is not a run directory: it has no config.yaml")
+    config = RunDir(given.directory).config()
+    if given.steps is not None:
+        config = TrainConfig.read(config.model_dump() | {"steps": given.steps})
+    return run(config, resume=True)
+
+
+def run(config: TrainConfig, *, resume: bool = False) -> int:
+    """Train and say how it ended."""
+    from rich.console import Console
+
+    from gruppo.trainer import GRPOTrainer
+
+    console = Console(highlight=False)
+    trainer = GRPOTrainer(config, resume=resume)
+    for line in trainer.plan().lines(config):
+        console.print(line, soft_wrap=True)
+    if resume:
+        console.print(f"resuming after step {trainer.step_number}")
+    result = trainer.train()
+    if result.status == "stopped":
+        console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")
+        return STOPPED
+    if result.after is not None:
+        before = "" if result.before is None else f"{result.before.accuracy:.3f} -> "
+        console.print(f"held-out accuracy {before}{result.after.accuracy:.3f}")
+    console.print(f"done: {trainer.run.model} holds the model, {trainer.run.path} the run", soft_wrap=True)
+    return 0
