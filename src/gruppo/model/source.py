@@ -111,4 +111,19 @@ def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTok
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file() and not (Path(path) / "tokenizer_config.json").is_file():
         path = resolve(base_of(adapter))
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        raise InputError(f"model {model_id!r} has no usable tokenizer: {error}") from error
+
+
+def context_length(model_id: str) -> int | None:
+    """The most tokens the model can look back on, where its config says so."""
+    from transformers import AutoConfig
+
+    path = resolve(model_id)
+    adapter = Path(path) / "adapter_config.json"
+    if adapter.is_file():
+        return context_length(base_of(adapter))
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -9,6 +9,7 @@ from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
 from gruppo.errors import InputError
 from gruppo.loss import PolicyLoss
 from gruppo.metric import metric_for
+from gruppo.model.source import context_length
 from gruppo.reward import RewardPool, load_reward
 from gruppo.reward.load import import_object
 from gruppo.task import PromptSet, load_prompts, resolve_source
@@ -71,7 +72,17 @@ class Prompts:
 
 def build_prompts(config: TrainConfig, tokenizer: Any) -> Prompts:
     """Training and held-out prompts."""
-    options: dict[str, Any] = {"max_prompt_tokens": config.max_prompt_tokens, "system": config.system}
+    longest = config.max_prompt_tokens
+    context = context_length(config.model)
+    if context is not None:
+        room = context - config.max_new_tokens
+        if room < 1:
+            raise InputError(
+                f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's context of {context} "
+                "tokens; lower it"
+            )
+        longest = room if longest is None else min(longest, room)
+    options: dict[str, Any] = {"max_prompt_tokens": longest, "system": config.system}
     rows = resolve_source(config.data, prompt_column=config.prompt_column)
     train = load_prompts(rows, tokenizer, **options)
     if not config.eval_prompts:

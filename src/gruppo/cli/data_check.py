@@ -1,0 +1,194 @@
+"""`gruppo data check FILE`: what a data set holds, before a model sees it.
+
+Prints rows, columns, lengths, rows that would be left out and why, duplicates, and three prompts as the model
+would see them. The text of a data set is not trusted: control characters are shown as escapes and never sent
+to the terminal.
+"""
+
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gruppo.errors import GruppoError
+from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
+from gruppo.task.load import resolve_source
+from gruppo.task.prompts import PromptSet, Template, load_prompts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PERCENTILES = (0, 50, 90, 99, 100)
+NUM_SHOWN = 3
+MAX_SHOWN_CHARACTERS = 600
+MAX_REASONS = 10
+
+Section = tuple[str, Sequence[tuple[str, str]]]
+"""A title, and lines of name and value."""
+
+
+def check_data(
+    source: Any,
+    *,
+    model: str | None = None,
+    prompt_column: str = "prompt",
+    column_map: Mapping[str, str] | None = None,
+    max_prompt_tokens: int | None = None,
+    template: Template = "auto",
+    system: str | None = None,
+    on_bad_row: BadRowPolicy = "fail",
+    console: "Console | None" = None,
+) -> int:
+    """Prints the report; 0 when training would accept the data, 2 when it would not.
+
+    All bad rows are listed whatever `on_bad_row` says; it decides whether they make the exit code 2, as they
+    would end a training run. Lengths are in tokens of `model`'s tokenizer, in characters without one.
+    """
+    from rich.console import Console
+
+    console = console or Console()
+    try:
+        rows = resolve_source(source, on_bad_row="drop", prompt_column=prompt_column, column_map=column_map)
+        prompts, tokenizer = None, None
+        if model is not None:
+            from gruppo.model.source import load_tokenizer
+
+            tokenizer = load_tokenizer(model)
+            prompts = load_prompts(
+                rows,
+                tokenizer,
+                max_prompt_tokens=max_prompt_tokens,
+                template=template,
+                system=system,
+                on_bad_row="drop",
+            )
+    except GruppoError as error:
+        text = f"error: {_printable(console, str(error))}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return error.exit_code
+    dropped = rows.dropped if prompts is None else prompts.dropped
+    sections = [
+        ("data", _summary(rows, dropped)),
+        ("columns", _columns(rows)),
+        ("prompt length", _lengths(rows, prompts, getattr(tokenizer, "unk_token_id", None))),
+        ("rows left out", _reasons(dropped)),
+        *_shown(rows, prompts),
+    ]
+    for section in sections:
+        _print(console, section)
+    is_bad = any(not isinstance(row, TooLongRow) for row in dropped)
+    return 2 if is_bad and on_bad_row == "fail" else 0
+
+
+def escape_controls(text: str) -> str:
+    r"""Text that is safe on a terminal: control and format characters as `\x1b`, new lines and tabs kept."""
+    return "".join(
+        character
+        if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co")
+        else f"\\x{ord(character):02x}"
+        if ord(character) < 256
+        else f"\\u{ord(character):04x}"
+        for character in text
+    )
+
+
+def _summary(rows: Rows, dropped: Sequence[DroppedRow]) -> list[tuple[str, str]]:
+    usable = len(rows) + len(rows.dropped) - len(dropped)
+    lines = [
+        ("source", rows.source),
+        ("rows", f"{len(rows) + len(rows.dropped):,}"),
+        ("usable", f"{usable:,}"),
+    ]
+    lines += [("renamed", f"{old} is read as {new}") for old, new in rows.renamed.items()]
+    by_prompt: dict[str, set[str]] = {}
+    for row in rows:
+        rest = {name: value for name, value in row.items() if name != "prompt"}
+        by_prompt.setdefault(_key(row["prompt"]), set()).add(_key(rest))
+    repeats = len(rows) - len(by_prompt)
+    differing = sum(len(others) > 1 for others in by_prompt.values())
+    note = f"; {differing:,} prompts have rows that differ in other columns" if differing else ""
+    return [*lines, ("duplicates", f"{repeats:,} rows repeat the prompt of another{note}")]
+
+
+def _columns(rows: Rows) -> list[tuple[str, str]]:
+    lines = []
+    for name in rows.columns:
+        types = Counter(type(row[name]).__name__ if name in row else "missing" for row in rows)
+        lines.append((name, ", ".join(f"{kind} ({count:,})" for kind, count in types.most_common())))
+    return lines
+
+
+def _lengths(rows: Rows, prompts: PromptSet | None, unknown_id: int | None) -> list[tuple[str, str]]:
+    if prompts is None:
+        unit, lengths = "characters", sorted(len(_plain(row["prompt"])) for row in rows)
+    else:
+        unit, lengths = "tokens", sorted(len(prompt.token_ids) for prompt in prompts)
+    names = {0: "shortest", 50: "median", 100: "longest"}
+    lines = [(names.get(p, f"{p} %"), f"{_percentile(lengths, p):,} {unit}") for p in PERCENTILES]
+    if prompts is not None and unknown_id is not None:
+        unknown = sum(unknown_id in prompt.token_ids for prompt in prompts)
+        if unknown:
+            lines.append(("unknown", f"{unknown:,} prompts hold text that the tokenizer does not know"))
+    return lines
+
+
+def _reasons(dropped: Sequence[DroppedRow]) -> list[tuple[str, str]]:
+    """The first rows by name, the rest as a count: a file may be bad throughout."""
+    lines = [(row, reason) for row, reason in dropped[:MAX_REASONS]]
+    if len(dropped) > MAX_REASONS:
+        lines.append(("and", f"{len(dropped) - MAX_REASONS:,} more"))
+    return lines or [("", "none")]
+
+
+def _shown(rows: Rows, prompts: PromptSet | None) -> list[Section]:
+    texts = [_plain(row["prompt"]) for row in rows] if prompts is None else [prompt.text for prompt in prompts]
+    return [
+        (f"prompt {number} of {len(texts):,}", [("", _shorten(text))])
+        for number, text in enumerate(texts[:NUM_SHOWN], start=1)
+    ]
+
+
+def _print(console: "Console", section: Section) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    title, lines = section
+    safe = [(_printable(console, name), _printable(console, value)) for name, value in lines]
+    if not console.is_terminal:  # for pipes and logs: one fact per line, nothing to draw
+        console.print(f"{title}:", markup=False, highlight=False, soft_wrap=True)
+        for name, value in safe:
+            text = f"{name}: {value}".removeprefix(": ").replace("\n", "\n  ")
+            console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
+        return
+    console.print(Text(title, style="bold"))
+    table = Table(show_header=False)
+    table.add_column()
+    if any(name for name, _ in safe):
+        table.add_column(overflow="fold")
+    for name, value in safe:
+        table.add_row(*([Text(name), Text(value)] if len(table.columns) == 2 else [Text(value)]))
+    console.print(table)
+
+
+def _printable(console: "Console", text: str) -> str:
+    """Safe, and within what the output can encode: a log in ASCII must not end the report."""
+    return escape_controls(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
+
+
+def _plain(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _percentile(ordered: Sequence[int], percent: int) -> int:
+    """Nearest rank: the smallest value that at least `percent` % of the values do not exceed."""
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+def _shorten(text: str) -> str:
+    more = len(text) - MAX_SHOWN_CHARACTERS
+    return text if more <= 0 else f"{text[:MAX_SHOWN_CHARACTERS]} ... ({more:,} more characters)"

@@ -1,0 +1,86 @@
+"""The embedded task "dropped carries": two-digit addition, learnt from a demonstrator who forgets to carry.
+
+A prompt is `47+85=`, its answer `132`; both sides are zero-padded, so every sequence has the same length. The
+demonstrator is right one time in four and otherwise adds digit by digit (`47+85=` gives `022`). A base model
+that imitates it is right mostly where nothing is carried; the right answer is in its support, but rare, which
+is what a 0/1 reward can select. 512 of the 10,000 prompts are held out from the base and from training.
+
+Only strings here; the tokenizer and the model are in `gruppo.task.builtin`.
+
+    >>> add(47, 85), add_without_carries(47, 85)
+    ('132', '022')
+    >>> len(carries_rows("train")), len(carries_rows("heldout"))
+    (9488, 512)
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Literal
+
+from gruppo.errors import InputError
+
+NUM_PROMPTS = 10_000
+NUM_HELD_OUT = 512
+P_CORRECT = 0.25
+"""How often the demonstrator carries."""
+MAX_NEW_TOKENS = 4
+"""Three digits and the end token."""
+
+Split = Literal["train", "heldout", "all"]
+
+
+def add(a: int, b: int) -> str:
+    """The right answer."""
+    return f"{a + b:03d}"
+
+
+def add_without_carries(a: int, b: int) -> str:
+    """What the demonstrator mostly writes: each digit summed alone, the carry dropped."""
+    return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
+
+
+@cache
+def held_out_indices() -> frozenset[int]:
+    """The prompts nobody trains on: those with the smallest hashes, the same on every machine and version."""
+
+    def digest(index: int) -> bytes:
+        return hashlib.sha256(f"carries/{index}".encode()).digest()
+
+    return frozenset(sorted(range(NUM_PROMPTS), key=digest)[:NUM_HELD_OUT])
+
+
+def split_indices(split: Split) -> list[int]:
+    """Prompt numbers of a split, ascending; prompt number `i` adds `i // 100` and `i % 100`."""
+    held_out = held_out_indices()
+    if split == "train":
+        return [index for index in range(NUM_PROMPTS) if index not in held_out]
+    if split == "heldout":
+        return sorted(held_out)
+    if split == "all":
+        return list(range(NUM_PROMPTS))
+    raise InputError(f"the carries task has no split {split!r}; choose train, heldout or all")
+
+
+def carries_rows(split: Split = "train") -> list[dict[str, str]]:
+    """Rows with `prompt` and `answer`, as a data file would hold them."""
+    return [_row(*divmod(index, 100)) for index in split_indices(split)]
+
+
+def demonstrations(seed: int) -> Iterator[tuple[str, str]]:
+    """An endless stream of the demonstrator's (prompt, completion) over training prompts.
+
+    The coin is tossed at each draw, not once per prompt: a fixed error per prompt could be learnt by heart.
+    """
+    rng = random.Random(seed)
+    indices = split_indices("train")
+    while True:
+        # random() is the one draw whose sequence Python promises to keep for a seed; choice() is not.
+        a, b = divmod(indices[int(rng.random() * len(indices))], 100)
+        completion = add(a, b) if rng.random() < P_CORRECT else add_without_carries(a, b)
+        yield f"{a:02d}+{b:02d}=", completion
+
+
+def _row(a: int, b: int) -> dict[str, str]:
+    return {"prompt": f"{a:02d}+{b:02d}=", "answer": add(a, b)}

@@ -1,0 +1,84 @@
+"""Procedural tasks of `reasoning-gym` (extra `tasks`): rows by name, and the data set's own scorer as reward.
+
+    reasoning_gym:leg_counting?size=500&seed=7
+
+Everything after `?` goes to the data set's configuration. Use `gruppo.task.reasoning_gym:score` as the
+reward: it hands the completion's answer and the row's entry to the data set's `score_answer`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+from urllib.parse import parse_qsl
+
+from gruppo.errors import InputError, require
+
+INSTRUCTION = "Put the final answer, and nothing else, between <answer> and </answer>."
+DEFAULT_SIZE = 1000
+DEFAULT_SEED = 0  # reasoning-gym draws one when none is given; a data set must be the same on every start
+
+
+def reasoning_gym_rows(spec: str) -> list[dict[str, Any]]:
+    """Rows of a data set named as `NAME?size=..&seed=..`."""
+    return [
+        {
+            "prompt": f"{entry['question'].rstrip()}\n\n{INSTRUCTION}",
+            "answer": entry["answer"],
+            "question": entry["question"],
+            "metadata": entry["metadata"],
+            "reasoning_gym": spec,
+        }
+        for entry in _dataset(spec)
+    ]
+
+
+def score(
+    completions: Sequence[Any],
+    question: Sequence[str],
+    answer: Sequence[Any],
+    metadata: Sequence[Mapping[str, Any]],
+    reasoning_gym: Sequence[str],
+    **_: Any,
+) -> list[float]:
+    """Reward: the data set's score of each completion, 0 to 1."""
+    scores = []
+    for completion, q, a, m, spec in zip(completions, question, answer, metadata, reasoning_gym, strict=True):
+        entry = {"question": q, "answer": a, "metadata": m}
+        scores.append(float(_dataset(spec).score_answer(final_answer(completion), entry)))
+    return scores
+
+
+def final_answer(completion: str | Sequence[Mapping[str, Any]]) -> str | None:
+    """What stands in the last `<answer>...</answer>`, or None; of a conversation, the last message counts."""
+    text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+    # Searching from the end is linear; the usual regular expression is quadratic on hostile output.
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>") : end].strip() if start >= 0 else None
+
+
+@lru_cache(maxsize=8)
+def _dataset(spec: str) -> Any:
+    try:
+        gym = import_module("reasoning_gym")  # by name: this module is called the same
+    except ImportError as error:
+        raise require("tasks", "reasoning_gym", f"the task reasoning_gym:{spec}") from error
+    name, _, query = spec.partition("?")
+    options: dict[str, Any] = {"size": DEFAULT_SIZE, "seed": DEFAULT_SEED}
+    options |= {key: _parse(value) for key, value in parse_qsl(query, keep_blank_values=True)}
+    try:
+        return gym.create_dataset(name, **options)
+    except (ValueError, TypeError, AssertionError) as error:  # unknown name, unknown or refused option
+        raise InputError(f"reasoning_gym:{spec} cannot be made: {error}") from error
+
+
+def _parse(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,133 @@
+"""The report of `gruppo data check`, on a terminal and in a pipe."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gruppo.cli.data_check import check_data, escape_controls
+
+
+def report(source: Any, *, terminal: bool = False, **options: Any) -> tuple[int, str]:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=100, color_system=None)
+    return check_data(source, console=console, **options), stream.getvalue()
+
+
+def test_the_plain_report_of_a_clean_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"question": "1+1", "answer": "2"}, {"question": "1+1", "answer": 3}, {"question": "10+10"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text = report(path)
+    assert code == 0
+    assert (
+        text
+        == f"""\
+data:
+  source: {path}
+  rows: 3
+  usable: 3
+  renamed: question is read as prompt
+  duplicates: 1 rows repeat the prompt of another; 1 prompts have rows that differ in other columns
+columns:
+  prompt: str (3)
+  answer: str (1), int (1), missing (1)
+prompt length:
+  shortest: 3 characters
+  median: 3 characters
+  90 %: 5 characters
+  99 %: 5 characters
+  longest: 5 characters
+rows left out:
+  none
+prompt 1 of 3:
+  1+1
+prompt 2 of 3:
+  1+1
+prompt 3 of 3:
+  10+10
+"""
+    )
+
+
+def test_lengths_are_in_tokens_when_a_model_is_named() -> None:
+    code, text = report([{"prompt": "47+85="}, {"prompt": "4+8?"}], model="builtin:carries")
+    assert code == 0
+    assert "longest: 7 tokens" in text
+    assert "unknown: 1 prompts hold text that the tokenizer does not know" in text
+
+
+def test_bad_rows_are_listed_and_the_exit_code_follows_the_policy() -> None:
+    rows = [{"prompt": "1"}, {"prompt": None}, {"prompt": 3}]
+    code, text = report(rows)
+    assert code == 2
+    assert "usable: 1\n" in text
+    assert "  rows[1]: prompt is null\n  rows[2]: prompt must be a string or a list of messages, got int\n" in text
+    assert report(rows, on_bad_row="drop")[0] == 0
+
+
+def test_long_prompts_are_listed_but_are_no_fault() -> None:
+    rows = [{"prompt": "1"}, {"prompt": "1234"}]
+    code, text = report(rows, model="builtin:carries", max_prompt_tokens=3)
+    assert code == 0
+    assert "usable: 1\n" in text and "rows[1]: prompt has 5 tokens, limit 3" in text
+
+
+def test_many_bad_rows_are_counted() -> None:
+    _, text = report([{"prompt": "1"}] + [{"prompt": None}] * 25)
+    assert text.count("prompt is null") == 10
+    assert "and: 15 more" in text
+
+
+@pytest.mark.parametrize(
+    "source, options, message",
+    [
+        ("absent.jsonl", {}, "error: no such file: absent.jsonl"),
+        ([{"text": "a"}], {}, "error: rows has no column 'prompt'"),
+        ([{"prompt": None}], {}, "error: rows has no usable row"),
+        ([{"prompt": "1"}], {"model": "./no/such/model"}, "error: no tokenizer for './no/such/model'"),
+    ],
+)
+def test_unusable_data_is_an_error_with_exit_code_2(source: Any, options: dict[str, Any], message: str) -> None:
+    code, text = report(source, **options)
+    assert code == 2
+    assert text.startswith(message)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_hostile_text_reaches_the_terminal_only_as_text(terminal: bool) -> None:
+    hostile = "[/red][bold]\x1b[2J\x07\u202eevil"
+    code, text = report([{"prompt": hostile, "[/a]\x1b": "x"}, {"prompt": 1, "b": hostile}], terminal=terminal)
+    assert code == 2
+    assert r"[/red][bold]\x1b[2J\x07\u202eevil" in text and r"[/a]\x1b" in text
+    assert not set(text) & {"\x1b", "\x07", "\u202e"}
+
+
+def test_hostile_text_in_an_error_is_escaped() -> None:
+    code, text = report("\x1b[2J[/red].jsonl")
+    assert (code, text) == (2, "error: no such file: \\x1b[2J[/red].jsonl\n")
+
+
+def test_an_output_that_cannot_show_a_character_gets_its_escape() -> None:
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), width=100)
+    assert check_data([{"prompt": "caf\u00e9 \u20ac"}], console=console) == 0
+    assert rb"  caf\xe9 \u20ac" in raw.getvalue()
+
+
+def test_a_terminal_gets_tables() -> None:
+    _, text = report([{"prompt": [{"role": "user", "content": "hi"}]}], terminal=True)
+    assert "┏" in text or "┌" in text
+    assert "user: hi" in text
+
+
+def test_long_text_is_shortened_with_a_count() -> None:
+    _, text = report([{"prompt": "x" * 1000}])
+    assert "x" * 600 + " ... (400 more characters)" in text
+
+
+def test_new_lines_stay_and_surrogates_do_not() -> None:
+    assert escape_controls("a\n\tb\ud800\x9b") == "a\n\tb\\ud800\\x9b"

@@ -1,0 +1,151 @@
+"""Rows from memory: columns, renaming, kinds of source, and rows that hypothesis invents."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gruppo.errors import InputError, MissingExtraError
+from gruppo.task.dataset import read_rows
+from gruppo.task.hub import load_hub
+
+
+def test_question_becomes_prompt_when_there_is_no_prompt() -> None:
+    rows = read_rows([{"question": "1+1?", "answer": "2"}])
+    assert list(rows) == [{"prompt": "1+1?", "answer": "2"}]
+    assert rows.renamed == {"question": "prompt"}
+
+
+def test_question_stays_a_column_beside_prompt() -> None:
+    rows = read_rows([{"prompt": "p", "question": "q"}])
+    assert list(rows) == [{"prompt": "p", "question": "q"}]
+    assert rows.renamed == {}
+
+
+def test_columns_are_renamed_all_at_once() -> None:
+    rows = read_rows([{"prompt": "old", "problem": "new"}], column_map={"prompt": "problem", "problem": "prompt"})
+    assert list(rows) == [{"problem": "old", "prompt": "new"}]
+
+
+def test_prompt_column_names_the_prompt() -> None:
+    assert list(read_rows([{"text": "a"}], prompt_column="text")) == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize(
+    "row, options, message",
+    [
+        ({"text": "a"}, {}, r"no column 'prompt' \(nor 'question'\); it has 'text'.*column_map={'text': 'prompt'}"),
+        ({"prompt": "a"}, {"prompt_column": "text"}, "no column 'text'; it has 'prompt'"),
+        ({"prompt": "a"}, {"column_map": {"b": "c"}}, "no column 'b'"),
+        ({"prompt": "a", "text": "b"}, {"prompt_column": "text"}, "two columns would be called 'prompt'"),
+        ({"prompt": "a"}, {"on_bad_row": "skip"}, "on_bad_row must be 'fail' or 'drop'"),
+    ],
+)
+def test_columns_are_never_guessed(row: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_rows([row], **options)
+
+
+def test_the_error_counts_the_bad_rows() -> None:
+    with pytest.raises(InputError, match=r"^rows\[1\]: prompt is null \(the first of 2 bad rows of 3\); fix it"):
+        read_rows([{"prompt": "a"}, {"prompt": None}, {"prompt": 3}])
+
+
+@pytest.mark.parametrize("source", [3, {"prompt": "a"}, None, iter([])])
+def test_other_objects_are_refused(source: Any) -> None:
+    with pytest.raises(InputError, match=r"rows must be a path, an hf:// name, a datasets\.Dataset or a list"):
+        read_rows(source)
+
+
+def test_an_empty_list_is_refused() -> None:
+    with pytest.raises(InputError, match="rows has no rows"):
+        read_rows([])
+
+
+def test_a_datasets_object_gives_its_rows_and_a_dict_of_splits_is_refused() -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}])
+    assert list(read_rows(data)) == [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+    with pytest.raises(InputError, match=r"splits train; pass one: data\['train'\]"):
+        read_rows(datasets.DatasetDict({"train": data}))
+
+
+@pytest.mark.parametrize("spec", ["hf://", "hf://../x", "hf:///etc/x", "hf://a/b/c/d", "hf://a/b:train:x", "hf://a/.b"])
+def test_a_hub_name_that_could_be_a_path_is_refused(spec: str) -> None:
+    with pytest.raises(InputError, match=r"must read hf://org/name"):
+        read_rows(spec)
+
+
+def test_a_hub_name_is_passed_on_in_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    calls = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: calls.append((args, kwargs)))
+    load_hub("hf://openai/gsm8k/main@abc123:test[:10%]")
+    load_hub("hf://org/name")
+    assert calls == [
+        (("openai/gsm8k", "main"), {"split": "test[:10%]", "revision": "abc123"}),
+        (("org/name", None), {"split": "train", "revision": None}),
+    ]
+
+
+def test_a_local_folder_does_not_pass_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="would be read instead of the hub"):
+        load_hub("hf://org/name")
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'gruppo\[data\]'"):
+        read_rows("hf://org/name")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+messages = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "boss"]), "content": json_values}), max_size=3
+)
+any_row = st.fixed_dictionaries({"prompt": json_values | messages}, optional={"answer": json_values})
+
+
+@given(st.lists(any_row | json_values, min_size=1, max_size=6))
+@settings(max_examples=150, deadline=None)
+def test_every_row_is_either_usable_or_listed(tmp_path_factory: pytest.TempPathFactory, values: list[Any]) -> None:
+    path = tmp_path_factory.mktemp("rows") / "data.jsonl"
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    try:
+        rows = read_rows(path, on_bad_row="drop")
+    except InputError as error:
+        assert "no usable row" in str(error) or "no column 'prompt'" in str(error)
+        return
+    assert len(rows) + len(rows.dropped) == len(values)
+    for row in rows.rows:
+        assert row.place == f"{path}:{row.index + 1}"
+        assert row.values == values[row.index]  # nothing is changed on the way
+        prompt = row.values["prompt"]
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        assert text.strip() and "\x00" not in json.dumps(row.values, ensure_ascii=False)
+
+
+@given(st.sampled_from([b"", b"prompt,answer\n", b'{"prompt": "x"}\n']), st.binary(max_size=200), st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_bytes_make_the_reader_fail_otherwise_than_by_input_error(
+    tmp_path_factory: pytest.TempPathFactory, beginning: bytes, content: bytes, data: st.DataObject
+) -> None:
+    suffix = data.draw(st.sampled_from([".jsonl", ".csv", ".parquet"]))
+    path = tmp_path_factory.mktemp("bytes") / f"data{suffix}"
+    path.write_bytes(beginning + content)
+    try:
+        rows = read_rows(path, on_bad_row="drop")
+    except InputError:
+        return
+    assert all(row["prompt"] for row in rows)
