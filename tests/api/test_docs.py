@@ -1,0 +1,110 @@
+"""The documentation tells the truth: its code runs, prints what it shows, and names what exists."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = ["losses.md", "advantages.md", "metrics.md", "dataflow.md"]
+
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
+OUTPUT_BLOCK = re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_print_what_the_page_shows(page):
+    """The blocks of a page share one namespace, in order. A ```text block after one is its whole output."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    namespace = {"__name__": "__docs__"}
+    blocks = list(PYTHON_BLOCK.finditer(text))
+    assert blocks
+    for block in blocks:
+        line = text.count("\n", 0, block.start()) + 1
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + block[1], page, "exec"), namespace)  # the newlines make tracebacks name the line
+        shown = OUTPUT_BLOCK.match(text, block.end())
+        assert printed.getvalue() == (shown[1] if shown else ""), f"docs/{page}, block at line {line}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_figures_lead_somewhere(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = DOCS / name if name else DOCS / page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def anchors(file: Path) -> set[str]:
+    """The anchors GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_named_on_the_page_exist(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        assert (ROOT / "src" / "gruppo" / name).exists() or (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("metric", [GRPOMetric, GSPOMetric, CISPOMetric])
+def test_metrics_page_lists_the_keys_that_are_reported(metric):
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    in_table = re.findall(r"^\| `(train/\w+)` \| .* \| .* \|$", text.split("## Reading a value")[0], re.M)
+    with_section = re.findall(r"^### `(train/\w+)`$", text, re.M)
+    logps = torch.tensor([[-1.0, -2.0]])
+    full = metric(top_k_kl=1)
+    full.accumulate(
+        {"labels": torch.tensor([[3, 4]])},
+        {"logps": logps, "entropies": -logps},
+        old_logps=logps + 0.1,
+        advantages=[1.0],
+    )
+    reported = full.calculate()
+    assert in_table == with_section
+    assert set(in_table) == set(reported) and len(in_table) == len(reported)
+
+
+def test_losses_page_has_a_section_for_every_named_loss():
+    from gruppo.loss import variants
+
+    named = {name for name in vars(variants) if name.endswith("Loss") and name not in ("PolicyLoss", "_NamedLoss")}
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+Loss)` \|", text, re.M)) == named
+    for name in named:
+        heading = {"DRGRPOLoss": "Dr. GRPO"}.get(name, name.removesuffix("Loss"))
+        section = text.split(f"\n### {heading}\n")[1].split("\n### ")[0]
+        for peer in ("Twinkle", "TRL", "Open Instruct", "verl"):
+            assert f"\n| {peer} |" in section, f"{heading}: {peer}"
+
+
+@pytest.mark.parametrize("figure", ["surrogates.png", "kl.png"])
+def test_figures_are_small_png_files(figure):
+    data = (DOCS / "figures" / figure).read_bytes()
+    assert data.startswith(b"\x89PNG\r\n") and len(data) < 200_000
+
+
+def test_loss_on_paper_agrees_with_itself():
+    """By hand: 0.25 * -1.2 + 0.25 * (-0.9 + 0.1 * (1 - ln 2)) + 0.5 * (0.8 + 0.1 * (ln 2 - 0.5)) = -0.107671."""
+    script = ROOT / "examples" / "01_loss_on_paper.py"
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    table = dict(re.findall(r"^(GRPO|GSPO|Dr\. GRPO) +([+-]\d\.\d{6}) +\2$", ran.stdout, re.M))
+    assert table == {"GRPO": "-0.107671", "GSPO": "-0.163619", "Dr. GRPO": "-0.312500"}
+    assert re.search(r"= loss +-0\.107671$", ran.stdout, re.M)
+    assert len(script.read_text(encoding="utf-8").splitlines()) < 120
