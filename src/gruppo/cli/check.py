@@ -47,7 +47,7 @@ class RewardArguments:
     """A built-in name, or module:function."""
     data: str | None = None
     """Rows to take answers and columns from."""
-    column: str = "answer"
+    answer_column: str = "answer"
     """The column with the right answer."""
     template: str = "{answer}"
     """How a right completion looks, e.g. '#### {answer}'."""
@@ -69,7 +69,7 @@ def reward_check(arguments: Sequence[str]) -> int:
     return check_reward(
         given.reward,
         given.data,
-        column=given.column,
+        answer_column=given.answer_column,
         template=given.template,
         num_rows=given.num_rows,
         deadline_s=given.deadline,

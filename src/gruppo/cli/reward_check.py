@@ -1,0 +1,195 @@
+"""`gruppo reward check module:function --data FILE`: try a reward on canned completions before a GPU is touched.
+
+The completions are those that break rewards in practice: the gold answer, a wrong one, nothing, 100 kB, and Unicode
+that no tokenizer should emit but some do.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gruppo.errors import GruppoError, InputError
+from gruppo.reward import ErrorBudget, RewardPool, RewardResult, load_reward
+from gruppo.reward.combine import statistics
+
+_HUGE = "1 + 1 = 2, <think> \\boxed{ and so on. " * 2700
+_JUNK = "\u202e\u0000\u001b[2J\ud800 \U0001f9ee ４２ Z\u0351\u036b\u0343 [/red] </script> "
+_TRUSTING = ErrorBudget(step_fraction=1.0, run_fraction=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """One kind of completion, scored for every row."""
+
+    kind: str
+    values: list[float | None]
+    failures: int
+    traceback: str
+    seconds: float
+
+    @property
+    def mean(self) -> float | None:
+        return statistics(self.values).get("mean")
+
+
+def check_reward(
+    spec: str,
+    data: str | None = None,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    answer_column: str = "answer",
+    template: str = "{answer}",
+    num_rows: int = 16,
+    deadline_s: float = 10.0,
+    parameters: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+) -> int:
+    """Run the reward on canned completions of a few rows, print what it gave, and return an exit code.
+
+    Args:
+        spec: `module:function` or the name of a built-in.
+        data: file of rows; `rows` gives them directly. With neither, one made-up row is used.
+        answer_column: column with the gold answer, from which good and bad completions are made.
+        template: form of a good completion, such as `<answer>{answer}</answer>`.
+        parameters: of a built-in or a class, such as `{"column": "target"}`.
+
+    Returns:
+        0 when the reward can be used, 2 when not.
+    """
+    console = console or Console(highlight=False)
+    try:
+        chosen = _read(data, rows)[:num_rows]
+        trials = _try_all(spec, chosen, answer_column, template, deadline_s, parameters or {})
+    except GruppoError as error:
+        _say(console, f"unusable: {error}", "bold red")
+        return 2
+    _show(console, spec, len(chosen), trials)
+    problems, warnings = _judge(trials)
+    for warning in warnings:
+        _say(console, f"warning: {warning}", "yellow")
+    first = next((trial for trial in trials if trial.traceback), None)
+    if first is not None:
+        _say(console, f"first failure ({first.kind}):\n{first.traceback}")
+    for problem in problems:
+        _say(console, f"unusable: {problem}", "bold red")
+    return 2 if problems else 0
+
+
+def _read(data: str | None, rows: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+    if rows is None and data is None:
+        return [{"prompt": "What is 6 times 7?", "answer": "42"}]
+    if rows is None:
+        from gruppo.task.dataset import read_rows
+
+        rows = list(read_rows(data))
+    if not rows:
+        raise InputError(f"{data or 'rows'} has no rows to try the reward on")
+    return rows
+
+
+def _try_all(
+    spec: str,
+    rows: Sequence[Mapping[str, Any]],
+    answer_column: str,
+    template: str,
+    deadline_s: float,
+    parameters: Mapping[str, Any],
+) -> list[_Trial]:
+    golds = [None if row.get(answer_column) is None else str(row[answer_column]) for row in rows]
+    kinds: dict[str, list[str]] = {"empty": [""], "huge": [_HUGE], "junk": [_JUNK]}
+    kinds = {kind: texts * len(rows) for kind, texts in kinds.items()}
+    if all(gold is not None for gold in golds):
+        known = [gold for gold in golds if gold is not None]
+        wrong = [_wrong(gold, known) for gold in known]
+        good, bad = ([template.replace("{answer}", text) for text in texts] for texts in (known, wrong))
+        kinds = {"good": good, "bad": bad, **kinds}
+    prompts = [row.get("prompt", row.get("question", "")) for row in rows]
+    names = set().union(*rows) - {"prompt"}
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    reward = load_reward(spec, **parameters)
+    trials: list[_Trial] = []
+    with RewardPool([reward], deadline_s=deadline_s, error_budget=_TRUSTING) as pool:
+
+        def score(texts: list[str]) -> RewardResult:
+            ids = [list(text.encode(errors="surrogatepass")) for text in texts]  # no tokenizer here: bytes stand in
+            return pool.score(prompts, texts, ids, columns, step=1)
+
+        score(kinds["empty"])  # the first call pays for starting the workers
+        for kind, texts in kinds.items():
+            started = time.perf_counter()
+            result = score(texts)
+            seconds = time.perf_counter() - started
+            failed = sum(result.metrics[f"reward/{reward.name}/{key}_frac"] for key in ("error", "timeout"))
+            trials.append(
+                _Trial(
+                    kind=kind,
+                    values=result.values[reward.name],
+                    failures=round(failed * len(rows)),
+                    traceback=result.tracebacks.get(reward.name, ""),
+                    seconds=seconds,
+                )
+            )
+    return trials
+
+
+def _wrong(gold: str, golds: Sequence[str]) -> str:
+    """Another row's answer; with none, the same with other digits; with no digits, a word."""
+    other = next((text for text in golds if text.strip() != gold.strip()), None)
+    if other is not None:
+        return other
+    changed = "".join(str((int(char) + 1) % 10) if char in "0123456789" else char for char in gold)
+    return changed if changed != gold else "wrong"
+
+
+def _judge(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
+    """What makes the reward unusable, and what is merely suspicious."""
+    problems: list[str] = []
+    warnings: list[str] = []
+    by_kind = {trial.kind: trial for trial in trials}
+    for trial in trials:
+        if trial.failures == len(trial.values) and trial.kind in ("good", "bad"):
+            problems.append(f"it fails on every {trial.kind} completion")
+        elif trial.failures:
+            warnings.append(f"it fails on {trial.failures} of {len(trial.values)} {trial.kind} completions")
+    means = [trial.mean for trial in trials if trial.mean is not None]
+    if not means:
+        problems.append("it gives no value to any completion")
+    elif len(set(means)) == 1:
+        warnings.append(f"it gives {means[0]:g} to every kind of completion: nothing can be learned from it")
+    good, bad = (by_kind[kind].mean if kind in by_kind else None for kind in ("good", "bad"))
+    if "good" not in by_kind:
+        warnings.append("the rows have no gold answer, so good and bad completions were not tried")
+    elif good is not None and good == bad:
+        warnings.append(f"it cannot tell good from bad: both get {good:g} on average; is the template right?")
+    elif good is not None and bad is not None and good < bad:
+        warnings.append(f"it prefers bad completions ({bad:g}) to good ones ({good:g})")
+    return problems, warnings
+
+
+def _show(console: Console, spec: str, num_rows: int, trials: Sequence[_Trial]) -> None:
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2, title=None)
+    for heading in ("completions", "mean", "std", "abstained", "failed", "ms per call"):
+        table.add_column(heading, justify="left" if heading == "completions" else "right")
+    for trial in trials:
+        stats = statistics(trial.values)
+        abstained = sum(value is None for value in trial.values)
+        cells = [trial.kind, *(f"{stats[key]:.4g}" if key in stats else "-" for key in ("mean", "std"))]
+        cells += [f"{abstained}/{num_rows}", f"{trial.failures}/{num_rows}", f"{trial.seconds * 1e3:.1f}"]
+        table.add_row(*(Text(cell) for cell in cells))
+    _say(console, f"{spec} on {num_rows} rows", "bold")
+    console.print(table)
+    means = statistics([trial.mean for trial in trials])
+    if means:
+        _say(console, f"std over kinds: {means['std']:.4g}")
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    # A traceback may quote model text: no control characters to the terminal, no markup.
+    shown = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+    console.print(Text(shown, style=style), soft_wrap=True)

@@ -1,0 +1,59 @@
+"""Stage 3: completions become numbers.
+
+    base.py      the contract: what a reward function is given, and `Reward`
+    load.py      from "exact_match", "module:function" or a callable to a `Reward`
+    match.py number.py math.py format.py length.py pattern.py     the built-in rewards
+    verifier.py  what the verifiers among them share
+    call.py returned.py     one call, and the check of what it returned
+    combine.py tally.py budget.py     totals and metrics; failures, and how many are too many
+    pool.py      `RewardPool`: everything above for one step, functions of others in processes that can be killed
+    request.py crew.py child.py worker.py     what the pool is made of, down to the child process
+
+To use your own, write a function with TRL's signature in a module and name it `module:function`:
+
+    def has_greeting(completions, **kwargs):
+        return [float("hello" in text) for text in completions]
+
+To add a built-in, write a frozen dataclass with a `__call__` (or a `Verifier` with a `score`), give it time linear
+in the text or `isolated = True`, and enter it in `load.BUILTIN`. The lower-case names below are the built-ins with
+their default parameters; the classes take others: `NumberMatch(column="target")`.
+"""
+
+from gruppo.reward.base import Reward
+from gruppo.reward.budget import ErrorBudget
+from gruppo.reward.combine import RewardResult, weighted_totals
+from gruppo.reward.format import TagFormat, tag_format
+from gruppo.reward.length import LengthPenalty, SoftOverlong, length_penalty, soft_overlong
+from gruppo.reward.load import load_reward
+from gruppo.reward.match import ExactMatch, NormalizedMatch, exact_match, normalized_match
+from gruppo.reward.math import MathMatch, math_match
+from gruppo.reward.number import NumberMatch, number_match
+from gruppo.reward.pattern import PatternMatch, pattern_match
+from gruppo.reward.pool import RewardPool
+from gruppo.reward.verifier import Verifier
+
+__all__ = [
+    "ErrorBudget",
+    "ExactMatch",
+    "LengthPenalty",
+    "MathMatch",
+    "NormalizedMatch",
+    "NumberMatch",
+    "PatternMatch",
+    "Reward",
+    "RewardPool",
+    "RewardResult",
+    "SoftOverlong",
+    "TagFormat",
+    "Verifier",
+    "exact_match",
+    "length_penalty",
+    "load_reward",
+    "math_match",
+    "normalized_match",
+    "number_match",
+    "pattern_match",
+    "soft_overlong",
+    "tag_format",
+    "weighted_totals",
+]

@@ -1,0 +1,71 @@
+"""What the verifiers have in common: read the text of a completion and compare it with a column of the row.
+
+Every verifier here takes time linear in the text, because the text is the model's and the model is rewarded for
+whatever makes a verifier give up.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gruppo.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verifier:
+    """Compare a completion with the row's gold answer. A subclass says how, in `score`."""
+
+    column: str = "answer"
+    """Column with the gold answer. A row without one (None) abstains."""
+    inside: str = ""
+    """Read only the last `<inside>...</inside>`; a completion without it scores 0. Empty reads all of it."""
+
+    isolated: ClassVar[bool] = False
+    """Linear time and no foreign code, so a worker process would only cost."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        golds = column_values(self, columns, self.column)
+        return [self._score_one(completion, gold) for completion, gold in zip(completions, golds, strict=True)]
+
+    def _score_one(self, completion: Any, gold: Any) -> float | None:
+        if gold is None:
+            return None
+        text: str | None = completion_text(completion)
+        if self.inside:
+            text = text_inside(text, self.inside)
+        return 0.0 if text is None else self.score(text, str(gold))
+
+    def score(self, text: str, gold: str) -> float | None:
+        """The reward of one completion; None when the gold answer cannot be used."""
+        raise NotImplementedError
+
+
+def column_values(verifier: Any, columns: Mapping[str, Any], name: str) -> Sequence[Any]:
+    if name not in columns:
+        raise InputError(f"{verifier!r} needs the column {name!r}, got {', '.join(sorted(columns)) or 'no columns'}")
+    return columns[name]
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion, be it a string or a list of messages (then of the last one)."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content") if completion else ""
+    if isinstance(content, list):  # parts of a multimodal message
+        return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    return content or ""
+
+
+def text_inside(text: str, tag: str) -> str | None:
+    """What stands in the last `<tag>...</tag>`, or None.
+
+    >>> text_inside("<answer>1</answer> no, <answer>2</answer>", "answer")
+    '2'
+    """
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
+    return text[start + len(tag) + 2 : end] if start >= 0 else None

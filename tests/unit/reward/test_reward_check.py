@@ -1,0 +1,108 @@
+"""`gruppo reward check`: what it prints and when it says no."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from gruppo.cli.reward_check import check_reward
+
+ROWS = [{"prompt": "6*7=", "answer": "42"}, {"prompt": [{"role": "user", "content": "2*9="}], "answer": "18"}]
+
+
+def check(spec, **kwargs):
+    out = io.StringIO()
+    code = check_reward(spec, console=Console(file=out, width=100), **{"rows": ROWS, **kwargs})
+    return code, out.getvalue()
+
+
+def cells(text):
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
+    return {line[0].strip(): [cell.strip() for cell in line[1:5]] for line in lines[1:]}
+
+
+def test_a_sound_reward_is_shown_per_kind_of_completion():
+    code, text = check("exact_match")
+    assert code == 0
+    assert cells(text) == {
+        "good": ["1", "0", "0/2", "0/2"],
+        "bad": ["0", "0", "0/2", "0/2"],
+        "empty": ["0", "0", "0/2", "0/2"],
+        "huge": ["0", "0", "0/2", "0/2"],
+        "junk": ["0", "0", "0/2", "0/2"],
+    }
+    assert "std over kinds: 0.4" in text
+    assert "warning" not in text
+
+
+def test_a_reward_that_cannot_tell_good_from_bad_is_warned_about():
+    code, text = check("tag_format")
+    assert code == 0
+    assert "it gives 0 to every kind of completion" in text
+    assert "it cannot tell good from bad: both get 0" in text
+
+
+def test_a_template_makes_the_good_completion_good():
+    template = "<think>x</think><answer>{answer}</answer>"
+    code, text = check("exact_match", template=template, parameters={"inside": "answer"})
+    assert code == 0
+    assert cells(text)["good"][0] == "1"
+    assert cells(text)["bad"][0] == "0"
+
+
+def test_a_reward_that_raises_everywhere_is_unusable_and_shows_its_traceback():
+    code, text = check("hostile_rewards:raises_always")
+    assert code == 2
+    assert cells(text)["good"] == ["-", "-", "2/2", "2/2"]
+    assert "RuntimeError: the judge is down" in text
+    assert "unusable: it fails on every good completion" in text
+
+
+def test_a_reward_that_returns_the_wrong_shape_is_unusable():
+    code, text = check("hostile_rewards:one_value", rows=[ROWS[0]] * 2)
+    assert code == 2
+    assert "returned 1 values for 2 completions" in text
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [("exact_mach", "did you mean 'exact_match'"), ("hostile_rewards:nothing", "has no 'nothing'")],
+)
+def test_a_wrong_name_is_unusable(spec, text):
+    code, shown = check(spec)
+    assert code == 2
+    assert text in shown
+
+
+def test_the_gold_answer_may_be_in_another_column():
+    rows = [{"prompt": "6*7=", "target": "42"}]
+    code, text = check("exact_match", rows=rows, answer_column="target", parameters={"column": "target"})
+    assert (code, cells(text)["good"][0], cells(text)["bad"][0]) == (0, "1", "0")
+    assert "the rows have no gold answer" in check("length_penalty", rows=rows)[1]
+
+
+def test_a_missing_column_and_missing_rows_are_unusable():
+    assert "needs 'target'" in check("exact_match", parameters={"column": "target"})[1]
+    assert check("exact_match", rows=[]) == (2, "unusable: rows has no rows to try the reward on\n")
+
+
+def test_rows_are_read_from_a_file(tmp_path):
+    pytest.importorskip("gruppo.task.dataset")
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+1=", "answer": f"#### {n + 1}"}) + "\n" for n in range(3)))
+    code, text = check("number_match", rows=None, data=str(path))
+    assert code == 0
+    assert "number_match on 3 rows" in text
+    assert cells(text)["good"][0] == "1"
+
+
+def test_control_characters_and_markup_of_a_traceback_do_not_reach_the_terminal(tmp_path, monkeypatch):
+    (tmp_path / "loud_rewards.py").write_text(
+        "def f(completions, **kwargs):\n    raise ValueError('\\x1b[2J [/red] \\u202e')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code, text = check("loud_rewards:f")
+    assert code == 2
+    assert "\x1b" not in text and "\u202e" not in text
+    assert "[/red]" in text

@@ -1,0 +1,129 @@
+"""Names become rewards, and a wrong name says what was meant."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from gruppo.errors import InputError, MissingExtraError
+from gruppo.reward import (
+    ExactMatch,
+    MathMatch,
+    PatternMatch,
+    Reward,
+    RewardPool,
+    SoftOverlong,
+    exact_match,
+    load_reward,
+)
+from gruppo.reward.load import BUILTIN, sendable
+
+
+def test_every_builtin_loads_by_name_with_its_defaults():
+    assert {name: load_reward(name).name for name in BUILTIN} == {name: name for name in BUILTIN}
+
+
+def test_builtins_run_here_except_those_whose_time_is_unbounded():
+    assert {name for name in BUILTIN if load_reward(name).isolated} == {"math_match", "pattern_match"}
+
+
+def test_a_builtin_takes_parameters():
+    reward = load_reward("soft_overlong", max_length=100, cache=10, weight=0.5, name="overlong")
+    assert reward == Reward(
+        name="overlong", function=SoftOverlong(max_length=100, cache=10), weight=0.5, isolated=False
+    )
+
+
+def test_the_users_function_runs_in_a_worker_unless_told_otherwise():
+    reward = load_reward("hostile_rewards:length")
+    assert (reward.name, reward.weight, reward.isolated) == ("length", 1.0, True)
+    assert load_reward("hostile_rewards:length", isolated=False).isolated is False
+
+
+def test_a_class_is_made_with_its_parameters():
+    reward = load_reward("hostile_rewards:Scaled", factor=3)
+    assert reward.function(completions=["ab"]) == [6]
+    assert load_reward(exact_match).name == "exact_match"
+
+
+def test_a_reward_passes_through_with_changes():
+    reward = load_reward("exact_match")
+    assert load_reward(reward) == reward
+    assert load_reward(reward, weight=2.0) == Reward(
+        name="exact_match", function=ExactMatch(), weight=2.0, isolated=False
+    )
+
+
+def test_a_module_is_found_in_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_mine.py").write_text("def f(completions):\n    return [7.0]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert load_reward("rewards_of_mine:f").function(completions=["a"]) == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("exact_mach", "no built-in reward is called 'exact_mach'.*did you mean 'exact_match'"),
+        ("hostile_rewards:lenght", "has no 'lenght'.*did you mean 'length'"),
+        ("hostile_rewards:not_callable", "is int 3, not a function"),
+        ("hostile_rewards:", "is not of the form module:function"),
+        (":f", "is not of the form module:function"),
+        ("hostile_rewards.py:length", "names a file; name the module: 'hostile_rewards:length'"),
+        ("./dir/hostile_rewards.py:length", "name the module: 'dir.hostile_rewards:length'"),
+        ("no_such_module_here:f", "no module 'no_such_module_here'"),
+    ],
+)
+def test_a_wrong_name_says_what_was_meant(spec, text):
+    with pytest.raises(InputError, match=text):
+        load_reward(spec)
+
+
+def test_a_misspelt_module_of_the_current_directory_is_suggested(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"no module 'my_reward'.*did you mean 'my_rewards'"):
+        load_reward("my_reward:f")
+
+
+def test_a_module_that_fails_to_import_shows_why(tmp_path, monkeypatch):
+    (tmp_path / "broken_rewards.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "needy_rewards.py").write_text("import no_such_module_here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"importing 'broken_rewards'(?s:.*)no licence"):
+        load_reward("broken_rewards:f")
+    with pytest.raises(InputError, match="needs a module that is absent: No module named 'no_such_module_here'"):
+        load_reward("needy_rewards:f")
+
+
+def test_parameters_for_a_function_and_unknown_parameters_are_refused():
+    with pytest.raises(InputError, match="takes no parameters, got factor"):
+        load_reward("hostile_rewards:length", factor=3)
+    with pytest.raises(InputError, match=r"cannot be made with parameters.*'colum'"):
+        load_reward("exact_match", colum="answer")
+
+
+def test_a_closure_is_refused_when_isolated():
+    def closure(completions):
+        return [0.0]
+
+    for function in (closure, lambda completions: [0.0]):
+        with pytest.raises(InputError, match=r"cannot run in a worker process(?s:.*)isolated=False"):
+            RewardPool([function])
+
+
+def test_what_can_be_imported_is_sent_by_name_and_instances_as_they_are():
+    assert sendable(load_reward("hostile_rewards:named_lambda")) == "hostile_rewards:named_lambda"
+    import hostile_rewards
+
+    assert sendable(load_reward(hostile_rewards.length)) == "hostile_rewards:length"
+    assert sendable(load_reward("pattern_match", pattern="a")) == PatternMatch(pattern="a")
+
+
+def test_math_match_without_its_extra_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'gruppo\[math\]'"):
+        load_reward("math_match")
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'gruppo\[math\]'"):
+        MathMatch()(completions=["1"], answer=["1"])

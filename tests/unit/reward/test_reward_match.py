@@ -1,0 +1,141 @@
+"""Text matching, tags, patterns and lengths, on strings and on messages."""
+
+import pytest
+
+from gruppo.errors import InputError
+from gruppo.reward import (
+    ExactMatch,
+    LengthPenalty,
+    NormalizedMatch,
+    PatternMatch,
+    SoftOverlong,
+    TagFormat,
+    exact_match,
+    normalized_match,
+    tag_format,
+)
+from gruppo.reward.match import normalize
+from gruppo.reward.verifier import completion_text
+
+
+def message(text):
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "exact", "normal"),
+    [
+        ("42", "42", 1.0, 1.0),
+        (" 42\n", "42", 1.0, 1.0),
+        ("42.", "42", 0.0, 1.0),
+        ("PARIS", "Paris", 0.0, 1.0),
+        ("“Paris”!", "paris", 0.0, 1.0),
+        ("new   york", "New York", 0.0, 1.0),
+        ("(B)", "b", 0.0, 1.0),
+        ("-5", "5", 0.0, 0.0),
+        ("−5", "-5", 0.0, 1.0),
+        (".5", "5", 0.0, 0.0),
+        ("-$5", "-5", 0.0, 1.0),
+        ("3.5", "35", 0.0, 0.0),
+        ("London", "Paris", 0.0, 0.0),
+        ("", "Paris", 0.0, 0.0),
+        ("Straße", "STRASSE", 0.0, 1.0),
+        ("कि", "का", 0.0, 0.0),
+    ],
+)
+def test_exact_and_normalised_match(text, gold, exact, normal):
+    for completion in (text, message(text)):
+        assert exact_match(completions=[completion], answer=[gold]) == [exact]
+        assert normalized_match(completions=[completion], answer=[gold]) == [normal]
+
+
+def test_a_row_without_an_answer_abstains():
+    assert exact_match(completions=["42"], answer=[None]) == [None]
+
+
+def test_a_number_as_gold_is_compared_as_text():
+    assert exact_match(completions=["42"], answer=[42]) == [1.0]
+
+
+def test_the_column_is_a_parameter_and_must_be_there():
+    assert ExactMatch(column="target")(completions=["a"], target=["a"], answer=["b"]) == [1.0]
+    with pytest.raises(InputError, match="needs the column 'target', got answer"):
+        ExactMatch(column="target")(completions=["a"], answer=["b"])
+
+
+def test_only_the_last_block_is_read_when_inside_is_given():
+    inside = NormalizedMatch(inside="answer")
+    texts = ["<answer>1</answer><answer>2</answer>", "2", "<answer>2", "2</answer>", "</answer><answer>2"]
+    assert inside(completions=texts, answer=["2"] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_text_of_messages_is_the_last_one_and_empty_ones_are_empty():
+    assert completion_text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) == "b"
+    assert completion_text([]) == ""
+    assert completion_text(message(None)) == ""
+    assert completion_text(message([{"type": "text", "text": "a"}, {"type": "image"}])) == "a"
+
+
+def test_normalising_is_idempotent():
+    for text in ("-$3.50!", "a . b", "(-.5)", "« Ça va ? »"):
+        assert normalize(normalize(text)) == normalize(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\na\n</think>\n\n<answer>b</answer>\n", 1.0),
+        ("<think>a</think>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think>text<answer>b</answer>", 0.0),
+        ("text<think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>text", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think><think>a</think></think><answer>b</answer>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a<think>b</think><answer>c</answer>", 0.0),
+        ("<think>a</answer>b</think><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("<think></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer> </answer>", 0.0),
+        ("</think><think>a<answer>b</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_tags_must_stand_once_in_order_and_hold_something(text, score):
+    assert tag_format(completions=[text, message(text)]) == [score, score]
+
+
+def test_a_tag_opened_by_the_prompt_counts():
+    assert TagFormat(prefix="<think>\n")(completions=["a</think><answer>b</answer>"]) == [1.0]
+    assert TagFormat(tags=["sum"])(completions=["<sum>1</sum>"]) == [1.0]
+    with pytest.raises(InputError):
+        TagFormat(tags=())
+
+
+def test_a_pattern_is_searched_in_the_end_of_the_text():
+    pattern = PatternMatch(pattern=r"^Answer: \d+$", max_chars=12)
+    assert pattern(completions=["Answer: 42", message("Answer: x"), "..." * 9 + "Answer: 1234"]) == [1.0, 0.0, 1.0]
+
+
+def test_a_pattern_may_come_with_the_row():
+    assert PatternMatch()(completions=["abc", "abc", "abc"], pattern=["b", "^b", None]) == [1.0, 0.0, None]
+
+
+def test_an_expression_that_does_not_compile_is_refused_at_construction():
+    with pytest.raises(InputError, match=r"'\(' is not a regular expression"):
+        PatternMatch(pattern="(")
+
+
+def test_soft_overlong_is_equation_13_of_dapo():
+    soft = SoftOverlong(max_length=20, cache=8)
+    lengths = [0, 12, 13, 16, 19, 20, 21, 1000]
+    assert soft(completion_ids=[[0] * n for n in lengths]) == [0.0, 0.0, -0.125, -0.5, -0.875, -1.0, -1.0, -1.0]
+    with pytest.raises(InputError):
+        SoftOverlong(max_length=10, cache=11)
+
+
+def test_length_penalty_grows_with_the_distance_from_the_target():
+    assert LengthPenalty(scale=100)(completion_ids=[[], [0] * 25, [0] * 500]) == [0.0, -0.25, -1.0]
+    assert LengthPenalty(target=10, scale=10)(completion_ids=[[0] * 5, [0] * 10, [0] * 15]) == [-0.5, 0.0, -0.5]
