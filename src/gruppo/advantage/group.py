@@ -102,7 +102,8 @@ def _read_rewards(rewards: Rewards) -> tuple[Tensor, Tensor, torch.dtype, torch.
             raise InputError(f"rewards must be [N] or [N, functions], got shape {tuple(table.shape)}")
         valid = torch.ones_like(table, dtype=torch.bool)
     else:
-        rows: list[Any] = [list(row) if isinstance(row, Sequence | Tensor) else row for row in rewards]
+        rows: list[Any] = [row.tolist() if isinstance(row, Tensor) else row for row in rewards]
+        rows = [list(row) if isinstance(row, Sequence) else row for row in rows]
         widths = {len(row) if isinstance(row, list) else None for row in rows}
         if len(widths) > 1:
             raise InputError(f"rewards mixes rows of different length: {sorted(map(str, widths))}")

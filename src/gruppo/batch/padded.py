@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 
 
@@ -22,7 +21,7 @@ def is_packed(position_ids: Tensor) -> bool:
 
 def offsets_from_positions(
     position_T: Tensor,  # [T] int
-    labels_T: Tensor,  # [T] int
+    scored_T: Tensor,  # [T] bool
     attention_T: Tensor | None = None,  # [T] 0/1
 ) -> Tensor:
     """First slot of each sequence of a packed row, then T: `[S + 1]`.
@@ -37,7 +36,7 @@ def offsets_from_positions(
         starts_T = starts_T & (attention_T != 0)
     else:
         next_T = torch.cat([position_T[1:], position_T.new_zeros(1)])
-        starts_T = starts_T & ((labels_T != IGNORE_INDEX) | (next_T == 1))
+        starts_T = starts_T & (scored_T | (next_T == 1))
     starts = starts_T.nonzero().squeeze(1)
     if len(position_T) and len(starts) == 0:
         raise InputError("position_ids hold no sequence start (a 0 outside padding); positions must restart at 0")

@@ -62,6 +62,13 @@ class Segments:
     def num_slots(self) -> int:
         return len(self.mask)
 
+    def window(self, slots: slice) -> "Segments":
+        """The sequences that the slots touch, cut to the slots; `length` stays that of the whole sequences."""
+        start, stop = slots.start, slots.stop
+        ends = self.offsets.clamp(start, stop) - start
+        # Sequences outside the window are left with no slots: harmless, and no host has to know how many they are.
+        return Segments(self.mask[slots], self.bits[slots], ends, self.length, None)
+
     def keep(self, values_T: Tensor) -> Tensor:
         """The values of scored slots and exactly 0 elsewhere, whatever stood there (NaN too); gradients likewise."""
         return _KeepBits.apply(values_T, self.bits)  # type: ignore[return-value]

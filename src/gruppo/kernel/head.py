@@ -39,24 +39,21 @@ class _ChunkedHead(torch.autograd.Function):
         dtype = at_least_float32(hidden_ND[:0]).dtype
         logps_N = torch.empty(len(labels_N), dtype=dtype, device=hidden_ND.device)
         entropy_N = torch.empty_like(logps_N)
-        lse_N = torch.empty_like(logps_N)
         weight_DV = weight_VD.to(dtype).T
         for rows in _chunks(len(labels_N), weight_VD.shape[0]):
             z = hidden_ND[rows].to(dtype) @ weight_DV
             z /= temperature
-            lse = z.logsumexp(-1)
-            lse_N[rows] = lse
-            logps_N[rows] = z.gather(-1, labels_N[rows, None]).squeeze(-1) - lse
-            p = (z - lse[:, None]).exp_()
-            entropy_N[rows] = lse - (p * z).sum(-1)
-        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, lse_N, entropy_N)
+            z = z.log_softmax(-1)  # log p; the name frees the logits
+            logps_N[rows] = z.gather(-1, labels_N[rows, None]).squeeze(-1)
+            entropy_N[rows] = -z.exp().mul_(z).sum(-1)
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, entropy_N)
         ctx.temperature = temperature
         return logps_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logps_N, grad_entropy_N):  # type: ignore[override]
-        hidden_ND, weight_VD, labels_N, lse_N, entropy_N = ctx.saved_tensors
-        dtype = lse_N.dtype
+        hidden_ND, weight_VD, labels_N, entropy_N = ctx.saved_tensors
+        dtype = entropy_N.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.zeros_like(hidden_ND) if needs_hidden else None
         grad_weight_VD = torch.zeros(weight_VD.shape, dtype=dtype, device=weight_VD.device) if needs_weight else None
@@ -65,10 +62,10 @@ class _ChunkedHead(torch.autograd.Function):
             h = hidden_ND[rows].to(dtype)
             z = h @ head_VD.T
             z /= ctx.temperature
-            log_p = z.sub_(lse_N[rows, None])
-            p = log_p.exp()
+            z = z.log_softmax(-1)  # log p
+            p = z.exp()
             # d logp / d z = onehot - p;   d entropy / d z = -p * (log p + entropy)
-            d_z = log_p.add_(entropy_N[rows, None]).mul_(-grad_entropy_N[rows, None]).sub_(grad_logps_N[rows, None])
+            d_z = z.add_(entropy_N[rows, None]).mul_(-grad_entropy_N[rows, None]).sub_(grad_logps_N[rows, None])
             d_z.mul_(p)
             d_z.scatter_add_(1, labels_N[rows, None], grad_logps_N[rows, None])
             d_z /= ctx.temperature

@@ -18,7 +18,7 @@ def logps_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy of each distribution at `temperature`; both 0 where not scored.
 
-        logp_t = z_t[label] - lse(z_t),   entropy_t = lse(z_t) - sum_v p_tv * z_tv,   z = logits / temperature
+        logp_t = log p_t[label],   entropy_t = -sum_v p_tv * log p_tv,   log p = log_softmax(logits / temperature)
 
     >>> logps_and_entropy(torch.tensor([[0.0, 0.0], [9.0, 9.0]]), torch.tensor([1, -100]))
     (tensor([-0.6931,  0.0000]), tensor([0.6931, 0.0000]))
@@ -27,9 +27,10 @@ def logps_and_entropy(
     scored = labels != IGNORE_INDEX
     # Where nothing is scored the logits may be anything, even NaN: replace them before the first exp.
     z = torch.where(scored[..., None], at_least_float32(logits), 0) / temperature
-    lse = z.logsumexp(-1)
-    logps = z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) - lse
-    entropy = lse - (z.softmax(-1) * z).sum(-1)
+    # log_softmax and not z - logsumexp: it takes the maximum off first, so large logits lose no digits.
+    log_p = z.log_softmax(-1)
+    logps = log_p.gather(-1, torch.where(scored, labels, 0)[..., None]).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
     return torch.where(scored, logps, 0), torch.where(scored, entropy, 0)
 
 
@@ -41,6 +42,8 @@ def linear_logps_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`logps_and_entropy` of `hidden @ weight.T`, the product taken in float32 at least."""
     check_head(hidden, weight, labels)
+    # Before the product: NaN times a gradient of 0 would still reach the gradient of the weight.
+    hidden = torch.where((labels != IGNORE_INDEX)[..., None], hidden, 0)
     return logps_and_entropy(at_least_float32(hidden) @ at_least_float32(weight).T, labels, temperature)
 
 

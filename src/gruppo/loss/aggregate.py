@@ -55,5 +55,8 @@ class ConstantLength:
 
 def _one_over(segments: Segments, count: Count) -> Tensor:
     """1 / count for each sequence. A step without tokens divides its empty sum by 1 and gives exactly 0."""
-    count = torch.as_tensor(count, dtype=torch.float64, device=segments.offsets.device)
-    return (1 / count.clamp(min=1)).expand(segments.num_sequences)
+    if isinstance(count, Tensor):
+        return (1 / count.to(torch.float64).clamp(min=1)).expand(segments.num_sequences)
+    # `full` and not a tensor made of the number: copying one to a GPU would make the host wait
+    size, device = (segments.num_sequences,), segments.offsets.device
+    return torch.full(size, 1 / max(count, 1), dtype=torch.float64, device=device)

@@ -6,7 +6,7 @@ without gradient that multiplies the policy term, never the KL.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ def log_rho(inputs: LossInputs) -> Tensor:
 @dataclass(frozen=True)
 class TruncatedWeight:
     """Truncated importance sampling: rho, kept within bounds."""
+
+    is_per_token: ClassVar[bool] = True
 
     high: float = 2.0
     low: float = 0.0
@@ -50,6 +52,10 @@ class MaskedWeight:
     low: float = 0.5
     high: float = 5.0
     level: Literal["token", "sequence"] = "token"
+
+    @property
+    def is_per_token(self) -> bool:
+        return self.level == "token"
 
     def __post_init__(self) -> None:
         _check_bounds(self.low, self.high)

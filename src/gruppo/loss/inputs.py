@@ -8,7 +8,7 @@ no gradient flows to one.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,24 @@ class LossInputs:
     sampler_logps: Tensor | None = None  # [T] as the sampler computed them
     entropies: Tensor | None = None  # [T] with gradient
 
+    def window(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> "LossInputs":
+        """The inputs of a stretch of slots whose log-probs have just been computed.
+
+        A sequence that the stretch cuts keeps its whole length, which is what aggregations divide by.
+        """
+        cut = lambda values: None if values is None else values[rows]  # noqa: E731
+        return replace(
+            self,
+            labels=self.labels[rows],
+            logps=logps,
+            old_logps=logps.detach() if self.on_policy else self.old_logps[rows],
+            advantages=self.advantages[rows],
+            segments=self.segments.window(rows),
+            ref_logps=cut(self.ref_logps),
+            sampler_logps=cut(self.sampler_logps),
+            entropies=entropies,
+        )
+
 
 def align(
     inputs: Mapping[str, Any],
@@ -59,17 +77,19 @@ def align(
     dtype = torch.float64 if logps.dtype == torch.float64 else torch.float32
     aligner = _Aligner(labels, segments, dtype, logps.device)
     logps_T = aligner.mask(logps)
-    old_T = logps_T.detach() if old_logps is None else aligner.per_token("old_logps", old_logps)
+    old_T = logps_T if old_logps is None else aligner.per_token("old_logps", old_logps)
+    ref_T = None if ref_logps is None else aligner.per_token("ref_logps", ref_logps).detach()
+    sampler_T = None if sampler_logps is None else aligner.per_token("sampler_logps", sampler_logps).detach()
     return LossInputs(
         labels=labels.reshape(-1),
         logps=logps_T,
-        old_logps=old_T,
-        advantages=aligner.advantages(advantages),
+        old_logps=old_T.detach(),  # a constant, whatever graph it came with: else the gradient of the ratio cancels
+        advantages=aligner.advantages(advantages).detach(),
         segments=segments,
         totals=Totals.of(segments) if totals is None else totals,
         on_policy=old_logps is None,
-        ref_logps=None if ref_logps is None else aligner.per_token("ref_logps", ref_logps),
-        sampler_logps=None if sampler_logps is None else aligner.per_token("sampler_logps", sampler_logps),
+        ref_logps=ref_T,
+        sampler_logps=sampler_T,
         entropies=aligner.per_token("entropies", outputs["entropies"]) if "entropies" in outputs else None,
     )
 
@@ -154,7 +174,7 @@ def _segments(inputs: Mapping[str, Any], labels: Tensor, ignore_index: int) -> S
         if attention is not None:
             _check_same_shape("attention_mask", attention, labels)
             attention = attention.reshape(-1)
-        offsets = offsets_from_positions(position_ids.reshape(-1), labels.reshape(-1), attention)
+        offsets = offsets_from_positions(position_ids.reshape(-1), mask.reshape(-1), attention)
         return Segments.from_offsets(mask.reshape(-1), offsets)
     if labels.dim() == 1:
         raise InputError("labels of shape [T] are packed: inputs need position_ids or cu_seqlens as well")
@@ -182,7 +202,7 @@ def _flat_tensor(name: str, value: Any, labels: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
         raise InputError(f"{name} must be a tensor of the labels' shape, got {type(value).__name__}")
     if not value.dtype.is_floating_point:
-        raise InputError(f"{name} must be floating point, got {value.dtype}")
+        raise InputError(f"{name} must be floating point, got {value.dtype}; were token ids passed instead?")
     _check_same_shape(name, value, labels)
     return value.reshape(-1)
 

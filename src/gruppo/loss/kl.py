@@ -2,7 +2,7 @@
 
 Each takes `delta = logp - ref` `[T]`, bounded to +-40, and the log-ratio `[T]` of the level, and gives `[T]`.
 Facts about their gradients on-policy (arXiv:2506.09477, 2512.21852): k1's has mean 0, k2's is that of
-KL(policy || reference), k3's is biased towards KL(reference || policy).
+KL(policy || reference), k3's is that of KL(reference || policy).
 """
 
 from collections.abc import Callable

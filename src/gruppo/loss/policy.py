@@ -12,9 +12,11 @@ from gruppo.batch.totals import Totals
 from gruppo.errors import InputError
 from gruppo.loss.aggregate import sequence_mean
 from gruppo.loss.inputs import LossInputs, PerToken, align
-from gruppo.loss.kl import MAX_DELTA, KLEstimator, k3
+from gruppo.loss.kl import MAX_DELTA, KLEstimator, k1, k2, k3, ratio_k1, ratio_k3
 from gruppo.loss.level import token_level
 from gruppo.loss.surrogate import Clip
+
+PER_TOKEN_FUNCTIONS = (token_level, k1, k2, k3, ratio_k1, ratio_k3)
 
 Level = Callable[[LossInputs], Tensor]
 Surrogate = Callable[[Tensor, LossInputs], Tensor]
@@ -75,6 +77,12 @@ class PolicyLoss:
         if self.clip_range is None and isinstance(getattr(surrogate, "high", None), float | int):
             high: float = surrogate.high  # type: ignore[attr-defined]  # just seen
             self.clip_range = (getattr(surrogate, "low", high), high)
+
+    @property
+    def is_per_token(self) -> bool:
+        """Does a token's loss depend on that token alone? Unknown parts may look at the whole sequence."""
+        parts = (self.level, self.surrogate, self.kl, self.correction)
+        return all(part is None or getattr(part, "is_per_token", part in PER_TOKEN_FUNCTIONS) for part in parts)
 
     @property
     def needs(self) -> frozenset[str]:

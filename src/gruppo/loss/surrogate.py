@@ -6,6 +6,7 @@ A surrogate is called with the log-ratio `[T]` of the level and the LossInputs, 
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from gruppo.loss.inputs import LossInputs
 @dataclass(frozen=True)
 class Clip:
     """PPO's clipped surrogate, arXiv:1707.06347; with high > low DAPO's clip-higher, arXiv:2503.14476."""
+
+    is_per_token: ClassVar[bool] = True
 
     low: float = 0.2
     high: float = 0.2
@@ -36,6 +39,8 @@ class Clip:
 @dataclass(frozen=True)
 class DualClip:
     """Clip, and for A < 0 a cap on the ratio, arXiv:1912.09729; also the two-sided clip of arXiv:2505.07291."""
+
+    is_per_token: ClassVar[bool] = True
 
     low: float = 0.2
     high: float = 0.2
@@ -58,6 +63,8 @@ class DualClip:
 class ClippedWeight:
     """CISPO, arXiv:2506.13585: the capped ratio weighs the gradient of log p; no token's gradient is cut off."""
 
+    is_per_token: ClassVar[bool] = True
+
     high: float = 0.2
 
     def __str__(self) -> str:
@@ -71,6 +78,8 @@ class ClippedWeight:
 @dataclass(frozen=True)
 class SoftGate:
     """SAPO, arXiv:2511.20347: a sigmoid gate on the ratio, with its own temperature for each sign of A."""
+
+    is_per_token: ClassVar[bool] = True
 
     tau_positive: float = 1.0
     tau_negative: float = 1.0
@@ -94,6 +103,8 @@ class SoftGate:
 class PolicyGradient:
     """The ratio without a trust region; on-policy its gradient is REINFORCE's."""
 
+    is_per_token: ClassVar[bool] = True
+
     def __str__(self) -> str:
         return "-r*A"
 
@@ -104,6 +115,8 @@ class PolicyGradient:
 @dataclass(frozen=True)
 class GammaWeight:
     """VESPO, arXiv:2602.10693: phi(w) = e^l * w^k * e^(-l*w) weighs the gradient of log p; phi(1) = 1."""
+
+    is_per_token: ClassVar[bool] = True
 
     positive: tuple[float, float] = (2.0, 3.0)  # (k, l) where A >= 0
     negative: tuple[float, float] = (3.0, 2.0)  # (k, l) where A < 0

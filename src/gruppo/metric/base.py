@@ -27,7 +27,11 @@ NUM_SUMS, NUM_MAXIMA = 11, 2
 
 
 class PolicyMetric:
-    """Accumulates over micro-batches and reports once; `calculate` is the only place where the host waits.
+    """Accumulates over micro-batches and reports once.
+
+    Given tensors, padded or with `cu_seqlens`, `accumulate` never makes the host wait for a GPU; `calculate` does, once.
+    (Lists per sequence and `position_ids` have to be read on the host.) `calculate` does not forget: call `reset` before
+    the next step.
 
     Args:
         device_mesh: reduce over all its ranks.

@@ -28,7 +28,8 @@ def top_rows(
     segments = inputs.segments
     num_slots = segments.num_slots
     slot_T = torch.arange(num_slots, device=kl_T.device)
-    bits_T = kl_T.to(torch.float32).contiguous().view(torch.int32).to(torch.int64)
+    kl_T = kl_T.to(torch.float32).contiguous()  # rows are merged by what they were chosen by
+    bits_T = kl_T.view(torch.int32).to(torch.int64)
     key_T = torch.where(segments.mask, (bits_T << 32) | (num_slots - slot_T), -1)
     keys, best = key_T.topk(min(k, num_slots))
     sequence_T = segments.spread(torch.arange(segments.num_sequences, device=kl_T.device))

@@ -1,0 +1,102 @@
+"""The core needs torch and nothing else; the types need not even that. Each check runs in a fresh interpreter."""
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import gruppo
+
+pytestmark = pytest.mark.slow
+
+CORE = ("gruppo.loss", "gruppo.advantage", "gruppo.metric", "gruppo.batch", "gruppo.kernel")
+
+# What `pip install torch` brings along (numpy is not among it) and what those packages need themselves.
+TORCH = ("torch", "torchgen", "functorch", "typing_extensions", "filelock", "sympy", "mpmath", "networkx", "jinja2")
+TORCH += ("markupsafe", "fsspec", "setuptools", "pkg_resources", "triton", "nvidia", "cuda")
+
+HIDE = """
+import sys
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in {shown!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def run(code, shown=()):
+    """Standard output of the code in a new interpreter that can import the standard library and `shown` alone."""
+    source = str(Path(gruppo.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", HIDE.format(shown=(*shown, "gruppo", "__main__")) + code],
+        env=os.environ | {"PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_core_imports_and_computes_with_torch_as_the_only_package():
+    code = f"""
+import {", ".join(CORE)}
+import torch
+labels, logps = torch.tensor([[3, 4], [5, -100]]), torch.zeros(2, 2, requires_grad=True)
+features = [gruppo.batch.pack([])]
+advantages = gruppo.advantage.GRPOAdvantage()([0.0, 1.0], num_generations=2)
+loss = gruppo.loss.GRPOLoss()({{"labels": labels}}, {{"logps": logps}}, advantages=advantages).loss
+loss.backward()
+metric = gruppo.metric.GRPOMetric()
+metric.accumulate({{"labels": labels}}, {{"logps": logps}}, old_logps=logps.detach(), advantages=advantages)
+entropy = gruppo.kernel.logps_and_entropy(torch.zeros(1, 4), torch.tensor([0]))[1].exp()
+print(loss.item(), logps.grad.tolist(), metric.calculate()["train/approx_kl"], round(entropy.item()))
+"""
+    assert run(code, TORCH) == "0.0 [[0.125, 0.125], [-0.25, 0.0]] 0.0 4\n"
+
+
+@pytest.mark.parametrize("package", ["transformers", "peft", "pydantic", "tyro", "yaml", "rich", "pyarrow", "numpy"])
+def test_a_package_is_hidden_in_these_tests(package):
+    code = f"""
+try:
+    import {package}
+except ImportError:
+    print("hidden")
+"""
+    assert run(code, TORCH) == "hidden\n"
+
+
+def test_the_core_loads_no_package_but_torch_and_what_torch_loads():
+    # With everything importable: whatever is loaded after the core was loaded by torch before it.
+    code = f"""
+import sys, torch, torch.distributed
+before = {{name.partition(".")[0] for name in sys.modules}}
+import {", ".join(CORE)}
+after = {{name.partition(".")[0] for name in sys.modules}}
+print(sorted(after - before - sys.stdlib_module_names - {{"gruppo"}}))
+"""
+    assert run(code, (*TORCH, *metadata.packages_distributions())) == "[]\n"
+
+
+def test_types_and_errors_need_no_package_at_all():
+    code = """
+import gruppo, gruppo.types, gruppo.errors
+feature = gruppo.types.InputFeature(prompt_ids=(1,), completion_ids=(2, 3))
+print(feature.num_scored, issubclass(gruppo.errors.InputError, ValueError))
+"""
+    assert run(code) == "2 True\n"
+
+
+def test_importing_gruppo_alone_does_not_load_torch():
+    code = """
+import sys, gruppo, gruppo.types, gruppo.errors
+print("torch" in sys.modules)
+"""
+    assert run(code, TORCH) == "False\n"

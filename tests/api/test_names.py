@@ -1,0 +1,256 @@
+"""The public names, constructor keywords and call keywords: what a user's code relies on. Removing or renaming one of
+these is a breaking change; adding one is not."""
+
+import inspect
+from dataclasses import fields
+from importlib import import_module
+
+import pytest
+
+from gruppo import advantage, batch, errors, kernel, loss, metric, types
+from gruppo.loss.variants import LossOptions
+
+NAMES = {
+    "gruppo.loss": {
+        "BNPOLoss",
+        "CISPOLoss",
+        "Clip",
+        "ClippedWeight",
+        "ConstantLength",
+        "DAPOLoss",
+        "DRGRPOLoss",
+        "DualClip",
+        "GRPOLoss",
+        "GSPOLoss",
+        "GammaWeight",
+        "KL_ESTIMATORS",
+        "LossInputs",
+        "LossOutput",
+        "MaskedWeight",
+        "PolicyGradient",
+        "PolicyLoss",
+        "SAPOLoss",
+        "SoftGate",
+        "TruncatedWeight",
+        "k1",
+        "k2",
+        "k3",
+        "local_token_mean",
+        "ratio_k1",
+        "ratio_k3",
+        "sequence_level",
+        "sequence_mean",
+        "sequence_mean_token_sum",
+        "sequence_sum_level",
+        "sequence_token_level",
+        "token_level",
+        "token_mean",
+    },
+    "gruppo.advantage": {"GRPOAdvantage", "Groups", "RLOOAdvantage", "groups_with_signal", "not_truncated"},
+    "gruppo.metric": {"CISPOMetric", "GRPOMetric", "GSPOMetric", "PolicyMetric", "metric_for", "pass_at_k"},
+    "gruppo.batch": {
+        "IGNORE_INDEX",
+        "PackedBatch",
+        "Segments",
+        "Totals",
+        "is_packed",
+        "pack",
+        "pack_rows",
+        "pad_tokens",
+        "split_by_tokens",
+        "split_padded",
+    },
+    "gruppo.kernel": {"chunked_linear_logps_and_entropy", "linear_logps_and_entropy", "logps_and_entropy"},
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_names_are_there(module):
+    assert NAMES[module] - set(import_module(module).__all__) == set()
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_listed_name_exists_once(module):
+    listed = import_module(module).__all__
+    assert sorted(set(listed)) == sorted(listed)
+    assert [name for name in listed if not hasattr(import_module(module), name)] == []
+
+
+def signature(function):
+    """{name: default}, with `...` for a parameter that must be given; keyword-only ones carry a star."""
+    parameters = list(inspect.signature(function).parameters.values())
+    named = [p for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+    return {
+        ("*" if p.kind is p.KEYWORD_ONLY else "") + p.name: ... if p.default is p.empty else p.default for p in named
+    }
+
+
+LOSS_KEYWORDS = {
+    "GRPOLoss": {"*clip_range": 0.2},
+    "GSPOLoss": {"*clip_range": 0.2},
+    "SAPOLoss": {"*clip_range": 0.2, "*tau": 1.0},
+    "CISPOLoss": {"*clip_range": 0.2},
+    "BNPOLoss": {"*clip_range": 0.2},
+    "DRGRPOLoss": {"*clip_range": 0.2, "*max_completion_length": 1024},
+    "DAPOLoss": {"*clip_range": (0.2, 0.28)},
+}
+
+
+@pytest.mark.parametrize("name", LOSS_KEYWORDS)
+def test_own_keywords_of_a_named_loss(name):
+    assert signature(getattr(loss, name)) == LOSS_KEYWORDS[name]
+
+
+def test_keywords_that_every_named_loss_takes():
+    assert set(LossOptions.__annotations__) == {"beta", "kl_estimator", "entropy_coef", "correction"}
+
+
+@pytest.mark.parametrize("name", LOSS_KEYWORDS)
+def test_every_shared_keyword_reaches_the_loss(name):
+    correction = loss.TruncatedWeight()
+    made = getattr(loss, name)(beta=0.25, kl_estimator=1, entropy_coef=0.5, correction=correction)
+    assert (made.beta, made.kl, made.entropy_coef, made.correction) == (0.25, loss.k2, 0.5, correction)
+
+
+@pytest.mark.parametrize("name", LOSS_KEYWORDS)
+def test_defaults_of_a_named_loss(name):
+    made = getattr(loss, name)()
+    assert (made.beta, made.kl, made.entropy_coef, made.correction) == (0.0, loss.k3, 0.0, None)
+    assert made.clip_range == ((0.2, 0.28) if name == "DAPOLoss" else (0.2, 0.2))
+
+
+def test_parts_of_a_policy_loss():
+    assert signature(loss.PolicyLoss) == {
+        "*level": loss.token_level,
+        "*surrogate": loss.Clip(),
+        "*kl": loss.k3,
+        "*aggregate": loss.sequence_mean,
+        "*correction": None,
+        "*beta": 0.0,
+        "*entropy_coef": 0.0,
+    }
+
+
+@pytest.mark.parametrize("name", ["PolicyLoss", *LOSS_KEYWORDS])
+def test_call_of_a_loss(name):
+    assert signature(getattr(loss, name).__call__) == {
+        "inputs": ...,
+        "outputs": ...,
+        "*advantages": ...,
+        "*old_logps": None,
+        "*ref_logps": None,
+        "*sampler_logps": None,
+        "*totals": None,
+    }
+
+
+def test_fields_of_a_loss_output():
+    assert {"loss", "terms"} <= {f.name for f in fields(loss.LossOutput)}
+
+
+def test_kl_estimators_by_number():
+    assert (loss.k1, loss.k2, loss.k3, loss.ratio_k1) == loss.KL_ESTIMATORS
+
+
+PART_KEYWORDS = {
+    "Clip": {"low": 0.2, "high": 0.2},
+    "DualClip": {"low": 0.2, "high": 0.2, "cap": 3.0},
+    "ClippedWeight": {"high": 0.2},
+    "SoftGate": {"tau_positive": 1.0, "tau_negative": 1.0},
+    "PolicyGradient": {},
+    "GammaWeight": {"positive": (2.0, 3.0), "negative": (3.0, 2.0)},
+    "ConstantLength": {"max_completion_length": 1024},
+    "TruncatedWeight": {"high": 2.0, "low": 0.0},
+    "MaskedWeight": {"low": 0.5, "high": 5.0, "level": "token"},
+}
+
+
+@pytest.mark.parametrize("name", PART_KEYWORDS)
+def test_numbers_of_a_part(name):
+    assert signature(getattr(loss, name)) == PART_KEYWORDS[name]
+
+
+@pytest.mark.parametrize("cls", [advantage.GRPOAdvantage, advantage.RLOOAdvantage])
+def test_advantage_keywords(cls):
+    assert signature(cls) == {"normalization": "centered", "ddof": 1, "eps": 1e-8}
+    assert signature(cls.__call__) == {"rewards": ..., "num_generations": 1, "scale": "group", "group_ids": None}
+
+
+@pytest.mark.parametrize("cls", [metric.GRPOMetric, metric.GSPOMetric, metric.CISPOMetric])
+def test_metric_keywords(cls):
+    assert signature(cls) == {
+        "device_mesh": None,
+        "process_group": None,
+        "epsilon": 0.2,
+        "epsilon_high": None,
+        "temperature": 1.0,
+        "top_k_kl": 0,
+        "ignore_index": -100,
+    }
+    assert signature(cls.accumulate) == {"inputs": ..., "outputs": ..., "*old_logps": None, "*advantages": None}
+    assert (signature(cls.calculate), signature(cls.reset)) == ({}, {})
+
+
+def test_batch_calls():
+    assert signature(batch.pack) == {"features": ...}
+    assert signature(batch.split_by_tokens) == {"lengths": ..., "tokens_per_microbatch": ...}
+    assert signature(batch.pack_rows) == {"values_BL": ..., "attention_BL": ...}
+    assert signature(batch.pad_tokens) == {"values_T": ..., "cu_seqlens": ..., "fill": ...}
+    assert signature(batch.Totals) == {
+        "*sequences": ...,
+        "*tokens": ...,
+        "*local_tokens": None,
+        "*local_share": 1.0,
+    }
+
+
+def test_fields_of_a_packed_batch():
+    assert [f.name for f in fields(batch.PackedBatch)][:5] == [
+        "input_ids",
+        "labels",
+        "position_ids",
+        "cu_seqlens",
+        "max_length",
+    ]
+
+
+def test_heads_share_one_signature():
+    expected = {"hidden": ..., "weight": ..., "labels": ..., "temperature": 1.0}
+    assert signature(kernel.linear_logps_and_entropy) == signature(kernel.chunked_linear_logps_and_entropy) == expected
+    assert signature(kernel.logps_and_entropy) == {"logits": ..., "labels": ..., "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("InputFeature", {"prompt_ids", "completion_ids", "completion_mask", "old_logps", "ref_logps"}),
+        ("SampledSequence", {"prompt_ids", "tokens", "logps", "text", "stop_reason", "policy_version"}),
+        ("SampleResponse", {"sequences"}),
+        ("Rollout", {"sequence", "reward", "rewards", "advantage"}),
+        ("Group", {"prompt", "rollouts"}),
+    ],
+)
+def test_fields_of_the_types(name, expected):
+    assert expected - {f.name for f in fields(getattr(types, name))} == set()
+
+
+def test_a_sampled_sequence_becomes_an_input_feature():
+    sequence = types.SampledSequence(prompt_ids=(1,), tokens=(2, 3), logps=(-0.5, -1.0), text="b", stop_reason="stop")
+    expected = types.InputFeature(prompt_ids=(1,), completion_ids=(2, 3), old_logps=(-0.5, -1.0))
+    assert sequence.new_input_feature == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "standard"),
+    [
+        ("InputError", ValueError),
+        ("MissingExtraError", ImportError),
+        ("NumericError", ArithmeticError),
+        ("RewardError", RuntimeError),
+        ("SamplerError", RuntimeError),
+        ("CheckpointError", RuntimeError),
+    ],
+)
+def test_every_error_is_also_the_standard_one(name, standard):
+    assert issubclass(getattr(errors, name), (errors.GruppoError, standard))
+    assert issubclass(getattr(errors, name), standard)

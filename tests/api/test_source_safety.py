@@ -1,0 +1,114 @@
+"""Nothing in the package runs what it reads: no pickle, eval, exec, unsafe YAML, torch.load or shell."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import gruppo
+
+SOURCE = Path(gruppo.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+
+FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
+FORBIDDEN_NAMES = {"eval", "exec", "compile"}
+FORBIDDEN_CALLS = {
+    "torch.load",
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "os.system",
+    "os.popen",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "builtins.eval",
+    "builtins.exec",
+}
+
+
+def dotted(node):
+    """`a.b.c` of a name or attribute, else an empty string."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def offences(code):
+    """(line, what) for everything forbidden in the code."""
+    found = []
+    aliases = {}  # what a local name stands for
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            for a in node.names:
+                aliases[a.asname or a.name.partition(".")[0]] = a.name if a.asname else a.name.partition(".")[0]
+            found += [(node.lineno, a.name) for a in node.names if a.name.partition(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            found += [(node.lineno, node.module)] if node.module.partition(".")[0] in FORBIDDEN_MODULES else []
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Call):
+            continue
+        written = dotted(node.func)
+        first, _, rest = written.partition(".")
+        name = ".".join(filter(None, [aliases.get(first, first), rest]))
+        if (written in FORBIDDEN_NAMES and written not in aliases) or name in FORBIDDEN_CALLS:
+            found.append((node.lineno, name))
+        for keyword in node.keywords:
+            is_off = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+            if keyword.arg in ("shell", "allow_pickle") and not is_off:
+                found.append((node.lineno, f"{name}({keyword.arg}=...)"))
+    return found
+
+
+def test_the_package_runs_nothing_that_it_reads():
+    found = {str(f.relative_to(SOURCE)): offences(f.read_text(encoding="utf-8")) for f in FILES}
+    assert {name: where for name, where in found.items() if where} == {}
+
+
+def test_the_whole_package_was_read():
+    names = {f.relative_to(SOURCE).as_posix() for f in FILES}
+    assert {"loss/policy.py", "batch/pack.py", "metric/base.py", "types.py"} <= names
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import dill as safe",
+        "eval('1')",
+        "exec(text)",
+        "compile(text, '', 'exec')",
+        "import torch\ntorch.load(path)",
+        "import torch\ntorch.load(path, weights_only=True)",
+        "import torch as t\nt.load(path)",
+        "from torch import load\nload(path)",
+        "import yaml\nyaml.load(text, Loader=yaml.Loader)",
+        "from yaml import unsafe_load as safe_load\nsafe_load(text)",
+        "import os\nos.system(command)",
+        "import subprocess\nsubprocess.run(command, shell=True)",
+        "import subprocess\nsubprocess.run(command, shell=flag)",
+        "import numpy as np\nnp.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_reader_finds_what_is_forbidden(code):
+    assert len(offences(code)) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "model.eval()",
+        "import re\nre.compile('x')",
+        "import torch\ntorch.compile(f)",
+        "import yaml\nyaml.safe_load(text)",
+        "import subprocess\nsubprocess.run(['ls'])\nsubprocess.run(['ls'], shell=False)",
+        "import ast\nast.literal_eval(text)",
+        "import json\njson.load(file)",
+    ],
+)
+def test_the_reader_lets_the_harmless_pass(code):
+    assert offences(code) == []

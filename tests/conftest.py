@@ -1,0 +1,16 @@
+"""What all tests share: one thread and fixed hypothesis examples, so that two runs of the suite are the same run."""
+
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("fixed")
