@@ -32,7 +32,6 @@ class Segments:
     [7.0, 7.0, 8.0, 8.0, 8.0]
     """
 
-    mask: Tensor  # [T] bool, scored slots
     bits: Tensor  # [T] int32, all ones where scored, 0 elsewhere: what `keep` works with
     offsets: Tensor  # [S + 1] int64, first slot of each sequence, then T
     length: Tensor  # [S] int64, scored slots per sequence
@@ -40,11 +39,12 @@ class Segments:
 
     @classmethod
     def from_rows(cls, mask_BL: Tensor) -> "Segments":
-        """One sequence per row of a padded batch."""
+        """One sequence per row of a padded batch; the mask is bool, or 0 and 1 in int32."""
         num_rows, num_columns = mask_BL.shape
         offsets = torch.arange(num_rows + 1, device=mask_BL.device) * num_columns
-        bits_BL = -mask_BL.to(torch.int32)
-        return cls(mask_BL.reshape(-1), bits_BL.reshape(-1), offsets, -bits_BL.sum(1), num_columns)
+        mask_BL = mask_BL.to(torch.int32)
+        length_B = mask_BL.sum(1, dtype=torch.int32).to(torch.int64)
+        return cls(mask_BL.neg().view(-1), offsets, length_B, num_columns)
 
     @classmethod
     def from_offsets(cls, mask_T: Tensor, offsets: Tensor) -> "Segments":
@@ -52,7 +52,7 @@ class Segments:
         if not offsets.is_cuda:  # on a GPU reading the values would make the host wait
             _check_offsets(offsets, len(mask_T))
         length = _segment_sum(mask_T.to(torch.float64), offsets).to(torch.int64)
-        return cls(mask_T, -mask_T.to(torch.int32), offsets, length, None)
+        return cls(-mask_T.to(torch.int32), offsets, length, None)
 
     @property
     def num_sequences(self) -> int:
@@ -60,18 +60,32 @@ class Segments:
 
     @property
     def num_slots(self) -> int:
-        return len(self.mask)
+        return len(self.bits)
+
+    @property
+    def mask(self) -> Tensor:
+        """The scored slots, `[T]` bool."""
+        return self.bits.to(torch.bool)
 
     def window(self, slots: slice) -> "Segments":
         """The sequences that the slots touch, cut to the slots; `length` stays that of the whole sequences."""
         start, stop = slots.start, slots.stop
         ends = self.offsets.clamp(start, stop) - start
         # Sequences outside the window are left with no slots: harmless, and no host has to know how many they are.
-        return Segments(self.mask[slots], self.bits[slots], ends, self.length, None)
+        return Segments(self.bits[slots], ends, self.length, None)
 
     def keep(self, values_T: Tensor) -> Tensor:
         """The values of scored slots and exactly 0 elsewhere, whatever stood there (NaN too); gradients likewise."""
+        if not values_T.requires_grad or not torch.is_grad_enabled():
+            return _and_bits(values_T, self.bits)
         return _KeepBits.apply(values_T, self.bits)  # type: ignore[return-value]
+
+    def keep_(self, values_T: Tensor) -> Tensor:
+        """`keep` in place, for a tensor without gradient that nobody else holds."""
+        assert not values_T.requires_grad and values_T.is_contiguous()
+        integer = _integer(values_T.dtype)
+        values_T.view(integer).bitwise_and_(self.bits.to(integer))
+        return values_T
 
     def sum(self, values_T: Tensor) -> Tensor:
         """Sum over the scored slots of each sequence, `[S]`. Other slots may hold anything."""
@@ -87,12 +101,12 @@ class Segments:
     def spread(self, values_S: Tensor) -> Tensor:
         """Give each slot the value of its sequence, `[T]`."""
         if self.slots_per_sequence is not None:
-            return values_S[:, None].expand(-1, self.slots_per_sequence).reshape(-1)
+            return values_S[:, None].expand(-1, self.slots_per_sequence).contiguous().view(-1)
         return torch.repeat_interleave(values_S, self.offsets.diff(), output_size=self.num_slots)
 
     def position(self) -> Tensor:
         """Index of each slot within its sequence, `[T]`."""
-        return torch.arange(self.num_slots, device=self.mask.device) - self.spread(self.offsets[:-1])
+        return torch.arange(self.num_slots, device=self.bits.device) - self.spread(self.offsets[:-1])
 
 
 class _KeepBits(torch.autograd.Function):
@@ -110,9 +124,13 @@ class _KeepBits(torch.autograd.Function):
 
 
 def _and_bits(values_T: Tensor, bits_T: Tensor) -> Tensor:
-    integer = torch.int64 if values_T.dtype == torch.float64 else torch.int32
-    kept = values_T.contiguous().view(integer) & bits_T.to(integer)
-    return kept.view(values_T.dtype)
+    if values_T.dtype == torch.float64:
+        return (values_T.contiguous().view(torch.int64) & bits_T.to(torch.int64)).view(torch.float64)
+    return (values_T.contiguous().view(torch.int32) & bits_T).view(torch.float32)
+
+
+def _integer(dtype: torch.dtype) -> torch.dtype:
+    return torch.int64 if dtype == torch.float64 else torch.int32
 
 
 def _segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:

@@ -20,6 +20,13 @@ def groups_of(device_mesh: "DeviceMesh | None", process_group: "ProcessGroup | N
     return []
 
 
+def reduction_device(groups: list["ProcessGroup"]) -> torch.device:
+    """Where a rank that has seen no data must put its zeros: NCCL reduces tensors on a GPU only."""
+    if any(dist.get_backend(group) == "nccl" for group in groups):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def sum_over(groups: list["ProcessGroup"], values: Tensor) -> Tensor:
     return _reduced(groups, values, dist.ReduceOp.SUM)
 

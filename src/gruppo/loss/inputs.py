@@ -123,18 +123,25 @@ class _Aligner:
         num_sequences = self.segments.num_sequences
         if value is None:
             return torch.zeros(self.segments.num_slots, dtype=self.dtype, device=self.device)
-        if not isinstance(value, Tensor) and any(isinstance(v, Sequence | Tensor) and _ndim(v) for v in value):
+        if not isinstance(value, Tensor | Sequence) or isinstance(value, str):
+            raise InputError(f"advantages must be one number per sequence or per token, got {value!r}")
+        if not isinstance(value, Tensor) and any(not isinstance(v, float | int) and _ndim(v) for v in value):
             advantages_T = self.per_token("advantages", value)  # type: ignore[arg-type]  # checked item by item
             _check_finite(advantages_T)
             return advantages_T
-        value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else self.dtype)
+        if not isinstance(value, Tensor):
+            try:
+                value = torch.tensor(value, dtype=self.dtype)
+            except (TypeError, ValueError, RuntimeError):
+                raise InputError(f"advantages must be numbers, got {value!r}") from None
         if value.is_complex() or value.dtype == torch.bool:
             raise InputError(f"advantages must be numbers, got dtype {value.dtype}")
         value = value.to(self.device, self.dtype)
         if value.shape == (num_sequences,):
             _check_finite(value)
             return self.segments.spread(value)
-        if value.shape == self.labels.shape or (value.numel() == self.labels.numel() and self.labels.shape[0] == 1):
+        packed = self.labels.dim() == 1 or len(self.labels) == 1
+        if value.shape == self.labels.shape or (packed and value.numel() == self.labels.numel() and value.dim() <= 2):
             advantages_T = self.mask(value.reshape(-1))
             _check_finite(advantages_T)
             return advantages_T
@@ -159,8 +166,11 @@ def _segments(inputs: Mapping[str, Any], labels: Tensor, ignore_index: int) -> S
         raise InputError(
             f"labels must be token ids of shape [B, L], [1, T] or [T], got {labels.dtype} {tuple(labels.shape)}"
         )
-    mask = labels != ignore_index
+    mask = labels.to(torch.int32, copy=True).ne_(ignore_index)  # 0 and 1: bool takes twice as long on a CPU
     cu_seqlens, position_ids = inputs.get("cu_seqlens"), inputs.get("position_ids")
+    for name, value in (("cu_seqlens", cu_seqlens), ("position_ids", position_ids)):
+        if value is not None and not isinstance(value, Tensor):
+            raise InputError(f"inputs[{name!r}] must be a tensor, got {type(value).__name__}")
     is_row = labels.dim() == 1 or len(labels) == 1
     if cu_seqlens is not None:
         if not is_row:
@@ -174,7 +184,7 @@ def _segments(inputs: Mapping[str, Any], labels: Tensor, ignore_index: int) -> S
         if attention is not None:
             _check_same_shape("attention_mask", attention, labels)
             attention = attention.reshape(-1)
-        offsets = offsets_from_positions(position_ids.reshape(-1), mask.reshape(-1), attention)
+        offsets = offsets_from_positions(position_ids.reshape(-1), mask.reshape(-1).bool(), attention)
         return Segments.from_offsets(mask.reshape(-1), offsets)
     if labels.dim() == 1:
         raise InputError("labels of shape [T] are packed: inputs need position_ids or cu_seqlens as well")
@@ -225,8 +235,8 @@ def _sequence_of(name: str, value: Any, segments: Segments) -> Sequence[Any]:
     return value
 
 
-def _ndim(value: Sequence[Any] | Tensor) -> int:
-    return value.dim() if isinstance(value, Tensor) else 1
+def _ndim(value: Any) -> int:
+    return value.dim() if isinstance(value, Tensor) else int(isinstance(value, Sequence))
 
 
 def _row(name: str, index: int, row: Any) -> Tensor:
@@ -242,6 +252,8 @@ def _row(name: str, index: int, row: Any) -> Tensor:
 
 
 def _check_finite(advantages: Tensor) -> None:
+    if not advantages.is_cuda and math.isfinite(advantages.sum().item()):
+        return  # one fast pass; a sum of finite values may overflow, so else each is looked at
     finite = advantages.isfinite()
     if advantages.is_cuda:
         # The host does not wait for the answer; a failure stops the next CUDA call.

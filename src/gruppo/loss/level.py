@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 20.0
 def token_level(inputs: LossInputs) -> Tensor:
     """r_t = exp(logp_t - old_t), each token its own"""
     # hardtanh is clamp with a one-pass backward
-    return F.hardtanh(inputs.logps - inputs.old_logps, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return F.hardtanh(inputs.logps - inputs.old_logps, -MAX_LOG_RATIO, MAX_LOG_RATIO, inplace=True)
 
 
 def sequence_level(inputs: LossInputs) -> Tensor:

@@ -1,5 +1,6 @@
 """PolicyLoss: puts level, surrogate, KL, aggregation and correction together."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,8 +66,18 @@ class PolicyLoss:
         for name, part in (("level", level), ("surrogate", surrogate), ("kl", kl), ("aggregate", aggregate)):
             if not callable(part):
                 raise InputError(f"{name} must be a function or a part of gruppo.loss, got {part!r}")
-        if not beta >= 0:
-            raise InputError(f"beta must be 0 or more, got {beta!r}")
+        if correction is not None and not callable(correction):
+            raise InputError(f"correction must be a function or a part of gruppo.loss, got {correction!r}")
+        for name, value, lowest in (("beta", beta, 0.0), ("entropy_coef", entropy_coef, -math.inf)):
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not math.isfinite(value)
+                or value < lowest
+            ):
+                raise InputError(
+                    f"{name} must be a finite number{' of at least 0' if lowest == 0 else ''}, got {value!r}"
+                )
         self.level = level
         self.surrogate = surrogate
         self.kl = kl
@@ -83,6 +94,11 @@ class PolicyLoss:
         """Does a token's loss depend on that token alone? Unknown parts may look at the whole sequence."""
         parts = (self.level, self.surrogate, self.kl, self.correction)
         return all(part is None or getattr(part, "is_per_token", part in PER_TOKEN_FUNCTIONS) for part in parts)
+
+    @property
+    def is_zero_without_advantage(self) -> bool:
+        """Is the gradient of a sequence exactly 0 when its advantage is? Known surrogates are proportional to it."""
+        return self.beta == 0 and self.entropy_coef == 0 and getattr(self.surrogate, "is_per_token", False)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -129,7 +145,7 @@ class PolicyLoss:
             totals=totals,
         )
         if advantages is None:
-            return LossOutput(loss=(aligned.logps * 0).sum(), terms={}, on_policy=aligned.on_policy)
+            return LossOutput(loss=aligned.logps[:0].sum(), terms={}, on_policy=aligned.on_policy)
         return self.compute(aligned)
 
     def compute(self, inputs: LossInputs) -> LossOutput:
@@ -141,7 +157,7 @@ class PolicyLoss:
             )
         segments = inputs.segments
         weight_S = self.aggregate(segments, inputs.totals).to(inputs.logps.dtype)
-        weight_T = segments.keep(segments.spread(weight_S))
+        weight_T = segments.keep_(segments.spread(weight_S))
         log_ratio_T = self.level(inputs)
         policy_T = self.surrogate(log_ratio_T, inputs)
         if self.correction is not None:

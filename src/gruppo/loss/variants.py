@@ -87,7 +87,10 @@ class SAPOLoss(_NamedLoss):
         tau: float | tuple[float, float] = 1.0,
         **options: Unpack[LossOptions],
     ) -> None:
-        positive, negative = tau if isinstance(tau, tuple | list) else (tau, tau)
+        pair = tau if isinstance(tau, tuple | list) else (tau, tau)
+        if len(pair) != 2:
+            raise InputError(f"tau must be a number or (positive, negative), got {tau!r}")
+        positive, negative = pair
         super().__init__(token_level, SoftGate(positive, negative), sequence_mean, read_clip_range(clip_range), options)
 
 

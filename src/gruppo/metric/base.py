@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from gruppo.batch.segments import IGNORE_INDEX
-from gruppo.distributed.reduce import groups_of
+from gruppo.distributed.reduce import groups_of, reduction_device
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs, PerToken, align
-from gruppo.metric.functional import approx_kl, token_ratio
+from gruppo.metric.functional import kl_and_ratio, token_ratio
 from gruppo.metric.high_kl import FIELDS, as_records, top_rows
-from gruppo.metric.state import State, exact_sum
+from gruppo.metric.state import State, exact_sum_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,9 +29,9 @@ NUM_SUMS, NUM_MAXIMA = 11, 2
 class PolicyMetric:
     """Accumulates over micro-batches and reports once.
 
-    Given tensors, padded or with `cu_seqlens`, `accumulate` never makes the host wait for a GPU; `calculate` does, once.
-    (Lists per sequence and `position_ids` have to be read on the host.) `calculate` does not forget: call `reset` before
-    the next step.
+    Given tensors, padded or with `cu_seqlens`, `accumulate` never makes the host wait for a GPU; `calculate` does,
+    once. (Lists per sequence and `position_ids` have to be read on the host.) `calculate` does not forget: call `reset`
+    before the next step.
 
     Args:
         device_mesh: reduce over all its ranks.
@@ -77,8 +77,8 @@ class PolicyMetric:
         low, high = loss.clip_range
         return cls(epsilon=low, epsilon_high=high, **options)
 
-    def clipped(self, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """(clipped low, clipped high, counted) as bools: one per token `[T]` or one per sequence `[S]`."""
+    def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """How many tokens (or sequences) there are, how many are clipped low, and how many high, each `[]`."""
         raise NotImplementedError
 
     def accumulate(
@@ -97,39 +97,43 @@ class PolicyMetric:
     def _add(self, aligned: LossInputs, has_advantages: bool) -> None:
         segments = aligned.segments
         if self._state is None:
-            self._state = State.empty(NUM_SUMS, NUM_MAXIMA, (self.top_k_kl, len(FIELDS)), segments.mask.device)
+            self._state = State.empty(NUM_SUMS, NUM_MAXIMA, (self.top_k_kl, len(FIELDS)), segments.bits.device)
         state = self._state
-        new_T, old_T = aligned.logps * self.temperature, aligned.old_logps * self.temperature
+        new_T, old_T = self._scaled(aligned.logps), self._scaled(aligned.old_logps)
         num_tokens = segments.length.sum().to(torch.float64)
+        sums = [torch.zeros_like(num_tokens)] * NUM_SUMS
         # Aligned values are 0 in slots that are not scored, and so are their differences and KL: plain sums will do.
-        sums = {TOKENS: num_tokens, NEW: exact_sum(new_T)}
-        if aligned.entropies is not None:
-            sums |= {WITH_ENTROPY: num_tokens, ENTROPY: exact_sum(aligned.entropies)}
+        # `align` made these tensors for this call, so that the sums may use them up; they come last.
         if not aligned.on_policy:
-            kl_T, ratio_T = approx_kl(new_T, old_T), token_ratio(aligned)
-            sums |= {
-                COMPARED: num_tokens,
-                OLD: exact_sum(old_T),
-                DIFF: exact_sum(new_T - old_T),
-                KL: exact_sum(kl_T),
-            }
-            # Both are never negative, so 0 in a slot that is not scored cannot win.
-            state.see_maxima(kl_T, segments.keep(ratio_T))
+            kl_T, ratio_T = kl_and_ratio(new_T, old_T)
+            if self.temperature != 1:
+                ratio_T = token_ratio(aligned)
             if self.top_k_kl:
                 state.merge_top(top_rows(aligned, kl_T, ratio_T, new_T, old_T, self.top_k_kl, state.num_sequences))
             if has_advantages:
-                low, high, counted = self.clipped(aligned)
-                sums |= {UNITS: counted.sum(), LOW: (counted & low).sum(), HIGH: (counted & high).sum()}
-        for row, value in sums.items():
-            state.sums[row] += value
+                counts = self.count_clipped(aligned, ratio_T)
+                sums[UNITS], sums[LOW], sums[HIGH] = (count.to(torch.float64) for count in counts)
+            # Both are never negative, so 0 in a slot that is not scored cannot win.
+            state.see_maxima(kl_T, segments.keep_(ratio_T))
+            sums[COMPARED], sums[OLD], sums[KL] = num_tokens, exact_sum_(old_T), exact_sum_(kl_T)
+        sums[TOKENS], sums[NEW] = num_tokens, exact_sum_(new_T)
+        if not aligned.on_policy:
+            sums[DIFF] = sums[NEW] - sums[OLD]
+        if aligned.entropies is not None:
+            sums[WITH_ENTROPY], sums[ENTROPY] = num_tokens, exact_sum_(aligned.entropies)
+        state.sums += torch.stack(sums)
         state.num_sequences += segments.num_sequences
+
+    def _scaled(self, logps_T: Tensor) -> Tensor:
+        return logps_T if self.temperature == 1 else logps_T * self.temperature
 
     def calculate(self) -> dict[str, Any]:
         """The metrics of everything since the last `reset`, over all ranks; {} when nothing was scored."""
         if self._state is None:
             if not self.groups:
                 return {}
-            self._state = State.empty(NUM_SUMS, NUM_MAXIMA, (self.top_k_kl, len(FIELDS)), torch.device("cpu"))
+            device = reduction_device(self.groups)
+            self._state = State.empty(NUM_SUMS, NUM_MAXIMA, (self.top_k_kl, len(FIELDS)), device)
         state = self._state.reduced(self.groups)
         sums, maxima = state.sums.tolist(), state.maxima.tolist()
         results: dict[str, Any] = {}

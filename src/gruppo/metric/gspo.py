@@ -13,9 +13,9 @@ class GSPOMetric(PolicyMetric):
     With one advantage per token the sign of their mean decides. Sequences without scored tokens are not counted.
     """
 
-    def clipped(self, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ratio_S = sequence_ratio(inputs)
         advantage_S = inputs.segments.mean(inputs.advantages)
         low_S = (ratio_S < self.low) & (advantage_S < 0)
         high_S = (ratio_S > self.high) & (advantage_S > 0)
-        return low_S, high_S, inputs.segments.length > 0
+        return (inputs.segments.length > 0).sum(), low_S.sum(), high_S.sum()

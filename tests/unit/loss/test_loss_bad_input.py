@@ -90,7 +90,7 @@ def test_unknown_kl_estimator_is_refused(estimator):
 
 @pytest.mark.parametrize("beta", [-0.1, NAN])
 def test_negative_beta_is_refused(beta):
-    refusal(lambda: GRPOLoss(beta=beta), "beta must be 0 or more", f"got {beta!r}")
+    refusal(lambda: GRPOLoss(beta=beta), "beta must be a finite number of at least 0", f"got {beta!r}")
 
 
 @pytest.mark.parametrize("tau", [0.0, -1.0, (1.0, 0.0), NAN])
