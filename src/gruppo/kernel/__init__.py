@@ -1,12 +1,24 @@
-"""What runs where: log-probs and entropies from logits, or from hidden states and the head's weight.
+"""What runs where: log-probs, entropies and their gradients from hidden states and the head's weight.
 
-    reference.py  a few plain lines in float32: what every kernel is checked against
-    head.py       the same numbers without ever holding a [T, V] tensor, in torch ops (CPU and any GPU)
+    reference.py      a few plain lines in float32: what every kernel is checked against
+    head.py           Head: the walk over windows of tokens, with any loss; no [N, V] tensor is ever held
+    rows.py           row operations on a chunk of logits in torch ops: CPU, and any GPU without Triton
+    triton_rows.py    the same in Triton
+    triton_logits.py  the product with the softmax in its epilogue, for bf16 on Hopper: logits never reach memory
+    gather.py         rows by index with a cheap backward
 
-All of them have one signature, so a caller can swap them.
+To add a kernel, write it beside its reference with the same signature and a test that compares the two.
 """
 
-from gruppo.kernel.head import chunked_linear_logps_and_entropy
+from gruppo.kernel.head import Head, chunked_linear_logps_and_entropy, memory_estimate
 from gruppo.kernel.reference import linear_logps_and_entropy, logps_and_entropy
+from gruppo.kernel.rows import LogitShape
 
-__all__ = ["chunked_linear_logps_and_entropy", "linear_logps_and_entropy", "logps_and_entropy"]
+__all__ = [
+    "Head",
+    "LogitShape",
+    "chunked_linear_logps_and_entropy",
+    "linear_logps_and_entropy",
+    "logps_and_entropy",
+    "memory_estimate",
+]

@@ -1,17 +1,381 @@
-"""Hidden states -> log-probs and entropies in chunks of tokens: no [T, V] tensor is ever held.
+"""The head: hidden states -> log-probs -> loss -> gradients, without ever holding a [N, V] tensor.
 
-Only scored tokens reach the head. The backward forms each chunk's logits again rather than keep them, so the peak
-is one chunk of float32 logits whatever the number of tokens.
+Walks over scored tokens in windows. The gradient of any loss with respect to a row of logits is a *direction*, which
+does not depend on the loss, times dL/dlogp, a number. So a window's logits are gone before the loss is asked for that
+number; it is asked once per window, in plain PyTorch, as any composition of parts, and two products finish the window:
+
+    d_hidden = factor * (direction @ weight),      d_weight += direction.T @ (factor * hidden)
+
+Nothing is computed twice: 6NDV operations trained, 4NDV with a frozen weight. Three ways to get directions:
+
+    triton_logits   bf16 on a GPU: softmax in the epilogue of the product, the logits never reach memory
+    triton_rows     on a GPU: float32 logits of a chunk, then row kernels; also for losses with a gradient through the
+                    entropy, whose direction depends on the loss, and for log-probs below -80
+    rows            anywhere: the same in torch operations
+
+A loss that looks at whole sequences gets windows that end at sequence boundaries; if a sequence is longer than a
+window, a first pass computes all log-probs and the loss is asked once.
 """
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from gruppo.batch.segments import IGNORE_INDEX
+from gruppo.errors import InputError
+from gruppo.kernel import rows as torch_rows
 from gruppo.kernel.reference import at_least_float32, check_head, check_temperature
+from gruppo.kernel.rows import LogitShape
 
-LOGITS_PER_CHUNK = 1 << 25
-"""Float32 logits held at a time: 128 MiB."""
+logger = logging.getLogger(__name__)
+
+GPU_SCRATCH = 1_300_000_000
+CPU_SCRATCH = 1 << 28
+"""Bytes of logits and directions held at a time, whatever the number of tokens: 1.21 GiB, on a CPU 256 MiB."""
+CHUNK_ROWS = 512
+MAX_WINDOW_ROWS = 8192
+PRODUCT_ROWS = 2048  # d_hidden is fastest in pieces of this many rows (H200, cuBLAS of CUDA 13)
+
+Ask = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(rows, logps, entropies) -> (dL/dlogp, dL/dentropy or None), each one number per row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadResult:
+    logps: Tensor  # [N] float32
+    entropies: Tensor  # [N] float32
+    d_hidden: Tensor  # [N, D] in the dtype of the hidden states
+    d_weight: Tensor | None  # [V, D] float32; None when frozen
+
+
+class Head:
+    """Scores tokens and takes gradients through `logits = hidden @ weight.T`.
+
+    Args:
+        weight: `[V, D]`, bf16 or float32.
+        shape: temperature, scale, soft cap, padding columns.
+        scratch_bytes: memory for logits and directions, whatever the number of tokens.
+        route: "logits", "triton" or "torch" (see above); None: the fastest there is.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        shape: LogitShape | None = None,
+        scratch_bytes: int | None = None,
+        route: str | None = None,
+    ) -> None:
+        self.shape = shape or LogitShape()
+        check_temperature(self.shape.temperature)
+        if weight.dim() != 2:
+            raise InputError(f"weight must be [V, D], got {tuple(weight.shape)}")
+        self.weight = weight
+        self.dtype = at_least_float32(weight[:0]).dtype  # of logits and log-probs
+        # On a GPU the tensor cores multiply bf16 into float32; elsewhere the weight is brought to float32 once.
+        self.is_mixed = weight.is_cuda and weight.dtype == torch.bfloat16
+        self.factor = weight if self.is_mixed else weight.to(self.dtype)
+        self.route = route or best_route(weight)
+        self.rows = _row_operations(self.route)
+        self.sizes = sizes(
+            len(weight),
+            scratch_bytes or (GPU_SCRATCH if weight.is_cuda else CPU_SCRATCH),
+            logit_bytes=_bytes(self.dtype),
+            direction_bytes=_bytes(self.factor.dtype),
+            route=self.route,
+        )
+
+    def windows(
+        self, num_rows: int, lengths: Sequence[int] | None = None, size: int | None = None
+    ) -> list[slice] | None:
+        """Windows over the rows. With `lengths` they end at sequence boundaries; None when a sequence is too long."""
+        size = size or self.sizes.window
+        if lengths is None:
+            return [slice(a, min(a + size, num_rows)) for a in range(0, num_rows, size)]
+        if any(n > size for n in lengths):
+            return None
+        bounds, end = [0], 0
+        for n in lengths:
+            if end + n - bounds[-1] > size:
+                bounds.append(end)
+            end += n
+        return [slice(a, b) for a, b in pairwise([*bounds, end]) if b > a]
+
+    @torch.no_grad()
+    def score(self, hidden: Tensor, labels: Tensor, windows: Iterable[slice] | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies `[N]`; with the same windows bit for bit those of `train`."""
+        self._check(hidden, labels)
+        logps, entropies = self._empty(len(labels))
+        windows = list(windows or self.windows(len(labels)) or [])
+        if self.route == "logits":
+            overflowed = [self._one_pass(w, hidden, labels, logps, entropies, None).overflowed for w in windows]
+            if not overflowed or not bool(torch.stack(overflowed).any()):
+                return logps, entropies
+        x = self._buffer(min(self.sizes.chunk, len(labels)), self.dtype)
+        for part in (p for w in windows for p in _pieces(w, self.sizes.chunk)):
+            logps[part], entropies[part] = self.rows.stats(self._product(hidden[part], x), labels[part], self.shape)
+        return logps, entropies
+
+    @torch.no_grad()
+    def train(
+        self,
+        hidden: Tensor,  # [N, D]
+        labels: Tensor,  # [N] int64, all scored
+        ask: Ask,
+        *,
+        lengths: Sequence[int] | None = None,
+        needs_weight: bool = True,
+        entropy_gradient: bool = False,
+    ) -> HeadResult:
+        """Log-probs, entropies and the gradients of the loss that `ask` stands for.
+
+        Args:
+            ask: called with the rows of each window, in order; runs in plain PyTorch.
+            lengths: rows of each sequence, when the loss looks at whole sequences.
+            needs_weight: False when the weight is frozen: its product is not computed.
+            entropy_gradient: True when the loss has a gradient through the entropies.
+        """
+        self._check(hidden, labels)
+        size = self.sizes.entropy_window if entropy_gradient else self.sizes.window
+        windows = self.windows(len(labels), lengths, size)
+        if windows is None:  # a sequence longer than a window: all log-probs first, then the loss once
+            windows = self.windows(len(labels), None, size) or []
+            ask = _asked_at_once(ask, *self.score(hidden, labels, windows), len(labels))
+        walk = _Walk(self, hidden, labels, ask, needs_weight)
+        longest = max((w.stop - w.start for w in windows), default=0)
+        if entropy_gradient:
+            walk.with_entropy(windows, longest)
+        elif self.route != "logits":
+            walk.in_chunks(windows, longest)
+        elif not walk.in_one_pass(windows, longest):
+            logger.info("a scored token has a log-prob below -80: the head takes the slower, exact route")
+            walk = _Walk(self, hidden, labels, ask, needs_weight)
+            walk.in_chunks(self.windows(len(labels), lengths) or windows, longest)
+        return HeadResult(logps=walk.logps, entropies=walk.entropies, d_hidden=walk.d_hidden, d_weight=walk.d_weight)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _one_pass(self, window: slice, hidden: Tensor, labels: Tensor, logps: Tensor, entropies: Tensor, out):
+        from gruppo.kernel.triton_logits import logits_pass
+
+        result = logits_pass(hidden[window], self.weight, labels[window], self.shape, out)
+        logps[window], entropies[window] = result.logps, result.entropies
+        return result
+
+    def _product(self, hidden: Tensor, buffer: Tensor) -> Tensor:
+        """Float32 logits before shape, into the buffer."""
+        out = buffer[: len(hidden)]
+        if self.is_mixed:
+            return torch.mm(hidden, self.factor.T, out_dtype=torch.float32, out=out)  # type: ignore[call-overload]
+        return torch.mm(hidden.to(self.dtype), self.factor.T, out=out)
+
+    def _mm(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.mm(left, right, out_dtype=torch.float32) if self.is_mixed else left @ right  # type: ignore[call-overload]
+
+    def _buffer(self, num_rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, len(self.weight), dtype=dtype, device=self.weight.device)
+
+    def _empty(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        logps = torch.empty(num_rows, dtype=self.dtype, device=self.weight.device)
+        return logps, torch.empty_like(logps)
+
+    def _check(self, hidden: Tensor, labels: Tensor) -> None:
+        if hidden.dim() != 2 or labels.dim() != 1:
+            raise InputError(
+                f"hidden must be [N, D] and labels [N], got {tuple(hidden.shape)} and {tuple(labels.shape)}"
+            )
+        check_head(hidden, self.weight, labels)
+
+
+class _Walk:
+    """One call of `train`: what has been computed so far."""
+
+    def __init__(self, head: Head, hidden: Tensor, labels: Tensor, ask: Ask, needs_weight: bool) -> None:
+        self.head, self.hidden, self.labels, self.ask = head, hidden, labels, ask
+        self.logps, self.entropies = head._empty(len(labels))
+        self.d_hidden = torch.empty_like(hidden)
+        self.needs_weight = needs_weight
+        self.d_weight: Tensor | None = None
+
+    def in_one_pass(self, windows: Sequence[slice], longest: int) -> bool:
+        """False when a log-prob is out of the range that the pass can hold: then nothing here is valid."""
+        directions = self.head._buffer(longest, self.head.factor.dtype)
+        overflowed: list[Tensor] = []
+        is_overflowed = None
+        for window in windows:
+            out = directions[: window.stop - window.start]
+            result = self.head._one_pass(window, self.hidden, self.labels, self.logps, self.entropies, out)
+            overflowed.append(result.overflowed)
+            if window is windows[-1]:
+                is_overflowed = _Later(torch.stack(overflowed).any())
+            slope = self.head.shape.scale / self.head.shape.temperature
+            factor = self._grad(window) * (-slope / (1 + result.rest))
+            self._finish(window, out, factor, (result.residual, self.head.weight, self.labels[window]))
+        self._no_tokens()
+        return is_overflowed is None or not is_overflowed.value()
+
+    def in_chunks(self, windows: Sequence[slice], longest: int) -> None:
+        head = self.head
+        x = head._buffer(min(head.sizes.chunk, longest), head.dtype)
+        directions = head._buffer(longest, head.factor.dtype)
+        for window in windows:
+            for part in _pieces(window, head.sizes.chunk):
+                out = directions[part.start - window.start : part.stop - window.start]
+                self.logps[part], self.entropies[part] = head.rows.stats_and_direction(
+                    head._product(self.hidden[part], x), self.labels[part], head.shape, out
+                )
+            label_part = self._label_part(window, 1.0, 0.0)
+            self._finish(window, directions[: window.stop - window.start], self._grad(window), label_part)
+        self._no_tokens()
+
+    def with_entropy(self, windows: Sequence[slice], longest: int) -> None:
+        """Keeps the logits of a window until the loss has been asked: the entropy's direction depends on its answer."""
+        head = self.head
+        x, gradients = head._buffer(longest, head.dtype), head._buffer(longest, head.factor.dtype)
+        for window in windows:
+            chunk = head._product(self.hidden[window], x)
+            self.logps[window], self.entropies[window] = head.rows.stats(chunk, self.labels[window], head.shape)
+            with torch.enable_grad():
+                grad_logps, grad_entropies = self.ask(window, self.logps[window], self.entropies[window])
+            if grad_entropies is None:
+                grad_entropies = torch.zeros_like(grad_logps)
+            head.rows.gradient(
+                chunk,
+                self.labels[window],
+                grad_logps.to(head.dtype).contiguous(),
+                grad_entropies.to(head.dtype).contiguous(),
+                self.logps[window],
+                self.entropies[window],
+                head.shape,
+                gradients[: len(chunk)],
+            )
+            label_part = self._label_part(window, grad_logps, grad_entropies)
+            self._finish(window, gradients[: len(chunk)], torch.ones_like(self.logps[window]), label_part)
+        self._no_tokens()
+
+    def _label_part(self, window: slice, grad_logps: Tensor | float, grad_entropies: Tensor | float):
+        """What rounding took from the label's column, a number that weighs as much as the rest of its row together."""
+        head = self.head
+        if not head.is_mixed or head.shape.soft_cap is not None:
+            return None  # nothing is rounded; a cap's slope at the label is not at hand
+        logps = self.logps[window]
+        p = logps.exp()
+        at_label = grad_logps * (1 - p) - grad_entropies * p * (logps + self.entropies[window])
+        at_label = at_label * (head.shape.scale / head.shape.temperature)
+        return at_label - at_label.to(head.factor.dtype).float(), head.weight, self.labels[window]
+
+    def _grad(self, window: slice) -> Tensor:
+        with torch.enable_grad():
+            grad, _ = self.ask(window, self.logps[window], self.entropies[window])
+        return grad.to(self.head.dtype)
+
+    def _finish(
+        self,
+        window: slice,
+        directions: Tensor,
+        factor: Tensor,
+        label_part: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """The two products of a window; `factor` is one number per row."""
+        head, hidden = self.head, self.hidden[window]
+        for part in _pieces(slice(0, len(directions)), PRODUCT_ROWS):
+            product = head._mm(directions[part], head.factor)
+            at_labels = None if label_part is None else (label_part[0][part], label_part[1], label_part[2][part])
+            self._scale(product, factor[part], self.d_hidden[window][part], at_labels)
+        if not self.needs_weight:
+            return
+        scaled = torch.empty(hidden.shape, dtype=directions.dtype, device=hidden.device)
+        self._scale(hidden, factor, scaled)
+        if self.d_weight is None:
+            self.d_weight = head._mm(directions.T, scaled)
+        elif head.is_mixed:
+            torch.addmm(self.d_weight, directions.T, scaled, out_dtype=torch.float32, out=self.d_weight)  # type: ignore[call-overload]
+        else:
+            self.d_weight.addmm_(directions.T, scaled)
+
+    def _scale(
+        self,
+        x: Tensor,
+        factor: Tensor,
+        out: Tensor,
+        label_part: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        if self.head.route == "torch":
+            if label_part is not None:
+                residual, weight, labels = label_part
+                x = x + residual[:, None] * weight[labels]
+            out.copy_(x * factor[:, None])
+        else:
+            from gruppo.kernel.triton_logits import scale_rows
+
+            scale_rows(x, factor.contiguous(), out, label_part)
+
+    def _no_tokens(self) -> None:
+        if self.needs_weight and self.d_weight is None:
+            self.d_weight = torch.zeros(self.head.weight.shape, dtype=self.head.dtype, device=self.head.weight.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Rows held at a time."""
+
+    chunk: int  # of float32 logits
+    window: int  # of directions
+    entropy_window: int  # of both
+
+
+def sizes(vocabulary: int, scratch_bytes: int, *, logit_bytes: int, direction_bytes: int, route: str) -> Sizes:
+    """What fits into the scratch memory."""
+    vocabulary = max(vocabulary, 1)
+    chunk = max(1, min(CHUNK_ROWS, scratch_bytes // (4 * vocabulary * logit_bytes)))
+    held = 0 if route == "logits" else chunk * vocabulary * logit_bytes
+    window = max(1, min((scratch_bytes - held) // (vocabulary * direction_bytes), MAX_WINDOW_ROWS))
+    whole = PRODUCT_ROWS if window >= PRODUCT_ROWS else min(chunk, window)  # whole pieces for the products
+    both = max(1, min(scratch_bytes // (vocabulary * (logit_bytes + direction_bytes)), MAX_WINDOW_ROWS))
+    return Sizes(chunk, window // whole * whole, both)
+
+
+def memory_estimate(
+    num_tokens: int,
+    hidden_size: int,
+    vocabulary: int,
+    *,
+    trained: bool,
+    bytes_per_weight: int = 2,
+    route: str = "logits",
+) -> dict[str, int]:
+    """Bytes that `train` will allocate on a GPU, before anything is: scratch, gradients, and per-token results.
+
+    >>> sum(memory_estimate(16384, 2560, 151936, trained=False).values()) < 1.5 * 2**30
+    True
+    """
+    rows = sizes(vocabulary, GPU_SCRATCH, logit_bytes=4, direction_bytes=bytes_per_weight, route=route)
+    window = min(rows.window, num_tokens)
+    chunk = 0 if route == "logits" else min(rows.chunk, num_tokens)
+    piece = min(PRODUCT_ROWS, num_tokens)
+    return {
+        "scratch": chunk * vocabulary * 4 + window * vocabulary * bytes_per_weight,
+        "d_hidden": num_tokens * hidden_size * bytes_per_weight + piece * hidden_size * 4,
+        "d_weight": vocabulary * hidden_size * 4 + window * hidden_size * bytes_per_weight if trained else 0,
+        "per_token": num_tokens * 4 * 6 + window * -(-vocabulary // 256) * 8,
+    }
+
+
+def best_route(weight: Tensor) -> str:
+    """The fastest way that exists for this weight."""
+    if not weight.is_cuda:
+        return "torch"
+    try:
+        from gruppo.kernel.triton_logits import is_supported
+    except ImportError:
+        logger.info("Triton is not installed; the head uses torch operations")
+        return "torch"
+    return "logits" if is_supported(weight) else "triton"
 
 
 def chunked_linear_logps_and_entropy(
@@ -20,7 +384,10 @@ def chunked_linear_logps_and_entropy(
     labels: Tensor,  # [...] int64, -100 is not scored
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The numbers and gradients of `reference.linear_logps_and_entropy`, one chunk of tokens at a time."""
+    """The numbers and gradients of `reference.linear_logps_and_entropy`, one window of tokens at a time, for autograd.
+
+    The backward forms the logits again, since the loss is not known in the forward.
+    """
     check_head(hidden, weight, labels)
     check_temperature(temperature)
     scored = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
@@ -29,54 +396,65 @@ def chunked_linear_logps_and_entropy(
     return _scatter(logps_N, scored, labels), _scatter(entropy_N, scored, labels)
 
 
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, labels_N, temperature):
+        ctx.head = Head(weight_VD.detach(), shape=LogitShape(temperature=temperature))
+        ctx.save_for_backward(hidden_ND, labels_N)
+        ctx.weight_dtype = weight_VD.dtype
+        return ctx.head.score(hidden_ND, labels_N)
+
+    @staticmethod
+    def backward(ctx, grad_logps_N, grad_entropy_N):  # type: ignore[override]
+        hidden_ND, labels_N = ctx.saved_tensors
+        result = ctx.head.train(
+            hidden_ND,
+            labels_N,
+            lambda rows, _logps, _entropies: (grad_logps_N[rows], grad_entropy_N[rows]),
+            needs_weight=ctx.needs_input_grad[1],
+            entropy_gradient=True,
+        )
+        d_weight = None if result.d_weight is None else result.d_weight.to(ctx.weight_dtype)
+        return result.d_hidden, d_weight, None, None
+
+
 def _scatter(values_N: Tensor, scored: Tensor, labels: Tensor) -> Tensor:
     return values_N.new_zeros(labels.numel()).index_put((scored,), values_N).view(labels.shape)
 
 
-class _ChunkedHead(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, temperature):
-        dtype = at_least_float32(hidden_ND[:0]).dtype
-        logps_N = torch.empty(len(labels_N), dtype=dtype, device=hidden_ND.device)
-        entropy_N = torch.empty_like(logps_N)
-        weight_DV = weight_VD.to(dtype).T
-        for rows in _chunks(len(labels_N), weight_VD.shape[0]):
-            z = hidden_ND[rows].to(dtype) @ weight_DV
-            z /= temperature
-            z = z.log_softmax(-1)  # log p; the name frees the logits
-            logps_N[rows] = z.gather(-1, labels_N[rows, None]).squeeze(-1)
-            entropy_N[rows] = -z.exp().mul_(z).sum(-1)
-        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, entropy_N)
-        ctx.temperature = temperature
-        return logps_N, entropy_N
-
-    @staticmethod
-    def backward(ctx, grad_logps_N, grad_entropy_N):  # type: ignore[override]
-        hidden_ND, weight_VD, labels_N, entropy_N = ctx.saved_tensors
-        dtype = entropy_N.dtype
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden_ND = torch.zeros_like(hidden_ND) if needs_hidden else None
-        grad_weight_VD = torch.zeros(weight_VD.shape, dtype=dtype, device=weight_VD.device) if needs_weight else None
-        head_VD = weight_VD.to(dtype)
-        for rows in _chunks(len(labels_N), len(weight_VD)):
-            h = hidden_ND[rows].to(dtype)
-            z = h @ head_VD.T
-            z /= ctx.temperature
-            z = z.log_softmax(-1)  # log p
-            p = z.exp()
-            # d logp / d z = onehot - p;   d entropy / d z = -p * (log p + entropy)
-            d_z = z.add_(entropy_N[rows, None]).mul_(-grad_entropy_N[rows, None]).sub_(grad_logps_N[rows, None])
-            d_z.mul_(p)
-            d_z.scatter_add_(1, labels_N[rows, None], grad_logps_N[rows, None])
-            d_z /= ctx.temperature
-            if grad_hidden_ND is not None:
-                grad_hidden_ND[rows] = (d_z @ head_VD).to(hidden_ND.dtype)
-            if grad_weight_VD is not None:
-                grad_weight_VD.addmm_(d_z.T, h)
-        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight, None, None
+def _pieces(window: slice, size: int) -> list[slice]:
+    return [slice(a, min(a + size, window.stop)) for a in range(window.start, window.stop, size)]
 
 
-def _chunks(num_rows: int, vocabulary: int):
-    size = max(1, LOGITS_PER_CHUNK // max(vocabulary, 1))
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
+class _Later:
+    """A number on its way to the host: the GPU goes on with what is queued behind it while the host waits for it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        self.host.copy_(value, non_blocking=True)
+        self.event = torch.cuda.Event() if value.is_cuda else None
+        if self.event is not None:
+            self.event.record()
+
+    def value(self) -> bool:
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.host)
+
+
+def _asked_at_once(ask: Ask, logps: Tensor, entropies: Tensor, num_rows: int) -> Ask:
+    with torch.enable_grad():
+        grad_logps, grad_entropies = ask(slice(0, num_rows), logps, entropies)
+    return lambda rows, _logps, _entropies: (grad_logps[rows], None if grad_entropies is None else grad_entropies[rows])
+
+
+def _row_operations(route: str) -> ModuleType:
+    if route == "torch":
+        return torch_rows
+    from gruppo.kernel import triton_rows
+
+    return triton_rows
+
+
+def _bytes(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()

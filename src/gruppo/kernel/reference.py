@@ -30,7 +30,8 @@ def logps_and_entropy(
     # log_softmax and not z - logsumexp: it takes the maximum off first, so large logits lose no digits.
     log_p = z.log_softmax(-1)
     logps = log_p.gather(-1, torch.where(scored, labels, 0)[..., None]).squeeze(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    # A logit of -inf has p = 0 and log p = -inf, and 0 * log 0 counts 0.
+    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
     return torch.where(scored, logps, 0), torch.where(scored, entropy, 0)
 
 

@@ -1,4 +1,4 @@
-"""PackedBatch -> log-probs and entropies of its scored slots.
+"""PackedBatch -> hidden states, log-probs and entropies of its scored slots.
 
 The body of the model runs on rows padded on the right: a causal model never looks to the right, so the padding needs
 no attention mask and changes nothing. (`layout="packed"` runs one long row instead, for attention kernels that know
@@ -14,21 +14,40 @@ from torch import Tensor, nn
 from gruppo.batch.batch import PackedBatch
 from gruppo.batch.padded import pad_tokens
 from gruppo.batch.segments import IGNORE_INDEX
-from gruppo.kernel import head, reference
+from gruppo.kernel import reference
+from gruppo.kernel.gather import take_rows
+from gruppo.kernel.head import Head
+from gruppo.kernel.rows import LogitShape
 
 logger = logging.getLogger(__name__)
 
 Layout = Literal["padded", "packed"]
+HeadChoice = Literal["auto", "walk", "plain"]
+
+SMALL_LOGITS = 1 << 25
+"""Up to so many logits (128 MiB) plain autograd holds them all: a walk over windows would cost more than it saves."""
 
 
 class Scorer:
-    """Scores the tokens of a batch under a transformers model (with or without a PEFT adapter in it)."""
+    """Scores the tokens of a batch under a transformers model (with or without a PEFT adapter in it).
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, layout: Layout = "padded") -> None:
+    Args:
+        head: "walk" over windows of tokens, "plain" autograd over all logits, or "auto" by size.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        layout: Layout = "padded",
+        head: HeadChoice = "auto",
+    ) -> None:
         reference.check_temperature(temperature)
         self.model = model
         self.temperature = temperature
         self.layout = layout
+        self.head = head
         self.body, self.head_weight = _split(model)
         if self.head_weight is None:
             logger.info("%s: logits come from the whole model, not from body and head", type(model).__name__)
@@ -38,15 +57,32 @@ class Scorer:
         scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
         labels_N = batch.labels[scored]
         if self.head_weight is None:
-            logits_NV = self._run(self.model, batch, "logits")[scored]
+            logits_NV = take_rows(self._run(self.model, batch, "logits"), scored)
             logps_N, entropies_N = reference.logps_and_entropy(logits_NV, labels_N, self.temperature)
         else:
-            hidden_ND = self._run(self.body, batch, "last_hidden_state")[scored]
-            weight_VD = self.head_weight
-            small = labels_N.numel() * len(weight_VD) <= head.LOGITS_PER_CHUNK
-            score = reference.linear_logps_and_entropy if small else head.chunked_linear_logps_and_entropy
-            logps_N, entropies_N = score(hidden_ND, weight_VD, labels_N, self.temperature)
-        return {"logps": _place(logps_N, scored, batch), "entropies": _place(entropies_N, scored, batch)}
+            hidden_ND = take_rows(self._run(self.body, batch, "last_hidden_state"), scored)
+            if self.walks(len(labels_N)):
+                logps_N, entropies_N = self.make_head().score(hidden_ND.detach(), labels_N)
+            else:
+                logps_N, entropies_N = reference.linear_logps_and_entropy(
+                    hidden_ND, self.head_weight, labels_N, self.temperature
+                )
+        return {"logps": place(logps_N, scored, batch), "entropies": place(entropies_N, scored, batch)}
+
+    def walks(self, num_tokens: int) -> bool:
+        """Does the head walk over windows for so many tokens?"""
+        if self.head_weight is None or self.head == "plain":
+            return False
+        return self.head == "walk" or num_tokens * len(self.head_weight) > SMALL_LOGITS
+
+    def make_head(self) -> Head:
+        assert self.head_weight is not None
+        return Head(self.head_weight.detach(), shape=LogitShape(temperature=self.temperature))
+
+    def hidden(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states `[N, D]` of the scored slots with their graph, labels `[N]`, and which slots they are."""
+        scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
+        return take_rows(self._run(self.body, batch, "last_hidden_state"), scored), batch.labels[scored], scored
 
     def _run(self, module: nn.Module, batch: PackedBatch, output: str) -> Tensor:
         """The module's output at each slot, `[T, ...]`."""
@@ -61,10 +97,11 @@ class Scorer:
             batch.cu_seqlens.diff(),
             output_size=batch.num_slots,
         )
-        return values_SLD[row_T, batch.position_ids]
+        return take_rows(values_SLD.flatten(0, 1), row_T * rows_SL.shape[1] + batch.position_ids)
 
 
-def _place(values_N: Tensor, scored: Tensor, batch: PackedBatch) -> Tensor:
+def place(values_N: Tensor, scored: Tensor, batch: PackedBatch) -> Tensor:
+    """Values of the scored slots in the batch's layout, 0 elsewhere, `[T]`."""
     return values_N.new_zeros(batch.num_slots).index_put((scored,), values_N)
 
 

@@ -46,4 +46,3 @@ class Reference:
         for parameter in model.parameters():
             parameter.grad = None
         return Scorer(model, temperature=self.policy.temperature, layout=self.policy.layout)
-

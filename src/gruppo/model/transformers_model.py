@@ -14,7 +14,8 @@ from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.metric import PolicyMetric
 from gruppo.model import source
-from gruppo.model.forward import Layout, Scorer
+from gruppo.model.forward import HeadChoice, Layout, Scorer
+from gruppo.model.head_step import loss_and_backward
 from gruppo.model.lora import LoraSpec, add_lora
 from gruppo.model.optim import Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.reference import Reference
@@ -43,6 +44,7 @@ class TransformersModel:
         temperature: at which tokens were sampled and are scored.
         gradient_checkpointing: recompute activations in the backward: less memory, more time.
         layout: "padded" rows (any attention), or "packed" into one row (attention that knows boundaries).
+        head: "walk" over windows of tokens without holding all logits, "plain" autograd, or "auto" by size.
         attn_implementation, revision: handed to transformers.
     """
 
@@ -57,6 +59,7 @@ class TransformersModel:
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
         layout: Layout = "padded",
+        head: HeadChoice = "auto",
         attn_implementation: str | None = None,
         revision: str | None = None,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
@@ -82,7 +85,7 @@ class TransformersModel:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.version = 0
         """How many optimizer steps the weights have seen."""
-        self.scorer = Scorer(self.model, temperature=temperature, layout=layout)
+        self.scorer = Scorer(self.model, temperature=temperature, layout=layout, head=head)
         self.loss: PolicyLoss = GRPOLoss()
         self.metrics: list[PolicyMetric] = []
         self._gap = torch.zeros(3, dtype=torch.float64, device=self.device)  # sampler gap: sum, count, max
@@ -177,6 +180,9 @@ class TransformersModel:
     ) -> LossOutput:
         """Add the gradient of the loss over `inputs`; micro-batches are never visible in the result.
 
+        Sequences of advantage 0 count in the totals and are otherwise left out when their gradient is exactly 0, that
+        is without a KL penalty or entropy bonus: nothing of them is computed, and metrics do not see them.
+
         Args:
             inputs: the sequences.
             advantages: one per sequence, or one list per sequence with one value per scored token.
@@ -186,6 +192,7 @@ class TransformersModel:
             sampler_logps: the sampler's own log-probs: for a correction, and for the reported gap.
             totals: the totals of the whole step, when this call is not all of it.
         """
+        _check_features(inputs)
         self._check_count("advantages", advantages, inputs)
         if totals is None:
             totals = Totals(sequences=len(inputs), tokens=sum(f.num_scored for f in inputs))
@@ -195,22 +202,23 @@ class TransformersModel:
         for name, values in given.items():
             if values is not None:
                 self._check_count(name, values, inputs)
+        live = _live(self.loss, advantages)
+        if live is not None:
+            inputs, advantages = [inputs[i] for i in live], _select(advantages, live)
+            given = {name: None if values is None else _select(values, live) for name, values in given.items()}
         loss = torch.zeros((), device=self.device)
         terms: dict[str, Tensor] = {}
         on_policy = True
         for part, batch in self._microbatches(inputs):
             from_features = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps, "sampler_logps": None}
             aligned = {n: from_features[n] if v is None else _select(v, part) for n, v in given.items()}
-            outputs = self.scorer(batch)
-            result = self.loss(
-                batch.loss_inputs(), outputs, advantages=_select(advantages, part), totals=totals, **aligned
-            )
-            result.loss.backward()
+            aligned["advantages"] = _select(advantages, part)
+            result, outputs = loss_and_backward(self.scorer, batch, self.loss, totals, aligned)
             loss = loss + result.loss.detach()
             for name, value in result.terms.items():
                 terms[name] = terms.get(name, 0) + value
             on_policy = on_policy and result.on_policy
-            self._observe(batch, outputs, _select(advantages, part), aligned)
+            self._observe(batch, outputs, aligned)
         return LossOutput(loss=loss, terms=terms, on_policy=on_policy)
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> StepReport:
@@ -255,9 +263,7 @@ class TransformersModel:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _microbatches(self, inputs: Sequence[InputFeature]) -> list[tuple[list[int], PackedBatch]]:
-        for i, feature in enumerate(inputs):
-            if not isinstance(feature, InputFeature):
-                raise InputError(f"inputs[{i}] must be an InputFeature, got {type(feature).__name__}")
+        _check_features(inputs)
         lengths = [max(len(f.prompt_ids) + len(f.completion_ids) - 1, 1) for f in inputs]
         if self.tokens_per_microbatch is None:
             parts = [list(range(len(inputs)))] if inputs else []
@@ -266,13 +272,16 @@ class TransformersModel:
             parts = split(lengths, self.tokens_per_microbatch)
         return [(part, pack([inputs[i] for i in part]).to(self.device)) for part in parts]
 
-    def _observe(self, batch: PackedBatch, outputs: dict[str, Tensor], advantages: Any, aligned: dict[str, Any]) -> None:
+    def _observe(self, batch: PackedBatch, outputs: dict[str, Tensor], aligned: dict[str, Any]) -> None:
         observed = {name: values.detach() for name, values in outputs.items()}
         for metric in self.metrics:
             # Without old_logps the loss took the policy's own: ratio 1, which the metric should show and not omit.
             old = aligned["old_logps"]
             metric.accumulate(
-                batch.loss_inputs(), observed, old_logps=observed["logps"] if old is None else old, advantages=advantages
+                batch.loss_inputs(),
+                observed,
+                old_logps=observed["logps"] if old is None else old,
+                advantages=aligned["advantages"],
             )
         sampler = aligned["sampler_logps"]
         if sampler is not None:
@@ -280,15 +289,32 @@ class TransformersModel:
             values = torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in sampler]).to(self.device)
             gap = (scored - values).abs().double()
             largest = gap.max() if gap.numel() else gap.new_zeros(())
-            self._gap = torch.stack([self._gap[0] + gap.sum(), self._gap[1] + gap.numel(), self._gap[2].maximum(largest)])
+            self._gap = torch.stack(
+                [self._gap[0] + gap.sum(), self._gap[1] + gap.numel(), self._gap[2].maximum(largest)]
+            )
 
     def _check_count(self, name: str, values: PerSequence, inputs: Sequence[InputFeature]) -> None:
         if len(values) != len(inputs):
             raise InputError(f"{name} has {len(values)} entries for {len(inputs)} sequences; give one per sequence")
 
 
+def _check_features(inputs: Sequence[InputFeature]) -> None:
+    for i, feature in enumerate(inputs):
+        if not isinstance(feature, InputFeature):
+            raise InputError(f"inputs[{i}] must be an InputFeature, got {type(feature).__name__}")
+
+
 def _select(values: PerSequence, part: list[int]) -> Any:
     return values[part] if isinstance(values, Tensor) else [values[i] for i in part]
+
+
+def _live(loss: PolicyLoss, advantages: PerSequence) -> list[int] | None:
+    """The sequences that can have a gradient, when others cannot; None when all of them are to be computed."""
+    if not loss.is_zero_without_advantage:
+        return None
+    values = advantages.tolist() if isinstance(advantages, Tensor) else advantages
+    live = [i for i, value in enumerate(values) if not isinstance(value, int | float) or value != 0]
+    return live if len(live) < len(values) else None
 
 
 def _switch_off_dropout(model: nn.Module) -> None:

@@ -15,6 +15,12 @@ from gruppo.kernel import chunked_linear_logps_and_entropy, head, linear_logps_a
 D = 8
 
 
+def hold_rows(monkeypatch, rows, vocabulary, dtype=torch.float64):
+    """Give the head memory for the logits and the gradients of so many rows."""
+    per_row = 2 * vocabulary * torch.empty(0, dtype=dtype).element_size()
+    monkeypatch.setattr(head, "CPU_SCRATCH", max(rows * per_row, 1))
+
+
 def random_case(num_tokens, vocabulary, dtype=torch.float64, seed=0, masked=0.3):
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, D, generator=draw, dtype=torch.float64)
@@ -41,13 +47,13 @@ def assert_agrees(case, temperature=1.0, tolerance=1e-12):
 @pytest.mark.parametrize("rows_per_chunk", [0, 1, 3, 1000])
 @pytest.mark.parametrize("vocabulary", [1, 2, 31, 257])
 def test_agrees_with_the_reference_for_any_chunk_size(monkeypatch, vocabulary, rows_per_chunk):
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", rows_per_chunk * vocabulary)
+    hold_rows(monkeypatch, rows_per_chunk, vocabulary)
     assert_agrees(random_case(17, vocabulary), temperature=0.7)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 6])
 def test_agrees_for_few_tokens(monkeypatch, num_tokens):
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 2 * 5)
+    hold_rows(monkeypatch, 2, 5)
     assert_agrees(random_case(num_tokens, 5, masked=0.0))
 
 
@@ -61,7 +67,7 @@ def test_all_masked_gives_zeros_and_no_gradient():
 
 
 def test_rows_of_a_padded_batch_keep_their_shape(monkeypatch):
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 4 * 11)
+    hold_rows(monkeypatch, 4, 11)
     hidden, weight, labels = random_case(15, 11)
     got = run(chunked_linear_logps_and_entropy, hidden.view(3, 5, D), weight, labels.view(3, 5))
     assert got[0].shape == (3, 5)
@@ -70,7 +76,7 @@ def test_rows_of_a_padded_batch_keep_their_shape(monkeypatch):
 
 
 def test_gradient_agrees_with_finite_differences(monkeypatch):
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 2 * 7)
+    hold_rows(monkeypatch, 2, 7)
     hidden, weight, labels = random_case(5, 7)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(lambda h, w: chunked_linear_logps_and_entropy(h, w, labels, 0.7), leaves)
@@ -80,7 +86,7 @@ def test_gradient_agrees_with_finite_differences(monkeypatch):
 @pytest.mark.parametrize("scale", [1e3, 1e4])
 def test_agrees_for_extreme_logits(monkeypatch, scale, dtype):
     # Hidden one-hot, so the logits are the rows of the weight: +-scale, equal maxima, and all equal.
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 2 * 3)
+    hold_rows(monkeypatch, 2, 3)
     weight = scale * torch.tensor([[1.0, -1.0, 1.0, 1.0], [-1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, -1.0, 1.0]])
     case = torch.eye(4, dtype=dtype), weight.to(dtype), torch.tensor([0, 0, 1, 2])
     got = run(chunked_linear_logps_and_entropy, *case)
@@ -91,13 +97,13 @@ def test_agrees_for_extreme_logits(monkeypatch, scale, dtype):
 
 
 def test_agrees_in_float32(monkeypatch):
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 5 * 257)
+    hold_rows(monkeypatch, 5, 257)
     assert_agrees(random_case(33, 257, torch.float32), temperature=0.7, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_inputs_are_computed_in_float32(monkeypatch, dtype):
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 5 * 257)
+    hold_rows(monkeypatch, 5, 257)
     hidden, weight, labels = random_case(33, 257, dtype)
     logps, entropy, grad_hidden, grad_weight = run(chunked_linear_logps_and_entropy, hidden, weight, labels)
     wide = run(linear_logps_and_entropy, hidden.float(), weight.float(), labels)
@@ -109,7 +115,7 @@ def test_narrow_inputs_are_computed_in_float32(monkeypatch, dtype):
 
 
 def test_log_probs_alone_have_the_gradient_of_the_reference(monkeypatch):
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 4 * 11)
+    hold_rows(monkeypatch, 4, 11)
     hidden, weight, labels = random_case(9, 11)
     grads = []
     for function in (chunked_linear_logps_and_entropy, linear_logps_and_entropy):
@@ -168,13 +174,13 @@ def largest_tensor(function, num_tokens, vocabulary, frozen_weight=False):
 @pytest.mark.parametrize("num_tokens", [64, 256, 1024])
 def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch, num_tokens):
     vocabulary, chunk = 2048, 16 * 2048
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", chunk)
+    hold_rows(monkeypatch, 16, vocabulary, torch.float32)
     assert largest_tensor(chunked_linear_logps_and_entropy, num_tokens, vocabulary) == chunk
 
 
 def test_a_frozen_weight_costs_no_memory_for_its_gradient(monkeypatch):
     vocabulary = 2048
-    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", vocabulary)  # one row, smaller than the weight
+    hold_rows(monkeypatch, 1, vocabulary, torch.float32)  # one row, smaller than the weight
     assert largest_tensor(chunked_linear_logps_and_entropy, 64, vocabulary, frozen_weight=True) == vocabulary
     assert largest_tensor(chunked_linear_logps_and_entropy, 64, vocabulary) == vocabulary * D
 
