@@ -1,8 +1,9 @@
 """The head on a GPU: time against the products that any exact method must do, memory, and accuracy.
 
     python benchmarks/head.py                     the table; needs a CUDA device
-    python benchmarks/head.py --peers DIR         also TRL's and Liger's kernels, unpacked in DIR (pure Python packages)
-    python benchmarks/head.py --quick             one shape, for a first look
+    python benchmarks/head.py --peers DIR         also the kernels of TRL, Liger, verl and CCE, unpacked in DIR
+    python benchmarks/head.py --quick             two shapes, for a first look
+    python benchmarks/head.py --cpu               on a CPU: the walk against plain torch at V = 32000
 
 floor      logits, d_hidden and (trained) d_weight through cuBLAS over the scored tokens, bf16, nothing else
 x floor    forward + backward of GRPO's loss through the head, over that, in the same run
@@ -17,6 +18,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -175,6 +177,39 @@ def contenders(peers: str | None):
         found["Liger Triton, full logits"] = liger
     except Exception as error:  # as above
         print(f"Liger is left out: {error}")
+    try:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+        fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="grpo", compiled=False)
+
+        def liger_fused(p: Problem):
+            shape = (p.sequences, p.length)
+            labels, mask, old = p.labels.view(shape), p.mask.int(), p.old.view(shape)
+            loss = fused(p.hidden.view(*shape, -1), p.weight, labels, mask, p.advantages, old_per_token_logps=old)[0]
+            loss.backward()
+            if p.trained:
+                p.d_weight = p.weight.grad
+            return loss.detach(), None
+
+        found["Liger fused linear"] = liger_fused
+    except Exception as error:  # as above
+        print(f"Liger's fused linear is left out: {error}")
+    try:
+        from verl_kernel.linear_cross_entropy import LinearCrossEntropy  # verl/utils/kernel, without the rest of verl
+
+        found["verl Triton"] = through_autograd(
+            lambda p: LinearCrossEntropy.apply(p.hidden, p.weight, p.labels, 1.0)[0]
+        )
+    except Exception as error:  # as above
+        print(f"verl is left out: {error}")
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["CCE"] = through_autograd(
+            lambda p: -linear_cross_entropy(p.hidden, p.weight, p.labels, reduction="none").float()
+        )
+    except Exception as error:  # as above
+        print(f"CCE is left out: {error}")
     return found
 
 
@@ -195,6 +230,7 @@ def floor(p: Problem):
 
 def milliseconds(run):
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(6_000_000)  # some 3 ms: as in a step, where the body's kernels are queued before the head's
     start.record()
     run()
     end.record()
@@ -248,7 +284,9 @@ def measure(name, runs, repeats):
                 break
             if turn >= 3:
                 times[n].append(took)
-            results = p.hidden.numel() * 2 + (p.weight.numel() * 4 if p.trained else 0)
+            results = p.hidden.numel() * 2
+            if p.d_weight is not None:
+                results += p.d_weight.numel() * p.d_weight.element_size()
             memory[n] = torch.cuda.max_memory_allocated() - before - results
     del base_run
     base = statistics.median(times["floor"])
@@ -262,13 +300,83 @@ def measure(name, runs, repeats):
     return base, rows
 
 
+def draw_bars(table, path):
+    """x floor of every method and shape; left out where the plotting library is absent."""
+    try:
+        import altair as alt
+        import vl_convert as vlc
+    except ImportError:
+        print("no chart: altair and vl-convert-python are not installed (benchmarks/head.py --draw makes it later)")
+        return
+    order = [row["method"] for row in table if row["shape"] == table[0]["shape"]]
+    longest = max(row["x_floor"] for row in table) * 1.35
+    panels = []
+    for shape in dict.fromkeys(row["shape"] for row in table):
+        rows = [
+            row | {"text": f"{row['x_floor']:.2f} x, {row['scratch_gib']:.1f} GiB", "ours": row["method"] == "gruppo"}
+            for row in table
+            if row["shape"] == shape
+        ]
+        base = alt.Chart(alt.Data(values=rows)).encode(
+            y=alt.Y("method:N", sort=order, title=None),
+            x=alt.X("x_floor:Q", title="time over the products alone", scale=alt.Scale(domain=[0, longest])),
+        )
+        colors = alt.Scale(domain=[True, False], range=["#1f5fa8", "#b8bfc9"])
+        bars = base.mark_bar().encode(color=alt.Color("ours:N", scale=colors, legend=None))
+        labels = base.mark_text(align="left", dx=4, color="#444444").encode(text="text:N")
+        rule = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[3, 3], color="#c44e1a").encode(x="one:Q")
+        panels.append(alt.layer(bars, labels, rule).properties(width=380, height=130, title=shape))
+    chart = alt.concat(*panels, columns=2)
+    path.write_bytes(vlc.vegalite_to_png(chart.to_dict(), scale=1.5))
+
+
+def on_cpu(repeats):
+    """CPU seconds (all threads) of log-probs and gradients, the walk against plain torch; they take turns."""
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
+    weight = randn(32000, 512) * 512**-0.5
+
+    def plain(hidden, labels, factor):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logps = (h @ w.T).log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+        (factor * logps).sum().backward()
+
+    def walk(hidden, labels, factor):
+        Head(weight).train(hidden, labels, lambda rows, _logps, _entropies: (factor[rows], None))
+
+    for num_rows in (1024, 4096):
+        labels = torch.randint(0, 32000, (num_rows,), generator=generator)
+        inputs = (randn(num_rows, 512), labels, randn(num_rows))
+        times = {plain: [], walk: []}
+        for _ in range(repeats):
+            for run, seconds in times.items():
+                start = time.process_time()
+                run(*inputs)
+                seconds.append(time.process_time() - start)
+        a, b = (statistics.median(times[run][1:]) for run in (plain, walk))
+        held = Head(weight).sizes
+        print(
+            f"{num_rows} tokens, H 512, V 32000: plain torch {a:.2f} s, walk {b:.2f} s of CPU time, ratio {b / a:.2f}"
+        )
+        print(f"  rows of logits held: plain {num_rows}, walk at most {min(num_rows, held.chunk + held.window)}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", help="folder with unpacked peers")
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="on a CPU instead")
+    parser.add_argument("--draw", metavar="head.json", help="only draw the chart of an earlier run")
     parser.add_argument("--output", default=str(ROOT / "benchmarks" / "results"))
     given = parser.parse_args()
+    if given.draw:
+        report = json.loads(Path(given.draw).read_text())
+        draw_bars(report["rows"], Path(given.draw).with_suffix(".png"))
+        return
+    if given.cpu:
+        on_cpu(given.repeats)
+        return
     if not torch.cuda.is_available():
         sys.exit("benchmarks/head.py needs a CUDA device")
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -296,6 +404,7 @@ def main():
     folder = Path(given.output)
     folder.mkdir(parents=True, exist_ok=True)
     report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "floor_ms": floors}
+    draw_bars(table, folder / "head.png")
     (folder / "head.json").write_text(json.dumps(report | {"rows": table, "errors": accuracy}, indent=1))
 
 

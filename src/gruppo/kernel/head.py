@@ -229,8 +229,8 @@ class _Walk:
                 self.logps[part], self.entropies[part] = head.rows.stats_and_direction(
                     head._product(self.hidden[part], x), self.labels[part], head.shape, out
                 )
-            label_part = self._label_part(window, 1.0, 0.0)
-            self._finish(window, directions[: window.stop - window.start], self._grad(window), label_part)
+            label_part = self._label_part(window, -1.0, 0.0)
+            self._finish(window, directions[: window.stop - window.start], -self._grad(window), label_part)
         self._no_tokens()
 
     def with_entropy(self, windows: Sequence[slice], longest: int) -> None:

@@ -105,7 +105,7 @@ def _direction_kernel(
     label = tl.load(labels_ptr + row)
     log_sum, entropy = _combine(partial_ptr, row, STRETCHES)
     z = _logit(x, scale, cap, HAS_CAP)
-    d = (offsets == label).to(tl.float32) - tl.where(inside, tl.exp2(z - log_sum), 0.0)
+    d = tl.where(inside, tl.exp2(z - log_sum), 0.0) - (offsets == label).to(tl.float32)
     if HAS_CAP:
         t = z * LN_2 / cap
         d = d * (1.0 - t * t)

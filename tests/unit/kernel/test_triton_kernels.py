@@ -82,7 +82,7 @@ def test_the_product_with_softmax_gives_log_probs_and_directions_of_float64(
     slope = logit_shape.scale / logit_shape.temperature
     torch.testing.assert_close(result.logps.double(), logps, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.entropies.double(), entropies, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(-out.double() / (1 + result.rest[:, None]) * slope, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.double() / (1 + result.rest[:, None]) * slope, expected, rtol=1e-4, atol=1e-5)
     assert not result.overflowed
 
 
