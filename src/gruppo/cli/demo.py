@@ -48,14 +48,15 @@ def run(config: TrainConfig) -> int:
     from gruppo.report.curve import save_png, terminal_chart
     from gruppo.trainer import GRPOTrainer
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)  # paths are printed as they are
     console.print("The base model drops carries: it has seen 47+85= answered with 022 three times in four.")
     trainer = GRPOTrainer(config)
     for line in trainer.plan().lines(config):
         console.print(line, soft_wrap=True)
     result = trainer.train()
     if result.status == "stopped":
-        console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")
+        text = f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}"
+        console.print(text, soft_wrap=True)
         return 75
     assert result.before is not None and result.after is not None
     show_before_after(console, trainer.prompts.held_out.prompts, result.before, result.after)

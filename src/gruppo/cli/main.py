@@ -5,6 +5,7 @@ lost; 6 checkpoint or disk; 75 stopped by a signal and saved, `gruppo resume` go
 """
 
 import importlib
+import io
 import os
 import sys
 
@@ -50,6 +51,7 @@ VERBS = {
 def main(argv: list[str] | None = None) -> None:
     """The `gruppo` command."""
     arguments = sys.argv[1:] if argv is None else argv
+    _make_safe_to_print()
     try:
         code = run(arguments)
         sys.stdout.flush()
@@ -62,6 +64,14 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)
+
+
+def _make_safe_to_print() -> None:
+    """Model text holds any character: one that the terminal cannot show must not end a run, nor must a closed output."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the life of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def run(arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import tyro
 
 from gruppo.cli.options import parse
+from gruppo.errors import InputError
 
 
 @dataclass
@@ -34,6 +35,8 @@ def sample(arguments: Sequence[str]) -> int:
         verb="sample",
         description='Draw completions.\n\n  gruppo sample "47+85=" "12+34=" --num-samples 4',
     )
+    if not given.prompts:
+        raise InputError('sample needs at least one prompt, e.g. gruppo sample "47+85="')
     from rich.console import Console
     from rich.text import Text
 

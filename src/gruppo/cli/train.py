@@ -62,10 +62,10 @@ def run(config: TrainConfig, *, resume: bool = False) -> int:
 
     from gruppo.trainer import GRPOTrainer
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)  # paths, printed as they are
     trainer = GRPOTrainer(config, resume=resume)
     for line in trainer.plan().lines(config):
-        console.print(line, soft_wrap=True)
+        console.print(line)
     if resume:
         console.print(f"resuming after step {trainer.step_number}")
     result = trainer.train()
@@ -75,5 +75,5 @@ def run(config: TrainConfig, *, resume: bool = False) -> int:
     if result.after is not None:
         before = "" if result.before is None else f"{result.before.accuracy:.3f} -> "
         console.print(f"held-out accuracy {before}{result.after.accuracy:.3f}")
-    console.print(f"done: {trainer.run.model} holds the model, {trainer.run.path} the run", soft_wrap=True)
+    console.print(f"done: {trainer.run.model} holds the model, {trainer.run.path} the run")
     return 0

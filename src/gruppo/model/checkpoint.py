@@ -9,11 +9,12 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -26,10 +27,9 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
     """Let `write` fill a new folder, then make it appear under its name at once, with a manifest."""
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; nothing was written")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
-    aside.mkdir()
     try:
+        aside.mkdir(parents=True)
         write(aside)
         files = {}
         for path in sorted(p for p in aside.rglob("*") if p.is_file()):
@@ -40,10 +40,10 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
         _flush(manifest)
         os.rename(aside, folder)
         _flush(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         shutil.rmtree(aside, ignore_errors=True)
-        free = shutil.disk_usage(folder.parent).free
-        raise CheckpointError(f"could not write {folder}: {error} ({free / 2**20:.0f} MiB free); nothing was lost") from error
+        space = f" ({shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free)" if folder.parent.exists() else ""
+        raise CheckpointError(f"could not write {folder}: {error}{space}; nothing was lost") from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -56,16 +56,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} has no {MANIFEST}: it was never finished, or is not a checkpoint")
     try:
         manifest = json.loads(path.read_text())
-        files = manifest["files"]
-    except (ValueError, KeyError, TypeError) as error:
+        files = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
-    for name, entry in files.items():
+    for name, (size, sha256) in files.items():
         file = folder / name
         if ".." in Path(name).parts or Path(name).is_absolute() or file.is_symlink():
             raise CheckpointError(f"{path} names {name!r}, which lies outside the folder")
         if not file.is_file():
             raise CheckpointError(f"{folder} lacks {name}")
-        if file.stat().st_size != entry["size"] or _sha256(file) != entry["sha256"]:
+        if file.stat().st_size != size or _sha256(file) != sha256:
             raise CheckpointError(f"{file} is damaged: its size or hash is not the manifest's")
     return manifest
 
@@ -76,8 +76,14 @@ def trainable_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Weights that train and the optimizer's state, without pickle."""
-    save_file(trainable_state(model), folder / "weights.safetensors")
+    """Weights that train and the optimizer's state, without pickle. Weights that are not finite are refused."""
+    weights = trainable_state(model)
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{name} holds non-finite numbers; nothing was written, older checkpoints are as they were"
+            )
+    save_file(weights, folder / "weights.safetensors")
     state = optimizer.state_dict()
     tensors, scalars = {}, {}
     for index, entries in state["state"].items():
@@ -89,15 +95,23 @@ def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
 
 
 def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read back what `save_training_state` wrote, strictly: the same names, shapes and dtypes."""
-    _copy_weights(model, load_file(folder / "weights.safetensors"), folder)
-    description = json.loads((folder / "optimizer.json").read_text())
-    state: dict[int, dict[str, Any]] = {}
-    entries = load_file(folder / "optimizer.safetensors") | description["scalars"]
-    for key, value in entries.items():
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": description["param_groups"]})
+    """Read back what `save_training_state` wrote, strictly: the same names and shapes, or nothing is changed."""
+    try:
+        weights = load_file(folder / "weights.safetensors")
+        description = json.loads((folder / "optimizer.json").read_text())
+        entries = load_file(folder / "optimizer.safetensors") | description["scalars"]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state: dict[int, dict[str, Any]] = {}
+        for key, value in entries.items():
+            index, name = key.split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameters[int(index)].shape:
+                raise CheckpointError(f"{folder}: {name} of parameter {index} has shape {tuple(value.shape)}")
+        groups = description["param_groups"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} is not a checkpoint of this version: {error}") from error
+    _copy_weights(model, weights, folder)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
@@ -120,11 +134,14 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
     """Read a folder of `save_pretrained` into a model of the same kind."""
     read_manifest(folder)
     if hasattr(model, "disable_adapter"):
-        from peft import set_peft_model_state_dict
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-        result = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))  # type: ignore[arg-type]
-        if result.unexpected_keys:
-            raise CheckpointError(f"{folder} has adapter weights this model lacks: {result.unexpected_keys[:3]}")
+        file = folder / "adapter_model.safetensors"
+        if not file.is_file():
+            raise CheckpointError(f"{folder} holds no adapter: it has no {file.name}")
+        weights = load_file(file)
+        _check_fit(get_peft_model_state_dict(model, save_embedding_layers=False), weights, folder)  # type: ignore[arg-type]
+        set_peft_model_state_dict(model, weights)  # type: ignore[arg-type]
         return
     weights: dict[str, Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
@@ -135,18 +152,24 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
 
 def _copy_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
     own = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    _check_fit(own, weights, folder)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+
+
+def _check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse weights that are not the model's, before the first of them is copied."""
     if own.keys() != weights.keys():
         missing, extra = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
         raise CheckpointError(f"{folder} does not fit the model: missing {missing[:3]}, unknown {extra[:3]}")
-    with torch.no_grad():
-        for name, parameter in own.items():
-            if weights[name].shape != parameter.shape:
-                raise CheckpointError(
-                    f"{folder}: {name} has shape {tuple(weights[name].shape)}, the model's is {tuple(parameter.shape)}"
-                )
-            if not weights[name].isfinite().all():
-                raise CheckpointError(f"{folder}: {name} holds non-finite numbers")
-            parameter.copy_(weights[name])
+    for name, parameter in own.items():
+        if weights[name].shape != parameter.shape:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {tuple(weights[name].shape)}, the model's is {tuple(parameter.shape)}"
+            )
+        if not weights[name].isfinite().all():
+            raise CheckpointError(f"{folder}: {name} holds non-finite numbers")
 
 
 def _sha256(path: Path) -> str:

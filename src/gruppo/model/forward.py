@@ -61,7 +61,7 @@ class Scorer:
             logps_N, entropies_N = reference.logps_and_entropy(logits_NV, labels_N, self.temperature)
         else:
             hidden_ND = take_rows(self._run(self.body, batch, "last_hidden_state"), scored)
-            if self.walks(len(labels_N)):
+            if self.walks(batch.num_slots):  # as the step that trains decides: the two must agree to the bit
                 logps_N, entropies_N = self.make_head().score(hidden_ND.detach(), labels_N)
             else:
                 logps_N, entropies_N = reference.linear_logps_and_entropy(
@@ -69,11 +69,11 @@ class Scorer:
                 )
         return {"logps": place(logps_N, scored, batch), "entropies": place(entropies_N, scored, batch)}
 
-    def walks(self, num_tokens: int) -> bool:
-        """Does the head walk over windows for so many tokens?"""
+    def walks(self, num_slots: int) -> bool:
+        """Does the head walk over windows for a batch of so many slots?"""
         if self.head_weight is None or self.head == "plain":
             return False
-        return self.head == "walk" or num_tokens * len(self.head_weight) > SMALL_LOGITS
+        return self.head == "walk" or num_slots * len(self.head_weight) > SMALL_LOGITS
 
     def make_head(self) -> Head:
         assert self.head_weight is not None

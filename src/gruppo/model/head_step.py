@@ -66,16 +66,17 @@ def loss_and_backward(
     weight = scorer.head_weight
     assert weight is not None
     lengths = batch.segments.length
+    head = scorer.make_head()
 
     def make_inputs() -> LossInputs:
         per_token = {name: v[scored] if isinstance(v, Tensor) and v.shape == batch.labels.shape else v
                      for name, v in aligned.items()}  # fmt: skip
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        blank = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
+        blank = torch.zeros(len(labels), dtype=head.dtype, device=labels.device)
         return align({"labels": labels, "cu_seqlens": offsets}, {"logps": blank}, totals=totals, **per_token)
 
     output, result = loss_through_head(
-        scorer.make_head(),
+        head,
         hidden.detach(),
         labels,
         loss,

@@ -7,6 +7,8 @@ exactly 0. Dropout would break that and is refused.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from gruppo.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ class LoraSpec:
     alpha: float = 16.0
     targets: str | tuple[str, ...] = "all-linear"
     """Names of the layers, or "all-linear": every linear layer but the head."""
+    seed: int = 0
+    """Of the random half of the adapter (A; B starts at zero): the same seed gives the same adapter."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -42,7 +46,9 @@ def add_lora(model: "PreTrainedModel", spec: LoraSpec) -> "PeftModel":
         bias="none",
         task_type="CAUSAL_LM",
     )
-    adapted = get_peft_model(model, config)
+    with torch.random.fork_rng(devices=[]):  # PEFT draws from torch's global generator
+        torch.manual_seed(spec.seed)
+        adapted = get_peft_model(model, config)
     # The adapter trains in float32 whatever the base's dtype: steps of 1e-5 vanish in bf16.
     for parameter in adapted.parameters():
         if parameter.requires_grad:

@@ -51,21 +51,23 @@ def schedule_factor(schedule: Schedule, step: int, warmup_steps: int, total_step
     return 1.0 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def clip_and_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None
-) -> StepReport:
+def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> StepReport:
     """Clip, step and clear the gradients, unless one of them is not finite: then only clear them.
 
-    Clipping cannot save such a step: one NaN makes the norm NaN, and the norm scales every gradient.
+    Clipping cannot save such a step: one NaN makes the norm NaN, and the norm scales every gradient. So the norm is
+    taken, and the culprit looked for, before anything is scaled.
     """
     lr = optimizer.param_groups[0]["lr"]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm).item()
-    if not math.isfinite(norm):
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    grad_norm = norm.item()
+    if not math.isfinite(grad_norm):
         named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
         culprit = next((n for n, g in named if not g.isfinite().all()), None)
-        optimizer.zero_grad(set_to_none=True)
-        return StepReport(grad_norm=norm, lr=lr, skipped=True, culprit=culprit)
+        model.zero_grad(set_to_none=True)
+        return StepReport(grad_norm=grad_norm, lr=lr, skipped=True, culprit=culprit)
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return StepReport(grad_norm=norm, lr=lr)
+    model.zero_grad(set_to_none=True)  # not the optimizer's: it may hold only some of the parameters
+    return StepReport(grad_norm=grad_norm, lr=lr)

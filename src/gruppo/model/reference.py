@@ -45,4 +45,5 @@ class Reference:
         model = copy.deepcopy(self.policy.model).requires_grad_(False).eval()
         for parameter in model.parameters():
             parameter.grad = None
-        return Scorer(model, temperature=self.policy.temperature, layout=self.policy.layout)
+        policy = self.policy
+        return Scorer(model, temperature=policy.temperature, layout=policy.layout, head=policy.head)

@@ -5,6 +5,8 @@ model repository is never run and pickled weights are never read: both can do an
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +65,9 @@ def check_folder(folder: Path) -> None:
         )
     if not any(folder.glob("*.safetensors")):
         pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
-        found = f"only pickled weights ({', '.join(pickles)}), which can run code when loaded" if pickles else "no weights"
+        found = (
+            f"only pickled weights ({', '.join(pickles)}), which can run code when loaded" if pickles else "no weights"
+        )
         raise InputError(f"model folder {folder} holds {found}; gruppo reads *.safetensors only")
 
 
@@ -88,10 +92,42 @@ def load_model(
         from peft import PeftModel
 
         base = load_model(base_of(adapter), dtype=dtype, attn_implementation=attn_implementation)
-        return PeftModel.from_pretrained(base, path, is_trainable=True)  # pyright: ignore[reportReturnType]
+        with _refusing(model_id):
+            model = PeftModel.from_pretrained(base, path, is_trainable=True)
+        _check_adapter(model, Path(path))
+        return model  # pyright: ignore[reportReturnType]
     if revision is not None:
         options["revision"] = revision
-    return AutoModelForCausalLM.from_pretrained(path, **options)
+    with _refusing(model_id):
+        model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    if report["missing_keys"]:  # transformers would fill them with random numbers
+        missing = sorted(report["missing_keys"])
+        raise InputError(f"the weights of {model_id!r} lack {len(missing)} tensors: {', '.join(missing[:3])}")
+    return model
+
+
+@contextmanager
+def _refusing(model_id: str) -> Iterator[None]:
+    """What transformers, PEFT and safetensors raise on a model they cannot open, as an error that names the model."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise InputError(f"model {model_id!r} cannot be opened: {error}") from error
+
+
+def _check_adapter(model: Any, folder: Path) -> None:
+    """PEFT leaves what a file lacks at zero with a warning: the adapter that was trained would be gone."""
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        missing = sorted(get_peft_model_state_dict(model, save_embedding_layers=False).keys() - set(file.keys()))
+    if missing:
+        raise InputError(f"adapter folder {folder} lacks {len(missing)} of its tensors: {', '.join(missing[:3])}")
 
 
 def base_of(adapter_config: Path) -> str:
@@ -125,5 +161,6 @@ def context_length(model_id: str) -> int | None:
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file():
         return context_length(base_of(adapter))
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with _refusing(model_id):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return getattr(config.get_text_config(), "max_position_embeddings", None)

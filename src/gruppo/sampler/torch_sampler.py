@@ -4,6 +4,7 @@ Each prompt runs through the model once; its cache is then repeated for the samp
 finished, the cache is cut down to those that go on.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gruppo.errors import InputError
+from gruppo.errors import InputError, NumericError
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.sampler.base import PromptLike, prompt_index, token_ids
 from gruppo.sampler.params import SamplingParams
@@ -91,6 +92,13 @@ class _Decoding:
     def run(self) -> list[SampledSequence]:
         was_training = self.model.training
         self.model.eval()
+        try:
+            self._decode_all()
+        finally:  # `on_token` may have raised
+            self.model.train(was_training)
+        return [self._sequence(row) for row in range(len(self.tokens))]
+
+    def _decode_all(self) -> None:
         logits_NV, cache, attention, position_N = self._prefill()
         active = np.arange(len(self.tokens))
         for step in range(self.params.max_new_tokens):
@@ -117,8 +125,6 @@ class _Decoding:
                 use_cache=True,
             )
             logits_NV = outputs.logits[:, -1].float()
-        self.model.train(was_training)
-        return [self._sequence(row) for row in range(len(self.tokens))]
 
     def _prefill(self) -> tuple[Tensor, "DynamicCache", Tensor | None, Tensor]:
         """Run each prompt once, padded on the left, and repeat what the cache holds for its samples."""
@@ -165,6 +171,8 @@ class _Decoding:
         for row, token, logp in zip(active.tolist(), tokens_A.tolist(), logps_A.tolist(), strict=True):
             if self.stopped[row]:
                 continue
+            if math.isnan(logp):
+                raise NumericError("the model gives NaN for a token: its weights hold numbers that are not finite")
             self.tokens[row].append(token)
             self.logps[row].append(logp)
             self.stopped[row] = token in self.sampler.stop_ids or self._hits_stop_string(row)

@@ -1,6 +1,7 @@
 """From a config to the parts of a run. Everything cheap that can be wrong is checked before the model is loaded."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from gruppo.reward import RewardPool, load_reward
 from gruppo.reward.load import import_object
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.config import TrainConfig
+from gruppo.types import Prompt
 
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
@@ -48,7 +50,13 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
             options[name] = value
     if "max_completion_length" in parameters:
         options["max_completion_length"] = config.max_new_tokens
-    return cls(**options)
+    try:
+        loss = cls(**options)
+    except TypeError as error:
+        raise InputError(f"loss={config.loss!r} cannot be made with {', '.join(options)}: {error}") from error
+    if not isinstance(loss, PolicyLoss):
+        raise InputError(f"loss={config.loss!r} gives a {type(loss).__name__}, not a loss of gruppo.loss")
+    return loss
 
 
 def build_advantage(config: TrainConfig) -> GRPOAdvantage | RLOOAdvantage:
@@ -61,6 +69,22 @@ def build_rewards(config: TrainConfig, on_wait: Any = None) -> RewardPool:
     rewards = [load_reward(spec, weight=weight) for spec, weight in zip(config.rewards, weights, strict=True)]
     return RewardPool(
         rewards, workers=config.reward_workers, deadline_s=config.reward_deadline, on_wait=on_wait
+    )
+
+
+def try_rewards(pool: RewardPool, prompts: Sequence[Prompt]) -> None:
+    """Call each reward once on made-up completions: what it returns must be one value per completion.
+
+    The values do not matter, nor does an error on such completions; that is for the first step to judge.
+    """
+    prompt = prompts[0]  # twice the same: a group goes to one call, so that a value too few is seen
+    names = {name for p in prompts for name in p.columns}
+    pool.score(
+        [prompt.source] * 2,
+        ["", "0"],
+        completion_ids=[(), (0,)],
+        columns={name: [prompt.columns.get(name)] * 2 for name in names},
+        step=1,
     )
 
 
@@ -113,6 +137,7 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         targets=targets[0] if targets == ("all-linear",) else targets,
+        seed=config.seed,
     )
     model = TransformersModel(
         config.model,

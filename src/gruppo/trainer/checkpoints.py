@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from gruppo.errors import CheckpointError
@@ -13,8 +14,13 @@ from gruppo.trainer.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(run: RunDir, model: TransformersModel, step: int, keep: int) -> None:
-    """Write the state after `step`; once it is safe, delete all but the newest `keep`."""
+def save_checkpoint(
+    run: RunDir, model: TransformersModel, step: int, keep: int, unfinished: Mapping[str, float] | None = None
+) -> None:
+    """Write the state after `step`; once it is safe, delete all but the newest `keep`.
+
+    `unfinished`: the metrics of the step, if it was interrupted before they were recorded.
+    """
     folder = run.checkpoints / f"step-{step:06d}"
     if folder.exists():
         try:
@@ -25,15 +31,15 @@ def save_checkpoint(run: RunDir, model: TransformersModel, step: int, keep: int)
 
     def write(aside: Path) -> None:
         save_training_state(model.model, model.optimizer, aside)
-        (aside / "trainer.json").write_text(json.dumps({"step": step, "version": model.version}))
+        (aside / "trainer.json").write_text(json.dumps({"step": step, "version": model.version, "unfinished": unfinished}))
 
     commit_folder(folder, write, {"kind": "training", "step": step})
     for old in sorted(run.checkpoints.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
 
 
-def load_newest(run: RunDir, model: TransformersModel) -> int:
-    """Load the newest checkpoint that is whole and return its step. Never starts over silently."""
+def load_newest(run: RunDir, model: TransformersModel) -> tuple[int, dict[str, float] | None]:
+    """Load the newest checkpoint that is whole; its step and `unfinished` metrics. Never starts over silently."""
     folders = sorted(run.checkpoints.glob("step-*"), reverse=True)
     for folder in folders:
         try:
@@ -44,7 +50,7 @@ def load_newest(run: RunDir, model: TransformersModel) -> int:
         load_training_state(model.model, model.optimizer, folder)
         state = json.loads((folder / "trainer.json").read_text())
         model.version = state["version"]
-        return state["step"]
+        return state["step"], state.get("unfinished")
     if folders:
         raise CheckpointError(f"none of the {len(folders)} checkpoints in {run.checkpoints} is whole; nothing was changed")
     raise CheckpointError(f"{run.path} has no checkpoint to resume from: it stopped before its first one; start it anew")

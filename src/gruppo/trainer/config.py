@@ -165,7 +165,7 @@ class TrainConfig(BaseModel):
     def read(cls, values: dict[str, Any], where: str = "config") -> "TrainConfig":
         """Check plain values; the error names every wrong field, what it got and what would do."""
         try:
-            return cls(**values)
+            return cls(**{str(name): value for name, value in values.items()})  # YAML also has numbers for names
         except ValidationError as error:
             raise InputError(explain(error, where, list(cls.model_fields))) from None
 

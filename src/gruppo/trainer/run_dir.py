@@ -18,7 +18,9 @@ import platform
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,15 +43,20 @@ class RunDir:
     @classmethod
     def create(cls, config: TrainConfig) -> "RunDir":
         path = Path(config.output)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise InputError(
-                f"output={config.output!r} exists already; nothing was touched. Go on with "
-                f"`gruppo resume {config.output}`, or choose another output"
-            )
         run = cls(path)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise InputError(
+                    f"output={config.output!r} exists already; nothing was touched. Go on with "
+                    f"`gruppo resume {config.output}`, or choose another output"
+                )
+            path.mkdir(parents=True, exist_ok=True)
+        except InputError:
+            raise
+        except (OSError, ValueError) as error:  # a file in the way, no permission, a name that is none
+            raise InputError(f"output={config.output!r} cannot be a directory: {error}; choose another") from error
         run.take_lock()
-        (path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        run.write_config(config)
         (path / "env.json").write_text(json.dumps(environment(), indent=1))
         return run
 
@@ -65,6 +72,18 @@ class RunDir:
         """The config of the run, with the directory where it now lies."""
         return TrainConfig.from_yaml(self.path / "config.yaml", {"output": str(self.path)})
 
+    def write_config(self, config: TrainConfig) -> None:
+        aside = self.path / "config.yaml.tmp"
+        aside.write_text(config.to_yaml(), encoding="utf-8")
+        aside.replace(self.path / "config.yaml")
+
+    def withdraw(self) -> None:
+        """Take back what `create` wrote: the run never began."""
+        for name in ("config.yaml", "env.json", "lock"):
+            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):  # not empty: somebody else's
+            self.path.rmdir()
+
     # --- ownership ------------------------------------------------------------------------------------------------
 
     def take_lock(self) -> None:
@@ -77,6 +96,8 @@ class RunDir:
             try:
                 owner = json.loads(lock.read_text())
             except ValueError:
+                owner = None
+            if not isinstance(owner, dict):
                 owner = {}
             if owner.get("host") == mine["host"] and not _is_alive(owner.get("pid")):
                 lock.unlink(missing_ok=True)  # its process is gone
@@ -94,7 +115,9 @@ class RunDir:
     # --- records --------------------------------------------------------------------------------------------------
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._append("metrics.jsonl", {"step": step, **{k: metrics[k] for k in sorted(metrics)}})
+        # JSON has no NaN; null says that there was no number, and the run goes on to its own guard.
+        values = {k: metrics[k] if isfinite(metrics[k]) else None for k in sorted(metrics)}
+        self._append("metrics.jsonl", {"step": step, **values})
 
     def log_timings(self, step: int, seconds: Mapping[str, float]) -> None:
         self._append("timings.jsonl", {"step": step, **{k: round(v, 6) for k, v in seconds.items()}})
@@ -107,12 +130,12 @@ class RunDir:
         path = self.path / "metrics.jsonl"
         return _read_lines(path) if path.exists() else []
 
-    def forget_after(self, step: int) -> None:
-        """Drop the records of steps that a resumed run will take again."""
+    def forget_after(self, step: int, *, redo_line: bool = False) -> None:
+        """Drop the records of steps that a resumed run will take again; `redo_line`: and the line of `step` itself."""
         for name in ("metrics.jsonl", "timings.jsonl"):
             path = self.path / name
             if path.exists():
-                kept = [line for line in _read_lines(path) if line["step"] <= step]
+                kept = [line for line in _read_lines(path) if line["step"] <= step - redo_line]
                 aside = path.with_suffix(".tmp")
                 aside.write_text("".join(_line(record) for record in kept))
                 aside.replace(path)

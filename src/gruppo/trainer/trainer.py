@@ -1,5 +1,6 @@
 """GRPOTrainer: the algorithm, one method per stage."""
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +77,17 @@ class GRPOTrainer:
         tokenizer = load_tokenizer(config.model)
         self.prompts = build.build_prompts(config, tokenizer)
         self.pool.check_columns(sorted({name for p in self.prompts.train for name in p.columns}))
-        self.run = RunDir.reopen(Path(config.output)) if resume else RunDir.create(config)
+        self.unfinished: dict[str, float] | None = None
+        """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
+        self.collected: Collected | None = None
+        self.seconds: dict[str, float] = {}
+        self.skipped_in_a_row = 0
+        try:
+            build.try_rewards(self.pool, self.prompts.train.prompts)
+            self.run = RunDir.reopen(Path(config.output)) if resume else RunDir.create(config)
+        except BaseException:
+            self.pool.close()
+            raise
         try:
             self.pool.start()
             self.model = build.build_model(config, loss, tokenizer)
@@ -85,10 +96,11 @@ class GRPOTrainer:
             self.trackers = Trackers(config, self.run.path)
         except BaseException:
             self.pool.close()
-            self.run.release_lock()
+            if resume:
+                self.run.release_lock()
+            else:
+                self.run.withdraw()  # else the next try would find its output used
             raise
-        self.seconds: dict[str, float] = {}
-        self.skipped_in_a_row = 0
 
     # --- one step: the algorithm ----------------------------------------------------------------------------------
 
@@ -146,7 +158,9 @@ class GRPOTrainer:
                 losses.append({"loss": result.loss} | result.terms)
                 norms.append(report.grad_norm)
                 skipped += self._count_skipped(report.skipped, report.culprit)
-        metrics = {f"policy/{name}": sum(float(x[name]) for x in losses) / updates for name in losses[0]}
+        # An update on sequences without signal has no terms.
+        names = dict.fromkeys(name for x in losses for name in x)
+        metrics = {f"policy/{name}": sum(float(x.get(name, 0.0)) for x in losses) / updates for name in names}
         finite = [n for n in norms if n == n and n != float("inf")]
         metrics |= {
             "optim/grad_norm": sum(finite) / len(finite) if finite else 0.0,
@@ -179,8 +193,9 @@ class GRPOTrainer:
         console = RunConsole(config.steps, first_step=self.step_number) if not self.quiet else None
         recent: deque[dict[str, float]] = deque(maxlen=20)
         result = TrainResult(self.step_number, None, None, "running")
-        run.set_status("running", self.step_number)
-        run.log_event("start", step=self.step_number)
+        first = self.step_number
+        run.set_status("running", first)
+        run.log_event("start", step=first)
         try:
             with self.stop.listening():
                 if self.step_number == 0:
@@ -188,10 +203,12 @@ class GRPOTrainer:
                     if result.before is not None:
                         run.log_metrics(0, result.before.metrics)
                         self.trackers.log(0, result.before.metrics)
-                while self.step_number < config.steps and result.status == "running":
+                while result.status == "running" and (self.unfinished is not None or self.step_number < config.steps):
                     started = time.monotonic()
                     self.seconds = {}
-                    metrics = self.step()
+                    if self.unfinished is None:
+                        self.unfinished = self.step()
+                    metrics = dict(self.unfinished)
                     number = self.step_number
                     is_last = number == config.steps
                     if is_last or (config.eval_every and number % config.eval_every == 0):
@@ -199,11 +216,13 @@ class GRPOTrainer:
                         metrics |= result.after.metrics if result.after else {}
                     if self._should_end(number, metrics, result.after):
                         result.status = "done"
+                    # The record before the checkpoint: a run that resumes after this step will not write it again.
+                    run.log_metrics(number, metrics)
+                    self.unfinished = None
                     if number % config.save_every == 0 or is_last or result.status == "done":
                         with self._timed("checkpoint"):
                             save_checkpoint(run, self.model, number, config.keep_checkpoints)
                         run.log_event("checkpoint", step=number)
-                    run.log_metrics(number, metrics)
                     run.log_timings(number, self.seconds)
                     self.trackers.log(number, metrics)
                     recent.append(metrics)
@@ -211,7 +230,7 @@ class GRPOTrainer:
                     self.stop.poll()
                 result.status = "done"
         except Interrupted as signal_name:
-            save_checkpoint(run, self.model, self.step_number, config.keep_checkpoints)
+            save_checkpoint(run, self.model, self.step_number, config.keep_checkpoints, self.unfinished)
             run.log_event("stop", step=self.step_number, signal=str(signal_name))
             result.status = "stopped"
         except BaseException as error:
@@ -222,8 +241,11 @@ class GRPOTrainer:
             if console is not None:
                 console.close()
             self.close()
-        if result.status == "done" and not run.model.exists():
-            self.model.save(run.model)
+        if result.status == "done":
+            if run.model.exists() and self.step_number > first:
+                shutil.rmtree(run.model)  # of the run as it ended before it was resumed; the checkpoint has the weights
+            if not run.model.exists():
+                self.model.save(run.model)
         result.step = self.step_number
         result.metrics = run.metrics()
         run.set_status("done" if result.status == "done" else "stopped", self.step_number)
@@ -271,8 +293,10 @@ class GRPOTrainer:
     def _restore(self) -> int:
         from gruppo.trainer.checkpoints import load_newest
 
-        step = load_newest(self.run, self.model)
-        self.run.forget_after(step)
+        step, self.unfinished = load_newest(self.run, self.model)
+        # The first evaluation is made again too, if there was no step after it.
+        self.run.forget_after(step, redo_line=step == 0 or self.unfinished is not None)
+        self.run.write_config(self.config)  # it may go on to another last step
         return step
 
     def _count_skipped(self, skipped: bool, culprit: str | None) -> int:
@@ -300,7 +324,7 @@ class GRPOTrainer:
                     console.say(f"note: {sentence}")
         if console is not None:
             console.step(number, metrics, seconds)
-            if number == 1 or number % max(self.config.steps // 4, 1) == 0:
+            if self.collected is not None and (number == 1 or number % max(self.config.steps // 4, 1) == 0):
                 console.completions(f"step {number}: best and worst of some groups", self.collected.groups, limit=3)
 
     @contextmanager

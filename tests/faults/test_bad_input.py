@@ -1,0 +1,284 @@
+"""R-07, R-26 and other bad input: exit code 2 before the model is loaded; field, value and remedy; nothing is left."""
+
+import json
+import logging
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import tree_hash
+
+from gruppo.cli.main import main
+from gruppo.model import TransformersModel
+from gruppo.task.builtin import builtin_model_path
+
+Fails = Callable[..., str]
+
+
+@pytest.fixture
+def fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: Callable[..., list[str]]
+) -> Fails:
+    """Run a command that must exit with 2 before a model is made; gives what it said, without boxes and line ends."""
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(TransformersModel, "__init__", forbidden)
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # transformers logs to a stderr that pytest has replaced
+
+    def run(*words: str, verb: str = "train", **changes: Any) -> str:
+        output = tmp_path / "run"
+        existed = output.exists()
+        place = changes.pop("output", output)
+        given = [verb, *(flags(place, **changes) if verb == "train" else []), *words]
+        with pytest.raises(SystemExit) as ended:
+            main(given)
+        captured = capsys.readouterr()
+        text = " ".join(re.sub("[│╭╰─╮╯]", " ", captured.err + captured.out).split())
+        assert ended.value.code == 2, text
+        assert "Traceback" not in text
+        assert output.exists() == existed
+        return text
+
+    return run
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def sums(num: int) -> list[dict[str, str]]:
+    return [{"prompt": f"{i:02d}+01=", "answer": f"{i + 1:03d}"} for i in range(num)]
+
+
+# --- options ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--group-size", "1"], ["group_size", "greater than or equal to 2", "1"]),
+        (["--group-size", "0"], ["group_size", "greater than or equal to 2", "0"]),
+        (["--steps", "many"], ["--steps", "'many'", "--steps INT"]),
+        (["--minibatches", "3"], ["minibatches=3 does not divide prompts_per_step=8; use one of [1, 2, 4, 8]"]),
+        (["--clip-range", "0.3", "0.2"], ["clip_range", "(0.3, 0.2)", "did you mean (0.2, 0.3)?"]),
+        (["--lr", "nan"], ["lr", "finite number", "nan"]),
+        (["--temperature", "0"], ["temperature", "greater than 0", "0"]),
+        (["--group-sise", "4"], ["--group-sise", "--group-size INT"]),
+        (["--advantage", "gae"], ["--advantage", "gae", "grpo"]),
+        (["--loss", "gpo"], ["loss='gpo' is unknown; use one of grpo, gspo"]),
+        (["--tau", "2"], ["loss='grpo' does not take tau; sapo do"]),
+        (["--rewards", "exact_mach"], ["'exact_mach'", "did you mean 'exact_match'?"]),
+        (["--rewards", "no_such_module:f"], ["no module 'no_such_module'"]),
+        (["--rewards", "math:no_such_function"], ["has no 'no_such_function'"]),
+        (["--rewards", "exact_match", "exact_match"], ["different names"]),
+        (["--reward-weights", "1", "2"], ["reward_weights has 2 entries for 1 rewards; give one each"]),
+        (["--eval-prompts", "100000"], ["eval_prompts=100000 leaves none of the", "lower it, or give eval_data"]),
+        (["--prompts-per-step", "5000"], ["prompts_per_step=5000 is more than the", "lower it"]),
+        (["--max-new-tokens", "64"], ["max_new_tokens=64 leaves no room for a prompt", "64"]),
+        (["--config"], ["--config needs a file name after it"]),
+        (["--config", "absent.yaml"], ["config file absent.yaml does not exist"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
+)
+def test_a_wrong_option_is_named_with_its_value_and_a_remedy(
+    words: list[str], expected: list[str], fails: Fails
+) -> None:
+    text = fails(*words)
+    for part in expected:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("group_sise: 4\n", "unknown option 'group_sise'; did you mean 'group_size'?"),
+        ("group_size: 1\n", "group_size=1: Input should be greater than or equal to 2"),
+        ("steps: many\n", "steps='many': Input should be a valid integer"),
+        ("- a\n- b\n", "must hold `option: value` lines, got a list"),
+        ("steps: {\n", "is not YAML"),
+        ("1: 2\n", "unknown option '1'"),
+    ],
+)
+def test_a_wrong_config_file_is_named_with_the_line_that_is_wrong(
+    content: str, expected: str, fails: Fails, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    text = fails("--config", str(path))
+    assert str(path) in text and expected in text
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], "rows.jsonl"),
+        (["{bad json"], "rows.jsonl:1"),
+        ([*sums(20), '{"prompt": "x", "answer"'], "rows.jsonl:21"),
+        ([*sums(3), '{"prompt": 7, "answer": "1"}', *sums(20)], "rows.jsonl:4"),
+        ([*sums(3), '{"prompt": null, "answer": "1"}', *sums(20)], "rows.jsonl:4"),
+        ([{"sum": "x", "answer": "1"}] * 20, "prompt"),
+        ([{"prompt": f"0{i % 10}+01="} for i in range(20)], "needs 'answer'"),
+        ([{"prompt": "1" * 100, "answer": "1"}] * 20, "rows.jsonl"),  # longer than the model's context
+    ],
+    ids=["empty", "not JSON", "cut off", "a number", "null", "no prompt column", "no column of the reward", "too long"],
+)
+def test_unusable_data_is_named_with_file_and_line(
+    rows: list[Any], expected: str, fails: Fails, tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", *rows)
+    assert expected in fails(data=path, eval_prompts=0)
+
+
+def test_data_that_is_not_there_is_named(fails: Fails) -> None:
+    assert "no such file: absent.jsonl" in fails(data="absent.jsonl")
+
+
+# --- rewards ------------------------------------------------------------------------------------------------------
+
+REWARDS = """
+def short(completions):
+    return [1.0] * (len(completions) - 1)
+
+def one_number(completions):
+    return 1.0
+
+def text(completions):
+    return ["good"] * len(completions)
+
+def needs_gold(completions, gold):
+    return [1.0] * len(completions)
+
+for function in (one_number, text):
+    function.isolated = False
+"""
+
+
+@pytest.fixture
+def bad_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("bad_rewards", None)
+
+
+@pytest.mark.usefixtures("bad_rewards")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "short",
+            ["'short' returned 1 values for 2 completions; return one float or None per completion"],
+        ),  # in a worker process, as a reward of one's own runs
+        ("one_number", ["'one_number'"]),
+        ("text", ["'text'"]),
+        ("needs_gold", ["'needs_gold' needs 'gold'", "answer"]),
+    ],
+)
+def test_a_reward_that_returns_the_wrong_thing_is_named(name: str, expected: list[str], fails: Fails) -> None:
+    text = fails("--rewards", f"bad_rewards:{name}")
+    for part in expected:
+        assert part in text
+
+
+# --- models and folders -------------------------------------------------------------------------------------------
+
+
+def copy_of_builtin(tmp_path: Path) -> Path:
+    shutil.copytree(builtin_model_path(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_model_folder_without_weights_is_named(fails: Fails, tmp_path: Path) -> None:
+    folder = copy_of_builtin(tmp_path)
+    (folder / "model.safetensors").unlink()
+    assert f"model folder {folder} holds no weights; gruppo reads *.safetensors only" in fails(model=folder)
+
+
+def test_a_model_folder_with_pickles_is_named_and_not_opened(fails: Fails, tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "canary",))
+
+    folder = copy_of_builtin(tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
+    assert "only pickled weights (pytorch_model.bin), which can run code when loaded" in fails(model=folder)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_model_that_is_not_there_is_named(fails: Fails) -> None:
+    assert "model './nowhere' is neither a folder nor a hub id" in fails(model="./nowhere")
+
+
+def test_a_model_folder_with_an_unknown_architecture_is_named(fails: Fails, tmp_path: Path) -> None:
+    folder = copy_of_builtin(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "no_such_type"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert str(folder) in fails(model=folder)
+
+
+def test_an_output_folder_in_use_is_left_to_the_byte(fails: Fails, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000005").mkdir(parents=True)
+    (run / "config.yaml").write_text("steps: 5\n")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = tree_hash(run)
+    text = fails()
+    assert f"output='{run}' exists already; nothing was touched. Go on with `gruppo resume {run}`" in text
+    assert tree_hash(run) == before
+
+
+@pytest.mark.parametrize("name", ["file/below", "n" * 300, "nul\0byte"])
+def test_an_output_that_cannot_be_a_folder_is_named(name: str, fails: Fails, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "output=" in fails(output=f"{tmp_path}/{name}")
+
+
+def test_resume_of_something_else_is_named(fails: Fails, tmp_path: Path) -> None:
+    assert "is not a run directory: it has no config.yaml" in fails(str(tmp_path), verb="resume")
+    assert "is not a run directory: it has no config.yaml" in fails(str(tmp_path / "absent"), verb="resume")
+
+
+def test_resume_of_a_run_whose_config_was_damaged_is_named(fails: Fails, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("group_size: 1\n")
+    assert "group_size=1" in fails(str(tmp_path), verb="resume")
+
+
+def test_a_model_that_fails_to_load_leaves_the_output_free(
+    tmp_path: Path, flags: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of_builtin(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *flags(tmp_path / "run", model=folder)])
+    assert ended.value.code == 2
+    assert str(folder) in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# --- as a process -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_process_exits_2_quickly_and_without_a_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gruppo", "train", "--group-size", "1", "--output", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "group_size" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,291 @@
+"""R-01, R-03 to R-06, R-08, R-11, R-55: runs that are killed, stopped, damaged or doubled end in the same bits."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from warm_process import WarmProcess
+
+from gruppo.cli.main import main
+from gruppo.trainer import GRPOTrainer, TrainConfig
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., WarmProcess]
+Flags = Callable[..., list[str]]
+VARIANTS = {"full": {}, "lora": {"lora": True, "lora_rank": 4, "beta": 0.01}}
+
+
+def tensor_hash(folder: Path) -> str:
+    """sha256 over all tensors of a model folder, by name."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in sorted(load_file(file).items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def product(run: Path) -> tuple[bytes, str, list[str]]:
+    """What must be equal between two runs."""
+    completions = sorted(p.name for p in (run / "completions").iterdir())
+    return (run / "metrics.jsonl").read_bytes(), tensor_hash(run / "model"), completions
+
+
+def tree_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        digest.update(str(path.relative_to(folder)).encode())
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, short_run: Callable[..., dict[str, Any]]) -> dict[str, Path]:
+    """The runs that were not killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name, options in VARIANTS.items():
+        GRPOTrainer(TrainConfig(**short_run(folder / name, **options)), quiet=True).train()
+    return {name: folder / name for name in VARIANTS}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_at_step_7_of_20_and_resumed_is_bitwise_the_run_that_was_not(
+    variant: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert start(["train", *flags(run, **VARIANTS[variant])], "kill", 7).wait() == -signal.SIGKILL
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 7
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000005"]
+    assert not (run / "model").exists()
+    resumed = start(["resume", str(run)])
+    assert resumed.wait() == 0
+    assert "resuming after step 5" in resumed.output
+    assert product(run) == product(whole[variant])
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(21))
+
+
+def test_killed_at_arbitrary_moments_a_run_always_resumes_to_the_same_bits(
+    whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    """A life may end while loading, sampling, rewarding, training, evaluating or saving: the moments are fixed, what is
+    hit is not."""
+    run = tmp_path / "run"
+    process = start(["train", *flags(run, save_every=1)])
+    process.wait_until((run / "checkpoints" / "step-000001").exists)
+    process.send(signal.SIGKILL)
+    process.wait()
+    for delay in (0.05, 0.4, 0.75, 1.0, 1.3):
+        process = start(["resume", str(run)])
+        time.sleep(delay)
+        process.send(signal.SIGKILL)
+        process.wait()
+    assert start(["resume", str(run)]).wait() == 0
+    assert product(run) == product(whole["full"])
+    counted = sorted(p.name for p in (run / "checkpoints").glob("step-*"))
+    assert counted == ["step-000019", "step-000020"]
+
+
+@pytest.mark.parametrize("fault", ["term", "int"])
+def test_a_signal_saves_and_exits_75_and_the_run_resumes_to_the_same_bits(
+    fault: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    stopped = start(["train", *flags(run)], fault, 8)
+    assert stopped.wait() == 75
+    assert f"stopped after step 8 and saved; go on with: gruppo resume {run}" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert json.loads((run / "status.json").read_text()) == {"status": "stopped", "step": 8}
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000005", "step-000008"]
+    assert not (run / "lock").exists()
+    assert start(["resume", str(run)]).wait() == 0
+    assert product(run) == product(whole["full"])
+
+
+def test_a_second_signal_leaves_at_once(start: Start, flags: Flags, tmp_path: Path) -> None:
+    assert start(["train", *flags(tmp_path / "run")], "term twice", 3).wait(30) == 128 + signal.SIGTERM
+
+
+def test_dying_while_a_checkpoint_appears_leaves_the_one_before(
+    whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert start(["train", *flags(run)], "exit in rename", 10).wait() == 9
+    assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-000005"]
+    assert len(list((run / "checkpoints").glob(".step-000010.tmp-*"))) == 1  # written, complete, and not counted
+    assert start(["resume", str(run)]).wait() == 0
+    assert product(run) == product(whole["full"])
+
+
+# --- damaged checkpoints ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, short_run: Callable[..., dict[str, Any]]) -> Path:
+    """A run that stopped at step 12, with checkpoints of 10 and 5 (and no longer of 12)."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    trainer = GRPOTrainer(
+        TrainConfig(**short_run(run)), quiet=True, callbacks=[lambda trainer, step, metrics: _raise_at(step, 12)]
+    )
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000005", "step-000010"]
+    return run
+
+
+def _raise_at(step: int, at: int) -> None:
+    if step == at:
+        raise InterruptedError
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    weights = checkpoint / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    if how == "flip a bit":
+        data[len(data) // 2] ^= 1
+        weights.write_bytes(data)
+    elif how == "truncate":
+        weights.write_bytes(data[:-100])
+    elif how == "empty":
+        weights.write_bytes(b"")
+    elif how == "remove the manifest":
+        (checkpoint / "manifest.json").unlink()
+    elif how == "damage the manifest":
+        (checkpoint / "manifest.json").write_text('{"files": [')
+    elif how == "remove a file":
+        (checkpoint / "optimizer.safetensors").unlink()
+
+
+HOW = ["flip a bit", "truncate", "empty", "remove the manifest", "damage the manifest", "remove a file"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+    how: str, stopped: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    damage(run / "checkpoints" / "step-000010", how)
+    from gruppo.trainer.run_dir import RunDir
+
+    trainer = GRPOTrainer(RunDir(run).config(), resume=True, quiet=True)
+    trainer.close()
+    assert trainer.step_number == 5
+    (warning,) = [r.getMessage() for r in caplog.records if "skipping a checkpoint" in r.getMessage()]
+    assert "step-000010" in warning
+
+
+def test_a_run_resumed_past_a_damaged_checkpoint_ends_in_the_same_bits(
+    stopped: Path, whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    damage(run / "checkpoints" / "step-000010", "flip a bit")
+    assert exit_code(["resume", str(run)]) == 0
+    assert "resuming after step 5" in capsys.readouterr().out
+    assert product(run) == product(whole["full"])
+
+
+def test_pickles_in_a_checkpoint_are_not_opened(stopped: Path, tmp_path: Path) -> None:
+    from gruppo.trainer.run_dir import RunDir
+
+    class Payload:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "canary",))
+
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    for name in ("rng_state.pth", "optimizer.pt", "pytorch_model.bin", ".metadata", "trainer.pkl", "state.npy"):
+        (run / "checkpoints" / "step-000010" / name).write_bytes(pickle.dumps(Payload()))
+    trainer = GRPOTrainer(RunDir(run).config(), resume=True, quiet=True)
+    trainer.close()
+    assert trainer.step_number == 10
+    assert not (tmp_path / "canary").exists()
+
+
+def exit_code(words: list[str]) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize("how", ["flip a bit", "remove the manifest"])
+def test_with_no_whole_checkpoint_resume_exits_6_and_changes_nothing(
+    how: str, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    for checkpoint in (run / "checkpoints").iterdir():
+        damage(checkpoint, how)
+    before = tree_hash(run)
+    assert exit_code(["resume", str(run)]) == 6
+    assert "none of the 2 checkpoints" in capsys.readouterr().err
+    assert tree_hash(run) == before
+
+
+def test_a_run_that_stopped_before_its_first_checkpoint_does_not_start_over_silently(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    shutil.rmtree(run / "checkpoints")
+    before = tree_hash(run)
+    assert exit_code(["resume", str(run)]) in (2, 6)
+    assert "has no checkpoint to resume from" in capsys.readouterr().err
+    assert tree_hash(run) == before
+
+
+def test_a_full_disk_at_a_checkpoint_exits_6_and_keeps_the_one_before(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    checkpoints = {p.name: tree_hash(p) for p in (run / "checkpoints").iterdir()}
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if ".step-000015" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert exit_code(["resume", str(run)]) == 6
+    message = capsys.readouterr().err
+    assert "could not write" in message and "No space left on device" in message and "MiB free" in message
+    assert {p.name: tree_hash(p) for p in (run / "checkpoints").iterdir()} == checkpoints
+    assert json.loads((run / "status.json").read_text())["status"] == "failed"
+
+
+# --- two processes ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_is_refused_and_a_dead_ones_lock_is_taken_over(
+    start: Start, flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    first = start(["train", *flags(run, steps=5000, save_every=1, eval_prompts=0, completions_every=0)])
+    first.wait_until((run / "checkpoints" / "step-000002").exists)
+    assert exit_code(["resume", str(run)]) == 2
+    assert f"is in use by process {first.process.pid}" in capsys.readouterr().err
+    assert exit_code(["train", *flags(run)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert first.process.is_alive()
+    first.send(signal.SIGKILL)
+    first.wait()
+    assert (run / "lock").exists()
+    newest = max(int(p.name.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*"))
+    assert exit_code(["resume", str(run), "--steps", str(newest + 1)]) == 0
+    assert not (run / "lock").exists()

@@ -1,0 +1,135 @@
+"""Words of a command line become checked values; the small helpers around the verbs."""
+
+from pathlib import Path
+
+import pytest
+
+from gruppo.cli.demo import PRESET, free_name
+from gruppo.cli.main import OVERVIEW, VERBS, run
+from gruppo.cli.options import parse_run, take_value
+from gruppo.errors import InputError
+
+
+def parsed(*words: str, preset: dict[str, object] | None = None):
+    return parse_run(words, verb="train", description="", preset=preset or {})
+
+
+def test_flags_win_over_the_file_which_wins_over_the_preset(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 7\nseed: 3\n")
+    config = parsed("--config", str(path), "--steps", "9", preset={"steps": 5, "seed": 1, "group_size": 6})
+    assert (config.steps, config.seed, config.group_size, config.prompts_per_step) == (9, 3, 6, 32)
+
+
+def test_the_config_flag_may_stand_anywhere_and_take_an_equals_sign(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 3\n")
+    assert parsed("--steps", "9", f"--config={path}").seed == 3
+
+
+def test_flags_of_every_kind() -> None:
+    config = parsed(
+        *[
+            "--clip-range",
+            "0.2",
+            "0.28",
+            "--lora",
+            "--no-tensorboard",
+            "--rewards",
+            "exact_match",
+            "length_penalty",
+            "--reward-weights",
+            "1",
+            "0.5",
+        ],
+        *[
+            "--lr",
+            "1e-4",
+            "--beta",
+            "0.01",
+            "--stop",
+            "END",
+            "--tokens-per-microbatch",
+            "512",
+            "--tau",
+            "1.5",
+            "--eval-data",
+            "x.jsonl",
+        ],
+    )
+    assert config.clip_range == (0.2, 0.28)
+    assert (config.lora, config.tensorboard) == (True, False)
+    assert (config.rewards, config.reward_weights) == (("exact_match", "length_penalty"), (1.0, 0.5))
+    assert (config.lr, config.beta, config.stop) == (1e-4, 0.01, ("END",))
+    assert (config.tokens_per_microbatch, config.tau, config.eval_data) == (512, 1.5, "x.jsonl")
+
+
+def test_one_number_is_a_clip_range_too() -> None:
+    assert parsed("--clip-range", "0.3").clip_range == 0.3
+
+
+def test_the_demos_preset_is_a_valid_config() -> None:
+    config = parse_run((), verb="demo", description="", preset=PRESET)
+    assert (config.model, config.max_new_tokens, config.eval_prompts, config.threads) == ("builtin", 4, 512, 1)
+
+
+def test_take_value_removes_the_flag_and_its_value() -> None:
+    assert take_value(["a", "--x", "1", "b"], "--x") == (["a", "b"], "1")
+    assert take_value(["a", "--x=1=2"], "--x") == (["a"], "1=2")
+    assert take_value(["a"], "--x") == (["a"], None)
+    with pytest.raises(InputError, match="--x needs a file name after it"):
+        take_value(["--x"], "--x")
+
+
+def test_free_names_count_up(tmp_path: Path) -> None:
+    name = str(tmp_path / "demo")
+    assert free_name(name) == name
+    (tmp_path / "demo").mkdir()
+    assert free_name(name) == f"{name}-2"
+    (tmp_path / "demo-2").write_text("")
+    (tmp_path / "demo-4").mkdir()
+    assert free_name(name) == f"{name}-3"
+
+
+def test_every_verb_is_in_the_overview() -> None:
+    for words in VERBS:
+        assert f"  gruppo {' '.join(words)}" in OVERVIEW
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help"]])
+def test_without_a_verb_the_overview_is_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 0
+    assert capsys.readouterr().out == OVERVIEW
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    import gruppo
+
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"gruppo {gruppo.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["trian"], ["data"], ["data", "chekc"], ["reward", "--help"]])
+def test_an_unknown_verb_exits_2_with_the_known_ones(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 2
+    message = capsys.readouterr().err
+    assert f"there is no verb {' '.join(words[:2])!r}" in message
+    assert "demo, train, resume, eval, sample, export, data check, reward check" in message
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_the_help_of_every_verb_exits_0_and_names_it(verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run([*verb, "--help"])
+    assert ended.value.code == 0
+    assert f"gruppo {' '.join(verb)}" in capsys.readouterr().out
+
+
+def test_the_help_of_train_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    from gruppo.trainer import TrainConfig
+
+    with pytest.raises(SystemExit):
+        run(["train", "--help"])
+    text = capsys.readouterr().out
+    for name in TrainConfig.model_fields:
+        assert f"--{name.replace('_', '-')}" in text

@@ -1,0 +1,165 @@
+"""The verbs on the embedded model: what they print can be checked against the library."""
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gruppo.cli.main import main, run
+from gruppo.task.builtin import builtin_model_path
+
+
+def test_sample_prints_each_completion_with_its_log_prob(capsys: pytest.CaptureFixture[str]) -> None:
+    from gruppo.sampler import SamplingParams, TorchSampler
+
+    assert run(["sample", "12+34=", "47+85=", "--num-samples", "2", "--max-new-tokens", "4", "--seed", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    from gruppo.task import load_prompts
+
+    sampler = TorchSampler("builtin")
+    prompts = load_prompts([{"prompt": "12+34="}, {"prompt": "47+85="}], sampler.tokenizer).prompts
+    responses = sampler.sample(prompts, 2, SamplingParams(max_new_tokens=4, seed=3))
+    expected = [
+        f"{p.text} -> {s.text}   log-prob {sum(s.logps):.2f}, {len(s.tokens)} tokens, {s.stop_reason}"
+        for p, r in zip(prompts, responses, strict=True)
+        for s in r.sequences
+    ]
+    assert lines == expected
+
+
+def test_greedy_sampling_knows_the_sums_without_carries(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sample", "12+34=", "--temperature", "0"]) == 0
+    assert " -> 046 " in capsys.readouterr().out
+
+
+def test_sample_without_a_prompt_says_what_it_needs() -> None:
+    from gruppo.errors import InputError
+
+    with pytest.raises(InputError, match="sample needs at least one prompt"):
+        run(["sample"])
+
+
+def test_eval_as_json_is_the_librarys_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from gruppo.task.builtin import greedy_accuracy
+    from gruppo.task.carries import carries_rows
+
+    assert run(["eval", "--json", "--limit", "64", "--num-samples", "4", "--max-new-tokens", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = AutoModelForCausalLM.from_pretrained(builtin_model_path(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
+    assert found["eval/accuracy"] == greedy_accuracy(model, tokenizer, carries_rows("heldout")[:64])
+    assert found["prompts"] == 64
+    assert found["eval/pass@1"] < found["eval/pass@2"] < found["eval/pass@4"]
+    assert set(found) == {"prompts", "eval/reward"} | {
+        f"eval/{k}{end}" for k in ("accuracy", "pass@1", "pass@2", "pass@4") for end in ("", "_low", "_high")
+    }
+
+
+def test_eval_as_a_table_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["eval", "--json", "--limit", "32", "--max-new-tokens", "4"])
+    found = json.loads(capsys.readouterr().out)
+    assert run(["eval", "--limit", "32", "--max-new-tokens", "4"]) == 0
+    low, high = found["eval/accuracy_low"], found["eval/accuracy_high"]
+    line = f"eval/accuracy   {found['eval/accuracy']:.4f}   95 % interval {low:.4f} to {high:.4f}"
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_export_copies_a_model_that_evaluates_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", str(builtin_model_path()), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'} holds the model\n"
+    results = []
+    for model in ("builtin", str(tmp_path / "out")):
+        run(["eval", "--json", "--limit", "32", "--max-new-tokens", "4", "--model", model])
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == results[1]
+
+
+def test_train_writes_the_run_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--steps 2 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-prompts 8 --no-tensorboard --threads 1"
+    )
+    assert run(["train", *words.split(), "--output", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "4 prompts x 4 completions = 16 sequences per step" in out
+    assert "step 1/2" in out and "step 2/2" in out
+    assert f"done: {tmp_path}/run/model holds the model, {tmp_path}/run the run" in out
+
+
+def test_a_path_that_looks_like_markup_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--steps 1 --prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-prompts 0 --no-tensorboard --threads 1"
+    )
+    output = tmp_path / "[red]" / "x[" / "red] :smile:"
+    assert run(["train", *words.split(), "--output", str(output)]) == 0
+    assert f"done: {output}/model" in capsys.readouterr().out
+
+
+def test_data_check_and_reward_check_are_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    assert run(["data", "check", str(path)]) == 0
+    assert "rows: 2" in capsys.readouterr().out
+    assert run(["reward", "check", "exact_match", "--data", str(path), "--answer-column", "answer"]) == 0
+    assert "exact_match on 2 rows" in capsys.readouterr().out
+
+
+# --- errors become exit codes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("InputError", 2),
+        ("MissingExtraError", 2),
+        ("NumericError", 3),
+        ("RewardError", 4),
+        ("SamplerError", 5),
+        ("CheckpointError", 6),
+    ],
+)
+def test_each_error_has_its_exit_code(
+    error: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gruppo.errors
+    from gruppo.cli import main as module
+
+    def fail(arguments: Any) -> int:
+        raise getattr(gruppo.errors, error)("what went wrong")
+
+    monkeypatch.setattr(module, "run", fail)
+    with pytest.raises(SystemExit) as ended:
+        main(["train"])
+    assert ended.value.code == code
+    assert capsys.readouterr().err == "gruppo: what went wrong\n"
+
+
+def test_ctrl_c_outside_of_a_run_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from gruppo.cli import main as module
+
+    def interrupt(arguments: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_text_that_the_terminal_cannot_encode_does_not_end_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    from gruppo.cli import main as module
+
+    monkeypatch.setattr(module, "run", lambda arguments: print("held-out █▅ “½”") or 0)
+    with pytest.raises(SystemExit) as ended:
+        main(["demo"])
+    assert ended.value.code == 0
+    assert raw.getvalue() == rb"held-out \u2588\u2585 \u201c\xbd\u201d" + os.linesep.encode()

@@ -1,0 +1,226 @@
+"""The scorer against the definition: plain logits of each sequence alone, log-softmax, one token at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import (
+    FAMILIES,
+    actor,
+    gradients,
+    largest_gap,
+    logps_one_by_one,
+    perturb_adapter,
+    random_features,
+    tiny_model,
+)
+
+from gruppo.batch import IGNORE_INDEX, PackedBatch
+from gruppo.kernel import head as kernel_head
+from gruppo.loss import DAPOLoss, GRPOLoss, GSPOLoss
+from gruppo.metric import GRPOMetric
+from gruppo.model import LoraSpec, TransformersModel, forward
+from gruppo.model.forward import Scorer
+from gruppo.types import InputFeature
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logps_are_those_of_each_sequence_alone(family: str, layout: str) -> None:
+    features = random_features(seed=1)
+    model = actor(family, layout=layout, double=True)
+    scored = model.forward_only(features)
+    logps, entropies = logps_one_by_one(model.model, features)
+    assert largest_gap(scored["logps"], logps) < 1e-12
+    assert largest_gap(scored["entropies"], entropies) < 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logps_in_float32_are_within_1e_5_of_float64(family: str) -> None:
+    features = random_features(seed=1)
+    expected, _ = logps_one_by_one(tiny_model(family).double(), features)
+    assert largest_gap(actor(family).forward_only(features)["logps"], expected) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # PEFT, about GPT-2's Conv1D
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logps_with_an_adapter_are_those_of_each_sequence_alone(family: str, layout: str) -> None:
+    features = random_features(seed=2)
+    base, _ = logps_one_by_one(tiny_model(family), features)
+    model = actor(family, lora=LoraSpec(rank=2), layout=layout)
+    perturb_adapter(model.model)
+    model.model.double()
+    expected, _ = logps_one_by_one(model.model, features)
+    assert largest_gap(expected, base) > 0.5  # the adapter matters
+    assert largest_gap(model.forward_only(features)["logps"], expected) < 1e-12
+
+
+def test_logps_at_a_temperature_divide_the_logits() -> None:
+    features = random_features(seed=3)
+    model = actor("qwen3", temperature=0.7)
+    logps, entropies = logps_one_by_one(model.model, features, temperature=0.7)
+    scored = model.forward_only(features)
+    assert largest_gap(scored["logps"], logps) < 1e-5
+    assert largest_gap(scored["entropies"], entropies) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "gemma3"])
+def test_a_plain_head_is_split_from_its_body(family: str) -> None:
+    model = tiny_model(family)
+    scorer = Scorer(model)
+    assert scorer.head_weight is model.get_output_embeddings().weight
+
+
+def test_capped_logits_are_not_taken_for_a_plain_product() -> None:
+    assert Scorer(tiny_model("gemma2")).head_weight is None
+
+
+def test_a_cap_far_above_the_logits_is_seen_too() -> None:
+    # At 30 the cap moves these logits by little; the scorer must still not score without it.
+    assert Scorer(tiny_model("gemma2", final_logit_softcapping=30.0)).head_weight is None
+
+
+def test_a_head_with_a_bias_is_not_split() -> None:
+    model = tiny_model("llama")
+    model.lm_head = torch.nn.Linear(32, 32)
+    assert Scorer(model).head_weight is None
+
+
+def test_an_adapted_head_is_scored_with_its_adapter() -> None:
+    features = random_features(seed=4)
+    spec = LoraSpec(rank=2, targets=("lm_head", "q_proj"))
+    model = actor(lora=spec)
+    perturb_adapter(model.model)
+    expected, _ = logps_one_by_one(model.model, features)
+    assert largest_gap(model.forward_only(features)["logps"], expected) < 1e-5
+
+
+def test_masked_completion_tokens_are_context_and_not_scored() -> None:
+    whole = InputFeature(prompt_ids=(5, 6), completion_ids=(7, 8, 9, 10))
+    masked = InputFeature(prompt_ids=(5, 6), completion_ids=(7, 8, 9, 10), completion_mask=(1, 0, 0, 1))
+    model = actor()
+    (all_four,) = model.forward_only([whole])["logps"]
+    (two,) = model.forward_only([masked])["logps"]
+    assert two.tolist() == [all_four[0].item(), all_four[3].item()]
+
+
+def test_a_split_into_microbatches_does_not_move_logps() -> None:
+    features = random_features(num=9, seed=5)
+    together = actor("qwen3").forward_only(features)
+    for budget in (1, 12, 25):
+        apart = actor("qwen3", tokens_per_microbatch=budget).forward_only(features)
+        assert largest_gap(apart["logps"], together["logps"]) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_forward_only_is_bitwise_the_forward_that_trains(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = random_features(seed=6)
+    model = actor(family)
+    alone = torch.cat(model.forward_only(features)["logps"])
+    seen = []
+    score = type(model.scorer).__call__
+
+    def spy(self: Scorer, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        outputs = score(self, batch)
+        seen.append((outputs["logps"].requires_grad, outputs["logps"][batch.labels != IGNORE_INDEX].detach()))
+        return outputs
+
+    monkeypatch.setattr(Scorer, "__call__", spy)
+    model.forward_backward(features, advantages=[1.0] * len(features))
+    ((with_gradient, trained),) = seen
+    assert with_gradient
+    assert torch.equal(trained, alone)
+
+
+# --- the head that walks over windows, without ever holding all logits ---
+
+ADVANTAGES = [1.0, -0.5, 0.25, 2.0, -1.0, 0.5, -2.0, 0.75]
+LOSSES = {
+    "grpo": GRPOLoss(),
+    "grpo with kl": GRPOLoss(beta=0.1),
+    "gspo": GSPOLoss(),
+    "dapo with entropy": DAPOLoss(entropy_coef=0.1),
+}
+# Bytes for the logits of a window: everything at once; some sequences (of up to 8 tokens); less than a sequence.
+SCRATCH = {"one window": 1 << 20, "several": 32 * 8 * 30, "tiny": 32 * 8 * 6}
+
+
+@pytest.mark.parametrize("scratch", SCRATCH)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=2)], ids=["full", "lora"])
+def test_the_walking_head_gives_the_loss_and_gradients_of_the_plain_one(
+    loss: str, scratch: str, lora: LoraSpec | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_head, "CPU_SCRATCH", SCRATCH[scratch])
+    features = [
+        replace(f, old_logps=tuple(-3.0 + 0.1 * ((7 * i + 3 * j) % 11) for j in range(f.num_scored)))
+        for i, f in enumerate(random_features(num=8, seed=7))
+    ]
+    found = []
+    for head in ("plain", "walk"):
+        model = actor(temperature=0.8, head=head, lora=lora)
+        if lora:
+            perturb_adapter(model.model)
+        model.model.double()
+        model.set_loss(LOSSES[loss])
+        logps = model.forward_only(features)["logps"]
+        result = model.forward_backward(features, advantages=ADVANTAGES)
+        found.append((logps, result.loss.item(), gradients(model.model)))
+    (plain_logps, plain_loss, plain_grads), (logps, value, grads) = found
+    assert largest_gap(logps, plain_logps) < 1e-12
+    assert value == pytest.approx(plain_loss, abs=1e-12)
+    assert grads.keys() == plain_grads.keys()
+    for name, gradient in plain_grads.items():
+        torch.testing.assert_close(grads[name], gradient, atol=1e-12, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("scratch", SCRATCH)
+@pytest.mark.parametrize("loss", ["grpo", "grpo with kl", "gspo"])
+@pytest.mark.parametrize("head", ["plain", "walk"])
+def test_with_either_head_the_first_step_has_ratio_one_and_kl_zero_to_the_bit(
+    loss: str, head: str, scratch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_head, "CPU_SCRATCH", SCRATCH[scratch])
+    features = random_features(num=8, seed=7)
+    model = actor("qwen3", temperature=0.8, head=head)
+    model.set_loss(LOSSES[loss])
+    model.add_metric(GRPOMetric())
+    old = model.forward_only(features)["logps"]
+    result = model.forward_backward(features, advantages=ADVANTAGES, old_logps=old)
+    metrics = model.calculate_metric()
+    # A loss over whole sequences walks in windows of its own, so that products add up in another order: one unit of
+    # float32 in the log-prob, where all others are equal to the bit.
+    rounding = 2.5e-7 if (head, loss) == ("walk", "gspo") else 0.0
+    assert metrics["train/token_ratio_max"] == pytest.approx(1.0, abs=rounding)
+    assert metrics["train/token_kl_max"] == pytest.approx(0.0, abs=rounding)
+    assert result.terms.get("kl", torch.tensor(0.0)).item() == 0.0
+
+
+def test_scoring_and_training_choose_the_same_head_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit lies between the scored tokens and all slots of this batch: both must look at the same number."""
+    features = random_features(num=8, seed=7)
+    scored = sum(f.num_scored for f in features)
+    slots = sum(len(f.input_ids) - 1 for f in features)
+    monkeypatch.setattr(forward, "SMALL_LOGITS", 32 * (scored + slots) // 2)
+    monkeypatch.setattr(kernel_head, "CPU_SCRATCH", SCRATCH["tiny"])
+    routes: list[str] = []
+    score, train = kernel_head.Head.score, kernel_head.Head.train
+    monkeypatch.setattr(kernel_head.Head, "score", lambda *a, **k: routes.append("score") or score(*a, **k))
+    monkeypatch.setattr(kernel_head.Head, "train", lambda *a, **k: routes.append("train") or train(*a, **k))
+    model = actor()
+    model.forward_only(features)
+    model.forward_backward(features, advantages=ADVANTAGES)
+    assert routes in ([], ["score", "train"])
+
+
+def test_bfloat16_weights_give_float32_logps_near_the_float32_model() -> None:
+    features = random_features(seed=8)
+    scored = TransformersModel(tiny_model("llama").bfloat16(), device="cpu").forward_only(features)
+    assert {x.dtype for x in scored["logps"] + scored["entropies"]} == {torch.float32}
+    expected, _ = logps_one_by_one(tiny_model("llama"), features)
+    # bf16 keeps 8 bits: hidden states of size 1 are off by 4e-3, logits of size 2 by some hundredths.
+    assert largest_gap(scored["logps"], expected) < 0.3
+    # Rounded to bf16 the log-probs would be multiples of 2**-8 at least; these are not.
+    values = torch.cat(scored["logps"])
+    assert not torch.equal(values, values.bfloat16().float())

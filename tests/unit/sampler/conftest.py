@@ -1,0 +1,6 @@
+"""The sampler is tested with the tiny models of the actor's tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "model"))

@@ -1,0 +1,25 @@
+"""Rewards for the trainer's tests; they run in this process, so that a step takes milliseconds."""
+
+from collections.abc import Sequence
+
+
+def constant(completions: Sequence[str]) -> list[float]:
+    return [0.7] * len(completions)
+
+
+def by_place(completions: Sequence[str]) -> list[float]:
+    """0, 1/3, 2/3, 1 in every group of four: there is always a signal, whatever the model does."""
+    return [i % 4 / 3 for i in range(len(completions))]
+
+
+def later_half(completions: Sequence[str]) -> list[float]:
+    """The first half of the groups is dead."""
+    return [0.5 if i < len(completions) / 2 else i % 4 / 3 for i in range(len(completions))]
+
+
+def abstains_on_odd_steps(completions: Sequence[str], step: int) -> list[float | None]:
+    return [None if step % 2 else float(len(text)) for text in completions]
+
+
+for function in (constant, by_place, later_half, abstains_on_odd_steps):
+    function.isolated = False  # type: ignore[attr-defined]

@@ -1,0 +1,187 @@
+"""TrainConfig: every wrong value is named with its field, what came and what would do."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gruppo.errors import InputError
+from gruppo.loss import DAPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
+from gruppo.trainer import TrainConfig
+from gruppo.trainer.build import LOSSES, build_loss
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"group_sise": 4}, "run.yaml: unknown option 'group_sise'; did you mean 'group_size'?"),
+        ({"learning_rate": 1e-4}, "run.yaml: unknown option 'learning_rate'"),
+        ({"zzz": 1}, "run.yaml: unknown option 'zzz'; see `gruppo train --help`"),
+        ({"steps": "many"}, "run.yaml: steps='many': Input should be a valid integer"),
+        ({"steps": 2.5}, "run.yaml: steps=2.5: Input should be a valid integer"),
+        ({"steps": 0}, "run.yaml: steps=0: Input should be greater than or equal to 1"),
+        ({"group_size": 1}, "run.yaml: group_size=1: Input should be greater than or equal to 2"),
+        ({"group_size": 0}, "run.yaml: group_size=0: Input should be greater than or equal to 2"),
+        ({"tokens_per_microbatch": 0}, "run.yaml: tokens_per_microbatch=0: Input should be greater than or equal to 1"),
+        ({"lr": -1e-4}, "run.yaml: lr=-0.0001: Input should be greater than 0"),
+        ({"lr": math.nan}, "run.yaml: lr=nan: Input should be"),
+        ({"beta": math.inf}, "run.yaml: beta=inf: Input should be a finite number"),
+        ({"temperature": 0}, "run.yaml: temperature=0: Input should be greater than 0"),
+        ({"advantage": "gae"}, "run.yaml: advantage='gae': Input should be 'grpo' or 'rloo'"),
+        ({"dtype": "float16"}, "run.yaml: dtype='float16': Input should be 'float32' or 'bfloat16'"),
+        ({"lora": "perhaps"}, "run.yaml: lora='perhaps': Input should be a valid boolean"),
+        ({"rewards": "exact_match"}, "run.yaml: rewards='exact_match': Input should be a valid tuple"),
+        (
+            {"minibatches": 3, "prompts_per_step": 8},
+            "run.yaml: minibatches=3 does not divide prompts_per_step=8; use one of [1, 2, 4, 8]",
+        ),
+        (
+            {"clip_range": (0.3, 0.2)},
+            "run.yaml: clip_range is (low, high) with low <= high, got (0.3, 0.2); did you mean (0.2, 0.3)?",
+        ),
+        ({"clip_range": 0}, "run.yaml: clip_range must be positive, got 0"),
+        ({"clip_range": (-0.2, 0.2)}, "run.yaml: clip_range must be positive, got (-0.2, 0.2)"),
+        ({"rewards": []}, "run.yaml: rewards needs at least one function, e.g. exact_match"),
+        (
+            {"reward_weights": (1.0, 2.0)},
+            "run.yaml: reward_weights has 2 entries for 1 rewards; give one each",
+        ),
+        ({"eval_samples": 4, "eval_prompts": 0}, "run.yaml: eval_samples needs eval_prompts of at least 1"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_remedy(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(InputError) as error:
+        TrainConfig.read(values, where="run.yaml")
+    assert str(error.value).startswith(expected)
+
+
+def test_all_wrong_fields_are_named_at_once() -> None:
+    with pytest.raises(InputError) as error:
+        TrainConfig.read({"group_size": 1, "lr": "fast", "zzz": "red"})
+    lines = str(error.value).splitlines()
+    assert [line.split(": ")[1].split("=")[0] for line in lines] == [
+        "group_size",
+        "lr",
+        "unknown option 'zzz'; see `gruppo train --help`",
+    ]
+
+
+def test_a_pair_of_the_wrong_length_names_the_field() -> None:
+    with pytest.raises(InputError, match="clip_range"):
+        TrainConfig.read({"clip_range": (0.1, 0.2, 0.3)})
+
+
+def test_the_number_of_optimizer_steps_is_the_product() -> None:
+    assert TrainConfig(steps=5, epochs_per_batch=3, minibatches=4, prompts_per_step=8).optimizer_steps == 60
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        TrainConfig().steps = 3  # type: ignore[misc]
+
+
+# --- YAML ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_survives_yaml(tmp_path: Path) -> None:
+    config = TrainConfig(
+        clip_range=(0.2, 0.28), tau=(1.0, 1.05), rewards=("exact_match", "length_penalty"), reward_weights=(1.0, 0.25),
+        stop=("\n", "é"), lr=3e-5, system='say "ü"', lora_targets=("q_proj", "v_proj"),
+    )  # fmt: skip
+    (tmp_path / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    assert TrainConfig.from_yaml(tmp_path / "run.yaml") == config
+
+
+def test_numbers_in_yamls_odd_spellings_are_numbers(tmp_path: Path) -> None:
+    # 1e-4 without a dot is a string to YAML.
+    (tmp_path / "run.yaml").write_text("lr: 1e-4\nclip_range: [0.2, 28e-2]\nsteps: 1_000\n")
+    config = TrainConfig.from_yaml(tmp_path / "run.yaml")
+    assert (config.lr, config.clip_range, config.steps) == (1e-4, (0.2, 0.28), 1000)
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("steps: 7\nseed: 3\n")
+    config = TrainConfig.from_yaml(tmp_path / "run.yaml", {"steps": 9})
+    assert (config.steps, config.seed) == (9, 3)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("# nothing yet\n")
+    assert TrainConfig.from_yaml(tmp_path / "run.yaml") == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- steps\n- 3\n", "must hold `option: value` lines, got a list"),
+        ("just words\n", "must hold `option: value` lines, got a str"),
+        ("steps: [3\n", "is not YAML"),
+        ("steps: !!python/object/apply:os.system ['true']\n", "is not YAML"),
+        ("1: 2\n", "unknown option '1'"),
+        ("on: 2\n", "unknown option 'True'"),  # YAML 1.1 reads `on` as true
+    ],
+)
+def test_a_file_that_is_not_a_config_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as error:
+        TrainConfig.from_yaml(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config file .*absent\.yaml does not exist"):
+        TrainConfig.from_yaml(tmp_path / "absent.yaml")
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(InputError, match="is not YAML"):
+        TrainConfig.from_yaml(tmp_path / "run.yaml")
+
+
+# --- from a config to a loss --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_is_built_with_the_configs_options(name: str) -> None:
+    loss = build_loss(TrainConfig(loss=name, beta=0.25, entropy_coef=0.5, clip_range=(0.1, 0.3), max_new_tokens=77))
+    assert type(loss) is LOSSES[name]
+    assert (loss.beta, loss.entropy_coef, loss.clip_range) == (0.25, 0.5, (0.1, 0.3))
+
+
+def test_without_a_clip_range_each_loss_has_its_own() -> None:
+    assert build_loss(TrainConfig(loss="grpo")).clip_range == GRPOLoss().clip_range == (0.2, 0.2)
+    assert build_loss(TrainConfig(loss="dapo")).clip_range == DAPOLoss().clip_range == (0.2, 0.28)
+
+
+def test_dr_grpo_divides_by_the_configs_completion_length() -> None:
+    loss = build_loss(TrainConfig(loss="drgrpo", max_new_tokens=77))
+    assert repr(loss) == repr(DRGRPOLoss(max_completion_length=77))
+    assert "77" in repr(loss)
+
+
+def test_tau_reaches_sapo() -> None:
+    assert repr(build_loss(TrainConfig(loss="sapo", tau=(1.0, 2.5)))) == repr(SAPOLoss(tau=(1.0, 2.5)))
+
+
+def test_an_option_that_a_loss_does_not_take_is_refused() -> None:
+    with pytest.raises(InputError, match="loss='grpo' does not take tau; sapo do"):
+        build_loss(TrainConfig(loss="grpo", tau=1.5))
+
+
+def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        InputError, match="loss='gpo' is unknown; use one of grpo, gspo, sapo, cispo, bnpo, drgrpo, dapo"
+    ):
+        build_loss(TrainConfig(loss="gpo"))
+
+
+def test_a_loss_of_ones_own_is_imported() -> None:
+    assert type(build_loss(TrainConfig(loss="gruppo.loss:GSPOLoss"))) is GSPOLoss
+
+
+def test_something_else_than_a_loss_is_refused() -> None:
+    with pytest.raises(InputError, match="loss='math:sqrt'"):
+        build_loss(TrainConfig(loss="math:sqrt"))

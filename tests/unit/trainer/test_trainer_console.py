@@ -1,0 +1,117 @@
+"""What reaches the terminal: readable lines, and no control character or markup of a model's."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gruppo.trainer.console import RunConsole, readable_time, step_line, visible
+from gruppo.types import Group, Prompt, Rollout, SampledSequence
+
+METRICS = {
+    "reward/mean": 0.4375,
+    "group/zero_std_frac": 0.25,
+    "optim/grad_norm": 0.123,
+    "completion/len_mean": 3.9,
+    "train/clip_ratio": 0.0123,
+    "train/entropy": 0.678,
+}
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[/red][bold]\u202e\u2066\u200f\x00\x9b31m\ud800</script>\tend"
+FORBIDDEN = ("\x1b", "\x07", "\u202e", "\u2066", "\u200f", "\x00", "\x9b", "\t")
+
+
+def test_the_line_of_a_step() -> None:
+    assert step_line(7, 120, METRICS, 0.0417) == (
+        "step   7/120  reward 0.438  signal 75% of groups  grad 0.12  clip 1.2%  entropy 0.68  length 4  42 ms"
+    )
+
+
+def test_the_line_of_a_step_with_an_evaluation() -> None:
+    line = step_line(10, 10, METRICS | {"eval/accuracy": 0.9}, 2.0)
+    assert "  held-out 0.900  " in line and line.endswith("2.0 s")
+
+
+def test_the_line_of_a_step_in_which_nothing_was_scored() -> None:
+    bare = {k: v for k, v in METRICS.items() if not k.startswith("train/")}
+    assert step_line(1, 9, bare, 1.0) == "step 1/9  reward 0.438  signal 75% of groups  grad 0.12  length 4  1.0 s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.0123, "12 ms"),
+        (1, "1.0 s"),
+        (59.94, "59.9 s"),
+        (150, "2 min"),
+        (5999, "100 min"),
+        (7200, "2.0 h"),
+    ],
+)
+def test_times_are_readable(seconds: float, text: str) -> None:
+    assert readable_time(seconds) == text
+
+
+def test_visible_text_has_no_control_characters_and_no_markup() -> None:
+    shown = visible(HOSTILE)
+    assert not any(c in shown.plain for c in FORBIDDEN)
+    assert shown.plain.encode("utf-8")  # no lone surrogate is left
+    assert "[/red][bold]" in shown.plain and shown.spans == []
+    assert shown.plain.endswith("</script>\N{REPLACEMENT CHARACTER}end")
+
+
+def test_visible_text_shows_line_ends_and_is_not_endless() -> None:
+    assert visible("a\nb").plain == "a\u21b5b"
+    assert visible("x" * 500, limit=10).plain == "x" * 10 + "…"
+    assert visible("x" * 10, limit=10).plain == "x" * 10
+    assert visible(None).plain == "None"
+
+
+def hostile_groups() -> list[Group]:
+    sequence = SampledSequence(prompt_ids=(1,), tokens=(3,), logps=(-1.0,), text=HOSTILE, stop_reason="stop")
+    prompt = Prompt(token_ids=(1,), text=HOSTILE)
+    rollouts = (Rollout(sequence=sequence, reward=1.0), Rollout(sequence=sequence, reward=None, advantage=-0.5))
+    return [Group(prompt=prompt, rollouts=rollouts)]
+
+
+def printed(encoding: str = "utf-8", errors: str = "strict", **options: Any) -> tuple[Console, io.BytesIO]:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, write_through=True)
+    return Console(file=stream, highlight=False, **options), raw
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_table_of_completions_lets_nothing_through(terminal: bool) -> None:
+    console, raw = printed(force_terminal=terminal, color_system=None, width=100)
+    report = RunConsole(10, console)
+    report.completions("title", hostile_groups())
+    report.close()
+    text = raw.getvalue().decode()
+    forbidden = [c for c in FORBIDDEN if c != "\x1b"]
+    assert not any(c in text for c in forbidden)
+    assert "[2J" in text  # shown as text ...
+    assert "\x1b[2J" not in text and "\x1b]0" not in text  # ... and not obeyed
+
+
+def test_a_line_of_the_run_takes_no_markup() -> None:
+    console, raw = printed(width=80)
+    RunConsole(10, console).say("note: [/red] is not markup")
+    assert raw.getvalue().decode() == "note: [/red] is not markup\n"
+
+
+def test_plain_lines_are_one_per_step_with_the_time_left() -> None:
+    console, raw = printed(width=20)
+    report = RunConsole(10, console)
+    for step in (1, 2, 3):
+        report.step(step, METRICS, 0.01)
+    lines = raw.getvalue().decode().splitlines()
+    assert [line[:10] for line in lines] == ["step  1/10", "step  2/10", "step  3/10"]
+    assert all("  left " in line for line in lines)
+
+
+def test_a_narrow_terminal_shows_the_table() -> None:
+    console, raw = printed(width=20)
+    RunConsole(10, console).completions("t", hostile_groups())
+    lines = raw.getvalue().decode().splitlines()
+    assert len(lines) > 5 and all(len(line) <= 20 for line in lines)

@@ -1,0 +1,270 @@
+"""Numbers that a person reads: evaluation, plan, advice, rollout metrics, each by hand."""
+
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+import pytest
+
+from gruppo.sampler import SamplingParams
+from gruppo.trainer import TrainConfig
+from gruppo.trainer.advice import advice
+from gruppo.trainer.collect import Collected, rollout_metrics, training_rows
+from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
+from gruppo.trainer.plan import make_plan
+from gruppo.types import Group, Prompt, Rollout, SampledSequence, SampleResponse
+
+# --- evaluation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        # Newcombe 1998 (Statistics in Medicine 17:857), table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        # the ends mirror each other
+        (20, 20, 1 - 0.1611, 1.0),
+        (0, 0, 0.0, 1.0),
+    ],
+)
+def test_wilsons_interval_is_the_published_one(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_pass_at_k_by_hand() -> None:
+    # Three prompts with 0, 1 and 4 right of 4. pass@2 of 1 in 4: 1 - C(3,2)/C(4,2) = 1/2.
+    metrics = pass_at_k_metrics([0, 1, 4], 4)
+    assert metrics["eval/pass@1"] == pytest.approx((0 + 1 / 4 + 1) / 3)
+    assert metrics["eval/pass@2"] == pytest.approx((0 + 1 / 2 + 1) / 3)
+    assert metrics["eval/pass@4"] == pytest.approx((0 + 1 + 1) / 3)
+    assert {k for k in metrics if not k.endswith(("_low", "_high"))} == {f"eval/pass@{k}" for k in (1, 2, 4)}
+
+
+def test_the_interval_of_pass_at_k_is_that_of_a_mean_over_prompts() -> None:
+    metrics = pass_at_k_metrics([1, 2, 2, 3], 4)
+    # values 1/4, 1/2, 1/2, 3/4: mean 1/2, variance (1/16 + 0 + 0 + 1/16) / 3, standard error its root over 2
+    half = 1.96 * sqrt((1 / 8) / 3) / 2
+    assert metrics["eval/pass@1_low"] == pytest.approx(0.5 - half, abs=1e-4)
+    assert metrics["eval/pass@1_high"] == pytest.approx(0.5 + half, abs=1e-4)
+
+
+def test_pass_at_k_stops_at_the_number_of_samples() -> None:
+    assert {k for k in pass_at_k_metrics([1], 6) if k[-1].isdigit()} == {f"eval/pass@{k}" for k in (1, 2, 4)}
+
+
+def sequence(text: str = "7", *, tokens: tuple[int, ...] = (8, 2), truncated: bool = False) -> SampledSequence:
+    return SampledSequence(
+        prompt_ids=(1, 5),
+        tokens=tokens,
+        logps=(-0.5,) * len(tokens),
+        text=text,
+        stop_reason="length" if truncated else "stop",
+    )
+
+
+class ScriptedSampler:
+    """Answers greedy requests with the first text of each prompt, others with the rest."""
+
+    def __init__(self, texts: list[list[str]]) -> None:
+        self.texts = texts
+        self.asked: list[SamplingParams] = []
+
+    def sample(self, batch: Any, num_samples: int = 1, params: Any = None) -> list[SampleResponse]:
+        self.asked.append(params)
+        chosen = [t[:1] if params.temperature == 0 else t[1 : 1 + num_samples] for t in self.texts]
+        return [SampleResponse(sequences=tuple(sequence(x) for x in row)) for row in chosen]
+
+
+def test_evaluation_counts_greedy_and_sampled_answers() -> None:
+    from gruppo.reward import RewardPool
+
+    prompts = [Prompt(token_ids=(1, i), source=f"p{i}", columns={"answer": "7"}, index=i) for i in range(4)]
+    texts = [["7", "7", "7"], ["7", "x", "7"], ["x", "x", "x"], ["7", "x", "x"]]
+    sampler = ScriptedSampler(texts)
+    with RewardPool(["exact_match"]) as pool:
+        result = evaluate(prompts, sampler, pool, SamplingParams(temperature=0.6, max_new_tokens=9), num_samples=2)
+    assert result.accuracy == 3 / 4
+    assert (result.metrics["eval/accuracy_low"], result.metrics["eval/accuracy_high"]) == wilson_interval(3, 4)
+    assert result.metrics["eval/reward"] == 3 / 4
+    assert result.metrics["eval/pass@1"] == (1 + 1 / 2 + 0 + 0) / 4
+    assert result.metrics["eval/pass@2"] == 2 / 4
+    assert result.rewards == (1.0, 1.0, 0.0, 1.0)
+    assert [s.text for s in result.greedy] == ["7", "7", "x", "7"]
+    assert [(p.temperature, p.max_new_tokens) for p in sampler.asked] == [(0.0, 9), (0.6, 9)]
+
+
+@pytest.mark.parametrize(("correct_at", "accuracy"), [(0.5, 1.0), (1.0, 0.5)])
+def test_what_counts_as_correct_is_a_threshold(correct_at: float, accuracy: float) -> None:
+    from gruppo.reward import RewardPool, load_reward
+
+    reward = load_reward(lambda completions: [1.0 if c == "7" else 0.5 for c in completions], name="f", isolated=False)
+    prompts = [Prompt(token_ids=(1,), index=i) for i in range(2)]
+    with RewardPool([reward]) as pool:
+        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), pool, SamplingParams(), correct_at=correct_at)
+    assert result.accuracy == accuracy
+
+
+# --- rollouts -----------------------------------------------------------------------------------------------------
+
+
+def rollout(reward: float | None, advantage: float, **options: Any) -> Rollout:
+    return Rollout(sequence=sequence(**options), reward=reward, rewards={"r": reward}, advantage=advantage)
+
+
+def groups() -> tuple[Group, ...]:
+    prompt = Prompt(token_ids=(1, 5))
+    return (
+        Group(prompt=prompt, rollouts=(rollout(1.0, 0.5), rollout(0.0, -0.5, tokens=(8, 9, 10, 2)))),
+        Group(prompt=prompt, rollouts=(rollout(1.0, 0.0), rollout(1.0, 0.0, text=" ", tokens=(2,)))),
+        Group(prompt=prompt, rollouts=(rollout(0.0, 0.0), rollout(0.0, 0.0, tokens=(8, 8, 8), truncated=True))),
+        Group(prompt=prompt, rollouts=(rollout(None, 0.0), rollout(0.5, 0.0))),
+    )
+
+
+def test_rollout_metrics_by_hand() -> None:
+    metrics = rollout_metrics(groups())
+    rewards = [1, 0, 1, 1, 0, 0, 0.5]
+    mean = sum(rewards) / 7
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": mean,
+            "reward/std": sqrt(sum((r - mean) ** 2 for r in rewards) / 7),
+            "group/zero_std_frac": 3 / 4,
+            "group/all_right_frac": 1 / 4,
+            "completion/len_mean": (2 + 4 + 2 + 1 + 2 + 3 + 2 + 2) / 8,
+            "completion/len_p95": 4.0,
+            "completion/truncated_frac": 1 / 8,
+            "completion/empty_frac": 1 / 8,
+        }
+    )
+
+
+def test_training_rows_are_the_rollouts_in_order_without_old_logps() -> None:
+    rows = training_rows(Collected(groups(), {}), mask_truncated=False)
+    assert rows["advantages"] == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert [f.completion_ids for f in rows["features"]][:2] == [(8, 2), (8, 9, 10, 2)]
+    assert all(f.old_logps is None for f in rows["features"])
+    assert [len(x) for x in rows["sampler_logps"]] == [2, 4, 2, 1, 2, 3, 2, 2]
+
+
+def test_masking_truncated_rows_keeps_them_in_the_batch_unscored() -> None:
+    rows = training_rows(Collected(groups(), {}), mask_truncated=True)
+    scored = [f.num_scored for f in rows["features"]]
+    assert scored == [2, 4, 2, 1, 2, 0, 2, 2]
+    assert len(rows["features"][5].completion_ids) == 3
+    assert rows["sampler_logps"][5] == ()
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------
+
+PLAN: dict[str, Any] = {
+    "num_prompts": 1000,
+    "mean_prompt_tokens": 20.0,
+    "parameters": 1_000_000,
+    "trainable": 1_000_000,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "vocabulary": 100,
+}
+CONFIG = TrainConfig(
+    prompts_per_step=8, group_size=4, steps=50, epochs_per_batch=2, minibatches=2, max_new_tokens=30,
+    tokens_per_microbatch=500,
+)  # fmt: skip
+
+
+def test_the_plan_by_hand() -> None:
+    plan = make_plan(CONFIG, **PLAN)
+    assert plan.sequences_per_step == 8 * 4
+    assert plan.tokens_per_step == 32 * (20 + 30)
+    assert plan.microbatches == 4  # 1600 tokens in parts of 500
+    assert plan.optimizer_steps == 50 * 2 * 2
+    assert plan.epochs == 50 * 8 / 1000
+    # weights 4 MB; gradient and two moments 12 MB; 16 vectors of 64 floats for 500 tokens in 2 layers; logits 3 times
+    assert plan.memory == 4_000_000 + 12_000_000 + 500 * 64 * 2 * 16 * 4 + 500 * 100 * 4 * 3
+
+
+def test_the_plan_counts_a_frozen_copy_only_where_there_is_one() -> None:
+    plain = make_plan(CONFIG, **PLAN).memory
+    with_kl = make_plan(CONFIG.model_copy(update={"beta": 0.1}), **PLAN).memory
+    with_adapter = make_plan(CONFIG.model_copy(update={"beta": 0.1, "lora": True}), **PLAN).memory
+    assert with_kl - plain == 4_000_000
+    assert with_adapter == plain
+
+
+def test_recomputation_and_bfloat16_shrink_the_estimate() -> None:
+    plain = make_plan(CONFIG, **PLAN).memory
+    less = make_plan(CONFIG.model_copy(update={"gradient_checkpointing": True}), **PLAN).memory
+    assert plain - less == 500 * 64 * 2 * 15 * 4
+    half = make_plan(CONFIG.model_copy(update={"dtype": "bfloat16"}), **PLAN).memory
+    assert plain - half == 2_000_000 + 500 * 64 * 2 * 16 * 2
+
+
+def test_without_a_token_budget_there_is_one_micro_batch() -> None:
+    assert make_plan(CONFIG.model_copy(update={"tokens_per_microbatch": None}), **PLAN).microbatches == 1
+
+
+def test_the_plan_in_words() -> None:
+    lines = make_plan(CONFIG, **PLAN).lines(CONFIG)
+    assert lines[0] == "8 prompts x 4 completions = 32 sequences per step, at most 1,600 tokens, in 4 micro-batch(es)"
+    assert lines[1] == (
+        "50 steps x 2 epoch(s) x 2 minibatch(es) = 200 optimizer steps; each prompt is seen 0.4 time(s)"
+    )
+    assert lines[2].startswith("1,000,000 of 1,000,000 parameters train; about 20 MiB of memory")
+
+
+# --- advice -------------------------------------------------------------------------------------------------------
+
+HEALTHY = {
+    "reward/mean": 0.5,
+    "group/zero_std_frac": 0.2,
+    "group/all_right_frac": 0.1,
+    "completion/truncated_frac": 0.0,
+    "completion/empty_frac": 0.0,
+    "train/approx_kl": 0.01,
+    "sampler/logp_gap_max": 1e-6,
+}
+
+
+def test_a_healthy_run_gets_no_advice() -> None:
+    assert advice([HEALTHY] * 20) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"completion/truncated_frac": 0.6}, "over half of the completions hit max_new_tokens: raise it"),
+        ({"group/zero_std_frac": 1.0, "reward/mean": 0.0}, "all groups are dead at reward 0"),
+        (
+            {"group/zero_std_frac": 0.9},
+            "most groups have no signal: their completions all earn the same. Raise group_size",
+        ),
+        ({"completion/empty_frac": 0.6}, "over half of the completions are empty: the model ends at once"),
+        ({"train/approx_kl": 1.5}, "the policy moves far within one batch (approx_kl > 1): lower lr"),
+        ({"sampler/logp_gap_max": 2.0}, "sampler and trainer disagree on log-probs by more than 1"),
+    ],
+)
+def test_each_symptom_is_named_with_its_cause(changes: dict[str, float], sentence: str) -> None:
+    (said,) = advice([HEALTHY | changes] * 20)
+    assert said.startswith(sentence)
+
+
+def test_groups_that_are_all_right_are_no_reason_for_advice() -> None:
+    assert (
+        advice([HEALTHY | {"group/zero_std_frac": 0.95, "group/all_right_frac": 0.9, "reward/mean": 0.97}] * 20) == []
+    )
+
+
+def test_a_few_steps_are_too_few_for_advice() -> None:
+    assert advice([HEALTHY | {"completion/truncated_frac": 1.0}] * 4) == []
+
+
+def test_advice_looks_at_the_mean_of_the_steps() -> None:
+    mixed = [HEALTHY | {"completion/truncated_frac": x} for x in (1.0, 0.0, 0.0, 0.0, 1.0)]
+    assert advice(mixed) == []
+
+
+def test_a_rollout_can_be_replaced() -> None:
+    assert replace(rollout(1.0, 0.5), advantage=0.0).advantage == 0.0

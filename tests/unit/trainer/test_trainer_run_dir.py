@@ -1,0 +1,193 @@
+"""The run directory: owned by one process, records that survive being cut off."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from gruppo.errors import InputError
+from gruppo.trainer import TrainConfig
+from gruppo.trainer.run_dir import RunDir
+from gruppo.types import Group, Prompt, Rollout, SampledSequence
+
+
+@pytest.fixture
+def run(small_config: Callable[..., TrainConfig]) -> RunDir:
+    return RunDir.create(small_config())
+
+
+def test_a_new_run_holds_its_config_and_environment(run: RunDir) -> None:
+    assert TrainConfig.from_yaml(run.path / "config.yaml").output == str(run.path)
+    environment = json.loads((run.path / "env.json").read_text())
+    assert environment["packages"].keys() >= {"gruppo", "torch", "transformers", "peft", "safetensors", "numpy"}
+    assert environment["threads"] == 1
+
+
+def test_the_environment_names_no_person_machine_or_secret(
+    small_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
+    run = RunDir.create(small_config())
+    text = (run.path / "env.json").read_text()
+    assert "hf_secretsecret" not in text and socket.gethostname() not in text and str(Path.home()) not in text
+
+
+def test_a_used_directory_is_refused_and_left_alone(small_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"exists already; nothing was touched\. Go on with `gruppo resume"):
+        RunDir.create(small_config())
+    assert [p.name for p in folder.iterdir()] == ["notes.txt"]
+
+
+def test_an_empty_directory_is_used(small_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert RunDir.create(small_config()).path == tmp_path / "run"
+
+
+@pytest.mark.parametrize("name", ["file/below", "n" * 300, "nul\0byte"])
+def test_a_name_that_cannot_be_a_directory_is_an_input_error(
+    name: str, small_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="output="):
+        RunDir.create(small_config(output=f"{tmp_path}/{name}"))
+
+
+def test_a_second_owner_is_refused_while_the_first_lives(run: RunDir) -> None:
+    with pytest.raises(InputError, match=rf"is in use by process {os.getpid()} on {socket.gethostname()}"):
+        RunDir.reopen(run.path)
+
+
+def test_a_lock_given_back_can_be_taken(run: RunDir) -> None:
+    run.release_lock()
+    assert RunDir.reopen(run.path).path == run.path
+    assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(run: RunDir) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    (run.path / "lock").write_text(json.dumps({"pid": int(dead.stdout), "host": socket.gethostname()}))
+    RunDir.reopen(run.path)
+    assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
+
+
+def test_the_lock_of_another_machine_is_respected(run: RunDir) -> None:
+    (run.path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    with pytest.raises(InputError, match=r"in use by process 1 on elsewhere; stop it first \(or delete .*lock"):
+        RunDir.reopen(run.path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null"])
+def test_a_lock_that_says_nothing_is_refused_with_a_way_out(content: str, run: RunDir) -> None:
+    (run.path / "lock").write_text(content)
+    with pytest.raises(InputError, match=r"delete .*lock if it no longer runs"):
+        RunDir.reopen(run.path)
+
+
+def test_a_directory_without_a_config_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is not a run directory: it has no config\.yaml"):
+        RunDir.reopen(tmp_path)
+
+
+def test_a_run_that_was_moved_knows_where_it_lies(run: RunDir, tmp_path: Path) -> None:
+    run.release_lock()
+    run.path.rename(tmp_path / "moved")
+    assert RunDir.reopen(tmp_path / "moved").config().output == str(tmp_path / "moved")
+
+
+# --- records ------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_one_sorted_line_per_step(run: RunDir) -> None:
+    run.log_metrics(1, {"b": 0.1, "a": 2.0})
+    run.log_metrics(2, {"a": 3.0})
+    assert (run.path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0, "b": 0.1}\n{"step": 2, "a": 3.0}\n'
+
+
+def test_forgetting_keeps_the_bytes_of_what_stays(run: RunDir) -> None:
+    for step in range(4):
+        run.log_metrics(step, {"x": 0.1 + 0.2 + step, "tiny": 1e-300, "third": 1 / 3})
+        run.log_timings(step, {"sample": 0.123456789})
+    lines = (run.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    run.forget_after(2)
+    assert (run.path / "metrics.jsonl").read_bytes() == b"".join(lines[:3])
+    assert len((run.path / "timings.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_last_line_cut_off_by_a_crash_is_left_out(run: RunDir) -> None:
+    run.log_metrics(1, {"x": 1.0})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "x"')
+    assert run.metrics() == [{"step": 1, "x": 1.0}]
+    run.forget_after(5)
+    assert (run.path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
+
+
+def test_forgetting_drops_the_completions_of_later_steps(run: RunDir) -> None:
+    for step in (1, 2, 10):
+        run.write_completions(step, groups("x"))
+    run.forget_after(2)
+    assert sorted(p.name for p in (run.path / "completions").iterdir()) == [
+        "step-000001.parquet",
+        "step-000002.parquet",
+    ]
+
+
+def test_a_metric_that_is_not_a_number_does_not_end_the_run(run: RunDir) -> None:
+    # JSON has no NaN; a reader in a browser would refuse the whole file.
+    run.log_metrics(1, {"policy/loss": float("nan"), "optim/grad_norm": float("inf"), "reward/mean": 0.5})
+    line = json.loads((run.path / "metrics.jsonl").read_text(), parse_constant=lambda c: pytest.fail(c))
+    assert line == {"step": 1, "optim/grad_norm": None, "policy/loss": None, "reward/mean": 0.5}
+
+
+def groups(text: str) -> tuple[Group, ...]:
+    sequence = SampledSequence(
+        prompt_ids=(1, 5), tokens=(8, 2), logps=(-0.5, -0.25), text=text, stop_reason="stop", policy_version=3
+    )
+    rollouts = (
+        Rollout(sequence=sequence, reward=1.0, rewards={"match": 1.0, "form": None}, advantage=0.5),
+        Rollout(sequence=sequence, reward=None, rewards={"match": None, "form": None}, advantage=0.0),
+    )
+    return (Group(prompt=Prompt(token_ids=(1, 5), text="p", index=4), rollouts=rollouts),)
+
+
+def test_completions_are_written_with_tokens_and_logps(run: RunDir) -> None:
+    run.write_completions(3, groups("seven"))
+    rows = pq.read_table(run.path / "completions" / "step-000003.parquet").to_pylist()
+    assert rows[0] == {
+        "step": 3,
+        "prompt_index": 4,
+        "sample": 0,
+        "prompt": "p",
+        "completion": "seven",
+        "reward": 1.0,
+        "advantage": 0.5,
+        "stop_reason": "stop",
+        "policy_version": 3,
+        "tokens": [8, 2],
+        "logps": [-0.5, -0.25],
+        "reward/form": None,
+        "reward/match": 1.0,
+    }
+    assert (rows[1]["sample"], rows[1]["reward"]) == (1, None)
+
+
+def test_a_lone_surrogate_is_written_with_a_replacement(run: RunDir) -> None:
+    run.write_completions(1, groups("a\ud800b</script>\x1b[2J"))
+    (row, _) = pq.read_table(run.path / "completions" / "step-000001.parquet").to_pylist()
+    assert row["completion"] == "a?b</script>\x1b[2J"
+
+
+def test_the_status_is_replaced_as_a_whole(run: RunDir) -> None:
+    run.set_status("running", 0)
+    run.set_status("done", 20)
+    assert json.loads((run.path / "status.json").read_text()) == {"status": "done", "step": 20}
+    assert not (run.path / "status.json.tmp").exists()

@@ -1,0 +1,550 @@
+"""One step of the trainer: its numbers follow from its rollouts, and the odd cases do no harm."""
+
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gruppo.errors import MissingExtraError, NumericError
+from gruppo.trainer import GRPOTrainer
+from gruppo.trainer.trainer import MAX_SKIPPED
+
+Make = Callable[..., GRPOTrainer]
+LIVE = {"rewards": ("step_rewards:by_place",)}
+
+
+def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.model.model.named_parameters()}
+
+
+def unchanged(trainer: GRPOTrainer, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(p, before[n]) for n, p in weights(trainer).items())
+
+
+# --- the numbers of a step ----------------------------------------------------------------------------------------
+
+KEYS = {
+    "reward/mean", "reward/std", "reward/exact_match/mean", "reward/exact_match/std", "reward/exact_match/abstain_frac",
+    "reward/exact_match/error_frac", "reward/exact_match/timeout_frac",
+    "group/zero_std_frac", "group/all_right_frac",
+    "completion/len_mean", "completion/len_p95", "completion/truncated_frac", "completion/empty_frac",
+    "policy/loss", "policy/policy", "optim/grad_norm", "optim/lr", "optim/skipped",
+    "train/policy_confidence", "train/mean_new_logp", "train/mean_old_logp", "train/logp_diff_mean", "train/approx_kl",
+    "train/token_kl_max", "train/token_ratio_max", "train/entropy",
+    "train/clip_ratio", "train/clip_ratio_low", "train/clip_ratio_high",
+    "sampler/logp_gap_mean", "sampler/logp_gap_max",
+}  # fmt: skip
+
+
+def test_a_step_reports_exactly_these_numbers(make_trainer: Make) -> None:
+    metrics = make_trainer().step()
+    assert set(metrics) == KEYS
+    assert all(isinstance(v, float) and math.isfinite(v) for v in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({"beta": 0.1}, {"policy/kl"}),
+        ({"entropy_coef": 0.01}, {"policy/entropy"}),
+        ({"rewards": ("exact_match", "length_penalty")}, {f"reward/length_penalty/{k}" for k in ("mean", "std")}),
+    ],
+)
+def test_options_add_their_own_numbers(options: dict[str, Any], more: set[str], make_trainer: Make) -> None:
+    metrics = make_trainer(**options).step()
+    assert set(metrics) >= KEYS | more
+
+
+def test_a_single_update_is_on_policy_to_the_bit(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE)
+    for _ in range(2):
+        metrics = trainer.step()
+        assert (metrics["train/token_ratio_max"], metrics["train/clip_ratio"], metrics["train/approx_kl"]) == (
+            1.0,
+            0.0,
+            0.0,
+        )
+        assert metrics["sampler/logp_gap_max"] < 1e-5
+
+
+def test_advantages_are_the_standard_scores_of_the_groups(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE)
+    trainer.step()
+    groups = trainer.collected.groups
+    assert len(groups) == 4
+    # Rewards 0, 1/3, 2/3, 1: mean 1/2, variance (1/4 + 1/36 + 1/36 + 1/4) / 3 = 5/27.
+    expected = [x / math.sqrt(5 / 27) for x in (-1 / 2, -1 / 6, 1 / 6, 1 / 2)]
+    for group in groups:
+        assert [r.reward for r in group.rollouts] == [0.0, 1 / 3, 2 / 3, 1.0]
+        assert [r.advantage for r in group.rollouts] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_loss_of_an_on_policy_step_is_minus_the_mean_advantage(make_trainer: Make) -> None:
+    # At a limit of 3 tokens most answers are cut off; leaving those out makes the mean of the advantages something else
+    # than 0.
+    trainer = make_trainer(**LIVE, max_new_tokens=3, mask_truncated=True, temperature=3.0, normalization="centered")
+    metrics = trainer.step()
+    rollouts = trainer.collected.rollouts
+    kept = [r.advantage for r in rollouts if not r.sequence.is_truncated and r.sequence.tokens]
+    assert 0 < len(kept) < len(rollouts)
+    assert metrics["policy/loss"] == pytest.approx(-sum(kept) / len(rollouts), abs=1e-6)
+    assert abs(metrics["policy/loss"]) > 1e-4
+
+
+def test_a_step_takes_the_prompts_and_seeds_of_its_number(make_trainer: Make, tmp_path: Path) -> None:
+    first, second = make_trainer(), make_trainer(output=str(tmp_path / "other"), seed=1)
+    first.step()
+    texts = [r.sequence.text for r in first.collected.rollouts]
+    indices = [g.prompt.index for g in first.collected.groups]
+    first.step()
+    assert [g.prompt.index for g in first.collected.groups] != indices
+    second.step()
+    assert [g.prompt.index for g in second.collected.groups] != indices
+    assert [r.sequence.text for r in second.collected.rollouts] != texts
+
+
+def test_epochs_and_minibatches_are_optimizer_steps(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE, epochs_per_batch=2, minibatches=2, warmup_steps=8, lr=8e-4)
+    metrics = trainer.step()
+    assert trainer.model.version == 4
+    assert metrics["optim/lr"] == pytest.approx(4e-4)  # the fourth of eight warm-up steps
+    assert metrics["train/token_ratio_max"] > 1.0  # old log-probs are those before the first update
+    assert {s.policy_version for g in trainer.collected.groups for r in g.rollouts for s in [r.sequence]} == {0}
+
+
+def test_old_logps_of_several_updates_are_the_trainers_before_the_first(make_trainer: Make, tmp_path: Path) -> None:
+    """Two epochs by hand with the public parts give the same weights."""
+    from gruppo.trainer.collect import training_rows
+
+    trainer = make_trainer(**LIVE, epochs_per_batch=2, minibatches=2)
+    trainer.step()
+    other = make_trainer(**LIVE, epochs_per_batch=2, minibatches=2, output=str(tmp_path / "other"))
+    rows = training_rows(trainer.collected, mask_truncated=False)
+    old = other.model.forward_only(rows["features"])["logps"]
+    for _ in range(2):
+        for part in (slice(0, 8), slice(8, 16)):
+            other.model.forward_backward(
+                rows["features"][part], advantages=rows["advantages"][part], old_logps=old[part]
+            )
+            other.model.clip_grad_and_step(1.0)
+    assert unchanged(other, weights(trainer))
+
+
+def test_the_kl_of_a_run_is_towards_its_start(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE, beta=0.5, lr=1e-3)
+    kls = [trainer.step()["policy/kl"] for _ in range(3)]
+    assert kls[0] == 0.0
+    assert min(kls[1:]) > 1e-5
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_minibatches_without_signal_are_steps_that_do_nothing(minibatches: int, make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:later_half",), minibatches=minibatches, epochs_per_batch=2)
+    before = weights(trainer)
+    metrics = trainer.step()
+    assert metrics["group/zero_std_frac"] == 0.5
+    assert trainer.model.version == 2 * minibatches
+    assert metrics["policy/loss"] == pytest.approx(metrics["policy/policy"])
+    assert not unchanged(trainer, before)
+
+
+def test_abstentions_of_a_whole_step_train_nothing(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:abstains_on_odd_steps",))
+    trainer.step()
+    before = weights(trainer)
+    metrics = trainer.step()
+    assert (metrics["group/zero_std_frac"], metrics["optim/grad_norm"]) == (1.0, 0.0)
+    assert metrics["reward/abstains_on_odd_steps/abstain_frac"] == 1.0
+    assert unchanged(trainer, before)
+
+
+# --- steps without signal -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "sapo", "cispo", "bnpo", "drgrpo", "dapo"])
+def test_a_constant_reward_leaves_the_weights_to_the_bit(loss: str, make_trainer: Make) -> None:
+    # AdamW divides 0 by the root of 0 plus eps: no movement, and no NaN.
+    trainer = make_trainer(rewards=("step_rewards:constant",), loss=loss)
+    before = weights(trainer)
+    for _ in range(2):
+        metrics = trainer.step()
+        assert (metrics["group/zero_std_frac"], metrics["group/all_right_frac"]) == (1.0, 1.0)
+        assert (metrics["policy/loss"], metrics["optim/grad_norm"], metrics["optim/skipped"]) == (0.0, 0.0, 0.0)
+        assert all(math.isfinite(v) for v in metrics.values())
+    assert unchanged(trainer, before)
+
+
+def test_a_dead_step_after_a_live_one_leaves_the_optimizer_alone(make_trainer: Make) -> None:
+    """No gradient at all, rather than one of zeros: AdamW does not go on with what it remembers, nor does it decay."""
+    trainer = make_trainer(**LIVE, weight_decay=0.1)
+    trainer.step()
+    before = weights(trainer)
+    state = {k: v["exp_avg"].clone() for k, v in trainer.model.optimizer.state.items()}
+    trainer.pool.score = lambda prompts, completions, **_: _constant_result(len(completions))  # type: ignore[method-assign]
+    metrics = trainer.step()
+    assert (metrics["optim/grad_norm"], metrics["policy/loss"]) == (0.0, 0.0)
+    assert unchanged(trainer, before)
+    assert all(torch.equal(trainer.model.optimizer.state[k]["exp_avg"], v) for k, v in state.items())
+
+
+def _constant_result(num: int) -> Any:
+    from gruppo.reward import RewardResult
+
+    return RewardResult(totals=[1.0] * num, values={}, metrics={})
+
+
+def test_a_constant_reward_with_a_kl_penalty_trains_on_the_penalty_alone(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:constant",), beta=0.5)
+    before = weights(trainer)
+    metrics = trainer.step()
+    assert (metrics["policy/loss"], metrics["policy/kl"]) == (0.0, 0.0)
+    assert unchanged(trainer, before)  # at its start the policy is the reference, where k3 has no slope
+    with torch.no_grad():
+        trainer.model.model.lm_head.weight.mul_(0.5)
+    before = weights(trainer)
+    metrics = trainer.step()
+    assert metrics["policy/kl"] > 0.01
+    assert metrics["policy/loss"] == pytest.approx(0.5 * metrics["policy/kl"], rel=1e-6)
+    assert not unchanged(trainer, before)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "dapo", "bnpo", "drgrpo"])
+def test_everything_truncated_and_masked_is_loss_zero(loss: str, make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE, loss=loss, max_new_tokens=1, mask_truncated=True, temperature=0.5)
+    before = weights(trainer)
+    metrics = trainer.step()
+    assert metrics["completion/truncated_frac"] == 1.0
+    assert (metrics["policy/loss"], metrics["optim/grad_norm"]) == (0.0, 0.0)
+    assert all(math.isfinite(v) for v in metrics.values())
+    assert unchanged(trainer, before)
+
+
+def test_truncated_but_not_masked_completions_train(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE, max_new_tokens=1, temperature=2.0)
+    before = weights(trainer)
+    assert trainer.step()["optim/grad_norm"] > 0.0
+    assert not unchanged(trainer, before)
+
+
+def test_empty_completions_are_one_end_token_and_the_reward_sees_nothing(make_trainer: Make) -> None:
+    from gruppo.types import SampledSequence, SampleResponse
+
+    seen: list[str] = []
+    trainer = make_trainer()
+    score = trainer.pool.score
+    trainer.pool.score = lambda prompts, completions, **k: seen.extend(completions) or score(prompts, completions, **k)
+    empty = {"tokens": (2,), "logps": (-5.0,), "text": "", "stop_reason": "stop"}
+    trainer.sampler.sample = lambda prompts, num, params: [
+        SampleResponse(sequences=(SampledSequence(prompt_ids=p.token_ids, **empty),) * num) for p in prompts
+    ]
+    metrics = trainer.step()
+    assert seen == [""] * 16
+    assert (metrics["completion/empty_frac"], metrics["completion/len_mean"], metrics["reward/mean"]) == (1.0, 1.0, 0.0)
+    assert (metrics["policy/loss"], metrics["optim/grad_norm"]) == (0.0, 0.0)
+
+
+def test_a_run_that_is_all_truncated_says_so(make_trainer: Make) -> None:
+    trainer = make_trainer(steps=20, max_new_tokens=1)
+    trainer.train()
+    events = [json.loads(line) for line in (trainer.run.path / "events.jsonl").read_text().splitlines()]
+    (text,) = [e["text"] for e in events if e["event"] == "advice" and "max_new_tokens" in e["text"]]
+    assert text == "over half of the completions hit max_new_tokens: raise it, or reward shorter answers"
+
+
+# --- steps that are not finite ------------------------------------------------------------------------------------
+
+CULPRIT = "model.layers.0.mlp.down_proj.weight"
+
+
+def test_one_nan_gradient_is_skipped_and_counted(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE)
+    before = weights(trainer)
+    hook = trainer.model.model.get_parameter(CULPRIT).register_hook(lambda g: g * float("nan"))
+    metrics = trainer.step()
+    hook.remove()
+    assert (metrics["optim/skipped"], metrics["optim/grad_norm"]) == (1.0, 0.0)
+    assert unchanged(trainer, before)
+    metrics = trainer.step()
+    assert metrics["optim/skipped"] == 0.0
+    assert not unchanged(trainer, before)
+
+
+def test_nan_gradients_in_a_row_end_the_run_with_the_weights_before_them(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE, steps=9, save_every=1)
+    kept: list[dict[str, torch.Tensor]] = []
+
+    def poison(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            kept.append(weights(trainer))
+            trainer.model.model.get_parameter(CULPRIT).register_hook(lambda g: g * float("nan"))
+
+    trainer.callbacks.append(poison)
+    with pytest.raises(NumericError, match=rf"{MAX_SKIPPED} optimizer steps in a row .*first in {CULPRIT}") as error:
+        trainer.train()
+    assert error.value.exit_code == 3
+    assert unchanged(trainer, kept[0])
+    assert json.loads((trainer.run.path / "status.json").read_text())["status"] == "failed"
+    assert [m["step"] for m in trainer.run.metrics()] == [1, 2, 3, 4]
+    assert [m["optim/skipped"] for m in trainer.run.metrics()] == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_weights_that_are_nan_end_the_run_and_are_not_saved(make_trainer: Make) -> None:
+    # A NaN in the head makes every log-prob NaN: the loss itself, and not only a gradient.
+    trainer = make_trainer(**LIVE, steps=9)
+
+    def poison(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        with torch.no_grad():
+            trainer.model.model.lm_head.weight[3, 3] = float("nan")
+
+    trainer.callbacks.append(poison)
+    with pytest.raises(NumericError, match="gives NaN for a token") as error:
+        trainer.train()
+    assert error.value.exit_code == 3
+    assert not list(trainer.run.checkpoints.glob("step-*"))
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_records_a_checkpoint_and_the_model(make_trainer: Make) -> None:
+    trainer = make_trainer(steps=4, save_every=2, eval_prompts=8, eval_every=2, completions_every=2)
+    result = trainer.train()
+    path = trainer.run.path
+    assert (result.status, result.step) == ("done", 4)
+    assert [m["step"] for m in result.metrics] == [0, 1, 2, 3, 4]
+    assert [m["step"] for m in result.metrics if "eval/accuracy" in m] == [0, 2, 4]
+    assert result.after is not None and result.metrics[-1]["eval/accuracy"] == result.after.accuracy
+    assert sorted(p.name for p in (path / "completions").iterdir()) == ["step-000002.parquet", "step-000004.parquet"]
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    assert json.loads((path / "status.json").read_text()) == {"status": "done", "step": 4}
+    assert not (path / "lock").exists()
+    assert (path / "model" / "model.safetensors").is_file()
+
+
+def test_only_the_newest_checkpoints_are_kept(make_trainer: Make) -> None:
+    trainer = make_trainer(steps=5, save_every=1, keep_checkpoints=3)
+    trainer.train()
+    names = sorted(p.name for p in (trainer.run.path / "checkpoints").iterdir())
+    assert names == ["step-000003", "step-000004", "step-000005"]
+
+
+def test_a_callback_that_returns_true_ends_the_run(make_trainer: Make) -> None:
+    seen = []
+    trainer = make_trainer(steps=9, callbacks=[lambda trainer, step, metrics: seen.append(step) or step == 3])
+    result = trainer.train()
+    assert (seen, result.step, result.status) == ([1, 2, 3], 3, "done")
+    assert (trainer.run.checkpoints / "step-000003").is_dir()
+
+
+def test_a_score_that_is_reached_ends_the_run(make_trainer: Make) -> None:
+    trainer = make_trainer(steps=9, eval_prompts=8, eval_every=2, stop_at_score=0.0)
+    assert trainer.train().step == 2
+
+
+def test_held_out_prompts_are_not_trained_on(make_trainer: Make) -> None:
+    trainer = make_trainer(eval_prompts=40)
+    held_out = {p.text for p in trainer.prompts.held_out}
+    assert len(held_out) == 40
+    assert not held_out & {p.text for p in trainer.prompts.train}
+
+
+def test_the_tensorboard_file_holds_the_numbers_of_the_run(make_trainer: Make) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    trainer = make_trainer(steps=3, tensorboard=True)
+    metrics = trainer.train().metrics
+    (file,) = (trainer.run.path / "tensorboard").iterdir()
+    found = {}
+    for event in EventFileLoader(str(file)).Load():
+        for value in event.summary.value:
+            found[event.step, value.tag] = value.tensor.float_val[0]
+    assert {(m["step"], k): v for m in metrics for k, v in m.items() if k != "step"} == pytest.approx(found, rel=1e-6)
+
+
+def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def log(self, step: int, metrics: Any) -> None:
+            raise ConnectionError("no route to board")
+
+        def close(self) -> None:
+            raise ConnectionError("still none")
+
+    trainer = make_trainer(steps=2)
+    trainer.trackers.trackers["wandb"] = Broken()
+    assert trainer.train().status == "done"
+    assert caplog.text.count("wandb failed and is switched off: no route to board") == 1
+
+
+def test_a_tracker_that_is_not_installed_is_refused_and_leaves_no_trace(make_trainer: Make, tmp_path: Path) -> None:
+    with pytest.raises(MissingExtraError, match=r"wandb=true needs 'wandb'.*pip install 'gruppo\[wandb\]'"):
+        make_trainer(wandb=True)
+    assert not (tmp_path / "run").exists()  # so that the next try finds its output free
+
+
+# --- resuming in this process -------------------------------------------------------------------------------------
+
+RUN = {**LIVE, "steps": 6, "save_every": 2, "eval_prompts": 6, "eval_every": 3, "lr": 1e-3, "warmup_steps": 4}
+
+
+def record(trainer: GRPOTrainer) -> tuple[bytes, dict[str, torch.Tensor]]:
+    return (trainer.run.path / "metrics.jsonl").read_bytes(), weights(trainer)
+
+
+@pytest.fixture
+def uninterrupted(make_trainer: Make, tmp_path: Path) -> tuple[bytes, dict[str, torch.Tensor]]:
+    trainer = make_trainer(**RUN, output=str(tmp_path / "whole"))
+    trainer.train()
+    return record(trainer)
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_at(number: int) -> Callable[..., None]:
+    def callback(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        if step == number:
+            raise Crash
+
+    return callback
+
+
+@pytest.mark.parametrize("at", [3, 4, 5, 6])
+def test_a_run_that_crashed_resumes_to_the_same_bits(
+    at: int, make_trainer: Make, uninterrupted: tuple[bytes, dict[str, torch.Tensor]]
+) -> None:
+    with pytest.raises(Crash):
+        make_trainer(**RUN, callbacks=[crash_at(at)]).train()
+    resumed = make_trainer(**RUN, resume=True)
+    assert resumed.step_number == (at - 1) // 2 * 2
+    resumed.train()
+    expected = uninterrupted
+    assert record(resumed)[0] == expected[0]
+    assert unchanged(resumed, expected[1])
+
+
+SITES = ["first evaluation", "sampling", "reward", "evaluation", "update"]
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_signal_anywhere_saves_and_resumes_to_the_same_bits(
+    site: str,
+    make_trainer: Make,
+    uninterrupted: tuple[bytes, dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The flag is raised where the run happens to be; it must be noticed, and nothing of the step lost or doubled."""
+    import signal
+
+    trainer = make_trainer(**RUN)
+
+    def raise_flag(*_: Any) -> None:
+        trainer.stop.signal = signal.SIGTERM
+
+    def after(name: str, owner: Any, when: Callable[[], bool]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if when():
+                raise_flag()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    if site == "first evaluation":
+        after("evaluate", trainer, lambda: trainer.step_number == 0)
+    elif site == "sampling":
+        after("sample", trainer.sampler, lambda: trainer.step_number == 1)
+    elif site == "reward":
+        after("score", trainer.pool, lambda: trainer.step_number == 4)
+    elif site == "evaluation":  # after step 3, in which weights have moved and nothing is recorded yet
+        after("evaluate", trainer, lambda: trainer.step_number == 3)
+    else:
+        after("update", trainer, lambda: trainer.step_number == 2)
+    result = trainer.train()
+    assert result.status == "stopped"
+    assert json.loads((trainer.run.path / "status.json").read_text())["status"] == "stopped"
+    expected_step = {"first evaluation": 0, "sampling": 1, "reward": 5, "evaluation": 3, "update": 3}[site]
+    assert result.step == expected_step
+    monkeypatch.undo()
+    resumed = make_trainer(**RUN, resume=True)
+    assert resumed.step_number == expected_step
+    assert resumed.train().status == "done"
+    assert record(resumed)[0] == uninterrupted[0]
+    assert unchanged(resumed, uninterrupted[1])
+
+
+def test_a_run_killed_between_record_and_checkpoint_has_each_step_once(
+    make_trainer: Make,
+    uninterrupted: tuple[bytes, dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever is written first, the other is missing after a kill: neither order may lose or double a line."""
+    import gruppo.trainer.checkpoints as checkpoints
+
+    save = checkpoints.save_checkpoint
+    for when in ("before", "after"):
+        trainer = make_trainer(**RUN) if when == "before" else make_trainer(**RUN, resume=True)
+
+        def dying(run: Any, model: Any, step: int, keep: int, unfinished: Any = None, when: str = when) -> None:
+            if when == "after":
+                save(run, model, step, keep, unfinished)
+            if step == 4:
+                raise Crash
+            if when == "before":
+                save(run, model, step, keep, unfinished)
+
+        monkeypatch.setattr(checkpoints, "save_checkpoint", dying)
+        with pytest.raises(Crash):
+            trainer.train()
+        monkeypatch.undo()
+    resumed = make_trainer(**RUN, resume=True)
+    assert resumed.step_number == 4
+    resumed.train()
+    assert record(resumed)[0] == uninterrupted[0]
+    assert unchanged(resumed, uninterrupted[1])
+
+
+def test_a_finished_run_resumed_changes_nothing(make_trainer: Make) -> None:
+    trainer = make_trainer(**RUN)
+    trainer.train()
+    before = record(trainer)
+    resumed = make_trainer(**RUN, resume=True)
+    assert resumed.train().status == "done"
+    assert record(resumed)[0] == before[0]
+    assert unchanged(resumed, before[1])
+
+
+def test_a_finished_run_that_goes_on_replaces_its_model(make_trainer: Make) -> None:
+    from safetensors.torch import load_file
+
+    from gruppo.trainer.run_dir import RunDir
+
+    make_trainer(**RUN).train()
+    longer = make_trainer(**(RUN | {"steps": 8}), resume=True)
+    assert longer.step_number == 6
+    longer.train()
+    assert [m["step"] for m in longer.run.metrics()] == list(range(9))
+    saved = load_file(longer.run.model / "model.safetensors")
+    assert all(torch.equal(saved[n], p) for n, p in weights(longer).items())
+    assert RunDir(longer.run.path).config().steps == 8  # a further resume knows where it ends
+
+
+def test_the_reference_of_a_resumed_run_is_that_of_its_start(make_trainer: Make, tmp_path: Path) -> None:
+    run = {**RUN, "beta": 0.3}
+    whole = make_trainer(**run, output=str(tmp_path / "whole"))
+    whole.train()
+    with pytest.raises(Crash):
+        make_trainer(**run, callbacks=[crash_at(5)]).train()
+    resumed = make_trainer(**run, resume=True)
+    resumed.train()
+    assert record(resumed)[0] == record(whole)[0]
+    kls = [m["policy/kl"] for m in resumed.run.metrics()[1:]]
+    assert kls[0] == 0.0 and all(a != b for a, b in pairwise(kls))
