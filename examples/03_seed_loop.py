@@ -1,6 +1,6 @@
 """The shortest loop: sample, reward, advantage, forward_backward, step.
 
-    python examples/03_seed_loop.py            trains the embedded model for 40 steps
+python examples/03_seed_loop.py            trains the embedded model for 40 steps
 """
 
 import random

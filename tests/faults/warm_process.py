@@ -15,8 +15,10 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["pytest", "peft", "transformers", "transformers.models.qwen3.modeling_qwen3", "pyarrow.parquet"]
-    + ["gruppo.cli.train", "gruppo.model.checkpoint", "gruppo.trainer.trainer", "gruppo.trainer.checkpoints"]
+    [
+        *("pytest", "peft", "transformers", "transformers.models.qwen3.modeling_qwen3", "pyarrow.parquet"),
+        *("gruppo.cli.train", "gruppo.model.checkpoint", "gruppo.trainer.trainer", "gruppo.trainer.checkpoints"),
+    ]
 )
 
 

@@ -26,8 +26,8 @@ def data_check(arguments: Sequence[str]) -> int:
         DataArguments,
         arguments,
         verb="data check",
-        description="What a data set holds: rows, columns, lengths, duplicates, which rows would be dropped and why, and "
-        "three prompts as the model would see them.\n\n  gruppo data check problems.jsonl --model Qwen/Qwen3-0.6B",
+        description="What a data set holds: rows, columns, lengths, duplicates, which rows would be dropped and why, "
+        "and three prompts as the model would see them.\n\n  gruppo data check problems.jsonl --model Qwen/Qwen3-0.6B",
     )
     from gruppo.cli.data_check import check_data
 

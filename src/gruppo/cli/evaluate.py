@@ -45,13 +45,10 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     with RewardPool(given.rewards) as pool:
         rows = resolve_source(given.data, prompt_column=given.prompt_column)
         sampler = TorchSampler(given.model, temperature=given.temperature)
+        assert sampler.tokenizer is not None  # loaded by id, so it has one
         prompts = load_prompts(rows, sampler.tokenizer, limit=given.limit, system=given.system).prompts
-        params = SamplingParams(
-            temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed
-        )
-        result = evaluate(
-            prompts, sampler, pool, params, num_samples=given.num_samples, correct_at=given.correct_at
-        )
+        params = SamplingParams(temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed)
+        result = evaluate(prompts, sampler, pool, params, num_samples=given.num_samples, correct_at=given.correct_at)
     if given.json:
         print(json.dumps({"prompts": len(prompts), **result.metrics}))
         return 0

@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _make_safe_to_print() -> None:
-    """Model text holds any character: one that the terminal cannot show must not end a run, nor must a closed output."""
+    """Model text holds any character: one that a terminal cannot show must not end a run; nor a closed output."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the life of the process
     if isinstance(sys.stdout, io.TextIOWrapper):

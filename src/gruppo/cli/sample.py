@@ -54,6 +54,7 @@ def sample(arguments: Sequence[str]) -> int:
         seed=given.seed,
     )
     sampler = TorchSampler(given.model)
+    assert sampler.tokenizer is not None  # loaded by id, so it has one
     rows = [{"prompt": [{"role": "user", "content": p}] if given.chat else p} for p in given.prompts]
     prompts = load_prompts(rows, sampler.tokenizer).prompts
     console = Console(highlight=False)

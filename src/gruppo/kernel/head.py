@@ -215,6 +215,7 @@ class _Walk:
                 is_overflowed = _Later(torch.stack(overflowed).any())
             slope = self.head.shape.scale / self.head.shape.temperature
             factor = self._grad(window) * (-slope / (1 + result.rest))
+            assert result.residual is not None
             self._finish(window, out, factor, (result.residual, self.head.weight, self.labels[window]))
         self._no_tokens()
         return is_overflowed is None or not is_overflowed.value()

@@ -46,8 +46,8 @@ class Scorer:
         reference.check_temperature(temperature)
         self.model = model
         self.temperature = temperature
-        self.layout = layout
-        self.head = head
+        self.layout: Layout = layout
+        self.head: HeadChoice = head
         self.body, self.head_weight = _split(model)
         if self.head_weight is None:
             logger.info("%s: logits come from the whole model, not from body and head", type(model).__name__)
@@ -121,12 +121,13 @@ def _split(model: nn.Module) -> tuple[nn.Module, Tensor | None]:
         return model, None
     was_training = model.training
     model.eval()
-    blow_up = embeddings.register_forward_hook(lambda _module, _inputs, output: output * 1000)
+    blow_up = embeddings.register_forward_hook(lambda _module, _inputs, output: output * 1000)  # pyright: ignore[reportOperatorIssue]
     with torch.no_grad():
         tokens = torch.arange(4, device=weight.device)[None] % len(weight)
         whole = model(input_ids=tokens, use_cache=False).logits
         blow_up.remove()
-        product = (body(input_ids=tokens, use_cache=False).last_hidden_state @ weight.T) * 1000
+        hidden: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
+        product = (hidden @ weight.T) * 1000
     model.train(was_training)
     tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
     same = whole.shape == product.shape and bool((whole - product).abs().max() <= tolerance * product.abs().max())

@@ -69,7 +69,7 @@ def loss_and_backward(
     head = scorer.make_head()
 
     def make_inputs() -> LossInputs:
-        per_token = {name: v[scored] if isinstance(v, Tensor) and v.shape == batch.labels.shape else v
+        per_token: dict[str, Any] = {name: v[scored] if isinstance(v, Tensor) and v.shape == batch.labels.shape else v
                      for name, v in aligned.items()}  # fmt: skip
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         blank = torch.zeros(len(labels), dtype=head.dtype, device=labels.device)

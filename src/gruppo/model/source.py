@@ -99,7 +99,8 @@ def load_model(
     if revision is not None:
         options["revision"] = revision
     with _refusing(model_id):
-        model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    model, report = loaded
     if report["missing_keys"]:  # transformers would fill them with random numbers
         missing = sorted(report["missing_keys"])
         raise InputError(f"the weights of {model_id!r} lack {len(missing)} tensors: {', '.join(missing[:3])}")

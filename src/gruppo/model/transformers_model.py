@@ -80,7 +80,8 @@ class TransformersModel:
             model = add_lora(model, lora)  # type: ignore[arg-type]
         _switch_off_dropout(model)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model = model.to(self.device).train(gradient_checkpointing)  # transformers checkpoints in train mode only
+        nn.Module.to(model, self.device)
+        self.model = model.train(gradient_checkpointing)  # transformers checkpoints in train mode only
         self.lora = lora
         self.tokens_per_microbatch = tokens_per_microbatch
         self.version = 0

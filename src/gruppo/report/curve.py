@@ -1,6 +1,7 @@
 """Learning curves: a few lines of text for the terminal, a PNG for everything else."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def save_png(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         if x <= x1:
             return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return points[-1][1]

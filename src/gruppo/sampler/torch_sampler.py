@@ -235,4 +235,6 @@ def _end_tokens(model: TransformersModel) -> frozenset[int]:
     found: list[Any] = [getattr(getattr(model.model, "generation_config", None), "eos_token_id", None)]
     found.append(getattr(getattr(model.model, "config", None), "eos_token_id", None))
     found.append(getattr(model.tokenizer, "eos_token_id", None))
-    return frozenset(int(i) for entry in found if entry is not None for i in (entry if isinstance(entry, list) else [entry]))
+    return frozenset(
+        int(i) for entry in found if entry is not None for i in (entry if isinstance(entry, list) else [entry])
+    )

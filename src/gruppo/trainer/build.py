@@ -36,7 +36,9 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
     cls = LOSSES.get(config.loss)
     if cls is None:
         if ":" not in config.loss:
-            raise InputError(f"loss={config.loss!r} is unknown; use one of {', '.join(LOSSES)}, or your.module:YourLoss")
+            raise InputError(
+                f"loss={config.loss!r} is unknown; use one of {', '.join(LOSSES)}, or your.module:YourLoss"
+            )
         cls = import_object(config.loss)
     parameters = inspect.signature(cls).parameters
     options: dict[str, Any] = {"beta": config.beta, "kl_estimator": config.kl_estimator}
@@ -67,9 +69,7 @@ def build_advantage(config: TrainConfig) -> GRPOAdvantage | RLOOAdvantage:
 def build_rewards(config: TrainConfig, on_wait: Any = None) -> RewardPool:
     weights = config.reward_weights or (1.0,) * len(config.rewards)
     rewards = [load_reward(spec, weight=weight) for spec, weight in zip(config.rewards, weights, strict=True)]
-    return RewardPool(
-        rewards, workers=config.reward_workers, deadline_s=config.reward_deadline, on_wait=on_wait
-    )
+    return RewardPool(rewards, workers=config.reward_workers, deadline_s=config.reward_deadline, on_wait=on_wait)
 
 
 def try_rewards(pool: RewardPool, prompts: Sequence[Prompt]) -> None:
@@ -102,8 +102,8 @@ def build_prompts(config: TrainConfig, tokenizer: Any) -> Prompts:
         room = context - config.max_new_tokens
         if room < 1:
             raise InputError(
-                f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's context of {context} "
-                "tokens; lower it"
+                f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's context of "
+                f"{context} tokens; lower it"
             )
         longest = room if longest is None else min(longest, room)
     options: dict[str, Any] = {"max_prompt_tokens": longest, "system": config.system}
@@ -151,8 +151,6 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
     model.set_loss(loss)
     options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
     model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
-    model.set_lr_scheduler(
-        config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps
-    )
+    model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)
     model.add_metric(metric_for(loss, top_k_kl=0))
     return model

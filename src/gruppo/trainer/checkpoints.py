@@ -31,7 +31,9 @@ def save_checkpoint(
 
     def write(aside: Path) -> None:
         save_training_state(model.model, model.optimizer, aside)
-        (aside / "trainer.json").write_text(json.dumps({"step": step, "version": model.version, "unfinished": unfinished}))
+        (aside / "trainer.json").write_text(
+            json.dumps({"step": step, "version": model.version, "unfinished": unfinished})
+        )
 
     commit_folder(folder, write, {"kind": "training", "step": step})
     for old in sorted(run.checkpoints.glob("step-*"))[:-keep]:
@@ -52,5 +54,9 @@ def load_newest(run: RunDir, model: TransformersModel) -> tuple[int, dict[str, f
         model.version = state["version"]
         return state["step"], state.get("unfinished")
     if folders:
-        raise CheckpointError(f"none of the {len(folders)} checkpoints in {run.checkpoints} is whole; nothing was changed")
-    raise CheckpointError(f"{run.path} has no checkpoint to resume from: it stopped before its first one; start it anew")
+        raise CheckpointError(
+            f"none of the {len(folders)} checkpoints in {run.checkpoints} is whole; nothing was changed"
+        )
+    raise CheckpointError(
+        f"{run.path} has no checkpoint to resume from: it stopped before its first one; start it anew"
+    )

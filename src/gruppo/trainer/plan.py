@@ -26,8 +26,8 @@ class Plan:
     def lines(self, config: TrainConfig) -> list[str]:
         share = f"{self.trainable:,} of {self.parameters:,} parameters train"
         return [
-            f"{config.prompts_per_step} prompts x {config.group_size} completions = {self.sequences_per_step} sequences "
-            f"per step, at most {self.tokens_per_step:,} tokens, in {self.microbatches} micro-batch(es)",
+            f"{config.prompts_per_step} prompts x {config.group_size} completions = {self.sequences_per_step} "
+            f"sequences per step, at most {self.tokens_per_step:,} tokens, in {self.microbatches} micro-batch(es)",
             f"{config.steps} steps x {config.epochs_per_batch} epoch(s) x {config.minibatches} minibatch(es) = "
             f"{self.optimizer_steps} optimizer steps; each prompt is seen {self.epochs:.2g} time(s)",
             f"{share}; about {self.memory / MiB:,.0f} MiB of memory (estimate)",

@@ -1,15 +1,15 @@
 """The run directory: what a run leaves behind, and all that `resume` needs.
 
-    config.yaml        the resolved config
-    env.json           versions, threads, device
-    metrics.jsonl      one line per step; a function of config and seed alone, so that equal runs have equal files
-    timings.jsonl      one line per step: where the time went
-    events.jsonl       what happened when: start, checkpoint, advice, stop
-    completions/       step-000010.parquet: every completion with reward, advantage, tokens and log-probs
-    checkpoints/       step-000050/: weights, optimizer, manifest
-    model/             the result, as transformers, PEFT and vLLM load it
-    status.json        running, done, stopped or failed, and at which step
-    lock               the process that owns the directory
+config.yaml        the resolved config
+env.json           versions, threads, device
+metrics.jsonl      one line per step; a function of config and seed alone, so that equal runs have equal files
+timings.jsonl      one line per step: where the time went
+events.jsonl       what happened when: start, checkpoint, advice, stop
+completions/       step-000010.parquet: every completion with reward, advantage, tokens and log-probs
+checkpoints/       step-000050/: weights, optimizer, manifest
+model/             the result, as transformers, PEFT and vLLM load it
+status.json        running, done, stopped or failed, and at which step
+lock               the process that owns the directory
 """
 
 import json

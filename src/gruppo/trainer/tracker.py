@@ -53,8 +53,9 @@ class _TensorBoard:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         import time
 
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        # Generated modules, whose names no type checker sees
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self.writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))

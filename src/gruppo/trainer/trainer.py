@@ -143,7 +143,7 @@ class GRPOTrainer:
         if updates > 1 and "ref_logps" in self.model.loss.needs:
             ref_logps = self.model.reference_logps(features)
         size = len(features) // self.config.minibatches
-        losses, norms, skipped = [], [], 0
+        losses, norms, lr, skipped = [], [], 0.0, 0
         for _ in range(self.config.epochs_per_batch):
             for start in range(0, len(features), size):
                 part = slice(start, start + size)
@@ -157,6 +157,7 @@ class GRPOTrainer:
                 report = self.model.clip_grad_and_step(self.config.max_grad_norm)
                 losses.append({"loss": result.loss} | result.terms)
                 norms.append(report.grad_norm)
+                lr = report.lr
                 skipped += self._count_skipped(report.skipped, report.culprit)
         # An update on sequences without signal has no terms.
         names = dict.fromkeys(name for x in losses for name in x)
@@ -164,7 +165,7 @@ class GRPOTrainer:
         finite = [n for n in norms if n == n and n != float("inf")]
         metrics |= {
             "optim/grad_norm": sum(finite) / len(finite) if finite else 0.0,
-            "optim/lr": report.lr,
+            "optim/lr": lr,
             "optim/skipped": float(skipped),
         }
         return metrics | self.model.calculate_metric()
@@ -303,8 +304,8 @@ class GRPOTrainer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPPED:
             raise NumericError(
-                f"{MAX_SKIPPED} optimizer steps in a row had a non-finite gradient (first in {culprit}); the weights are "
-                "those before them. Lower lr, or look at the completions of the last step"
+                f"{MAX_SKIPPED} optimizer steps in a row had a non-finite gradient (first in {culprit}); the weights "
+                "are those before them. Lower lr, or look at the completions of the last step"
             )
         return int(skipped)
 

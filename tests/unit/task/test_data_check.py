@@ -88,7 +88,11 @@ def test_many_bad_rows_are_counted() -> None:
         ("absent.jsonl", {}, "error: no such file: absent.jsonl"),
         ([{"text": "a"}], {}, "error: rows has no column 'prompt'"),
         ([{"prompt": None}], {}, "error: rows has no usable row"),
-        ([{"prompt": "1"}], {"model": "./no/such/model"}, "error: model './no/such/model' is neither a folder nor a hub id"),
+        (
+            [{"prompt": "1"}],
+            {"model": "./no/such/model"},
+            "error: model './no/such/model' is neither a folder nor a hub id",
+        ),
     ],
 )
 def test_unusable_data_is_an_error_with_exit_code_2(source: Any, options: dict[str, Any], message: str) -> None:
