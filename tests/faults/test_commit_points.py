@@ -1,5 +1,6 @@
 """R-04: a process that dies between any two operations of a commit leaves the previous checkpoint, whole."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from gruppo.model.checkpoint import read_manifest
 from gruppo.trainer.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
+DIED = 9
 
 
 def save(folder: Path, step: int, die_at: int) -> None:
@@ -41,7 +43,7 @@ def save(folder: Path, step: int, die_at: int) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             if count == die_at:
-                os._exit(9)
+                os._exit(DIED)
             count += 1
             return original(*args, **kwargs)
 
@@ -67,20 +69,36 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def test_dying_between_any_two_operations_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    process = WarmProcess(tmp_path / "log", save, first, 1, 10**6)
-    assert process.wait() == 0
-    process.close()
-    newest = []
-    for point in range(100):
-        run = tmp_path / f"die-{point}"
+def save_and_die_everywhere(folder: Path) -> None:
+    """A first checkpoint, then for each operation of the second a copy whose writer died there."""
+    first = folder / "first"
+    run_in_fork(first, 1, 10**6)
+    codes = []
+    while not codes or codes[-1] == DIED:
+        run = folder / f"die-{len(codes)}"
         shutil.copytree(first, run)
-        process = WarmProcess(tmp_path / f"log-{point}", save, run, 2, point)
-        code = process.wait()
-        process.close()
-        assert code in (0, 9), process.output
-        found = sorted((run / "checkpoints").glob("step-*"))
+        codes.append(run_in_fork(run, 2, len(codes)))
+    (folder / "codes.json").write_text(json.dumps(codes))
+
+
+def run_in_fork(run: Path, step: int, die_at: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        save(run, step, die_at)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_dying_between_any_two_operations_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    process = WarmProcess(tmp_path / "log", save_and_die_everywhere, tmp_path)
+    assert process.wait() == 0, process.output
+    process.close()
+    codes = json.loads((tmp_path / "codes.json").read_text())
+    # mkdir, four files, manifest, their flushes, the rename, the parent's flush, the pruning
+    assert len(codes) > 12 and codes == [DIED] * (len(codes) - 1) + [0]
+    newest = []
+    for point in range(len(codes)):
+        found = sorted((tmp_path / f"die-{point}" / "checkpoints").glob("step-*"))
         whole = [p for p in found if is_whole(p)]
         assert whole, f"after dying at operation {point} nothing whole is left of {[p.name for p in found]}"
         step = int(whole[-1].name.removeprefix("step-"))
@@ -90,8 +108,4 @@ def test_dying_between_any_two_operations_leaves_a_whole_checkpoint(tmp_path: Pa
         # Nothing half-written has a checkpoint's name; one that is half-deleted is older than the newest.
         assert all(p.name < whole[-1].name for p in found if p not in whole)
         newest.append(step)
-        if code == 0:
-            break
-    # mkdir, four files, manifest, their flushes, the rename, the parent's flush, the pruning
-    assert len(newest) > 12
     assert newest == sorted(newest) and newest[0] == 1 and newest[-1] == 2

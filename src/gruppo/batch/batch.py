@@ -28,6 +28,8 @@ class PackedBatch:
     max_length: int  # slots of the longest sequence
     old_logps: Tensor | None = None  # [T] float32, 0 where not scored
     ref_logps: Tensor | None = None  # [T] float32, 0 where not scored
+    distinct: Tensor | None = None  # [U] int64: sequences with different input_ids, the first of each kind
+    kind: Tensor | None = None  # [S] int64: which of `distinct` a sequence has the input_ids of
 
     @property
     def num_sequences(self) -> int:

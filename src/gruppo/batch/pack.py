@@ -37,12 +37,19 @@ def pack(features: Sequence[InputFeature]) -> PackedBatch:
     labels: list[int] = []
     position_ids: list[int] = []
     offsets = [0]
+    kinds: dict[tuple[int, ...], int] = {}
+    kind: list[int] = []
+    distinct: list[int] = []
     for i, feature in enumerate(features):
         if not feature.prompt_ids:
             raise InputError(f"feature {i} has no prompt token; its first completion token has nothing to follow")
         tokens = feature.input_ids
         num_slots = max(len(tokens) - 1, 1)
-        input_ids += tokens[:num_slots]
+        inputs = tokens[:num_slots]
+        input_ids += inputs
+        kind.append(kinds.setdefault(inputs, len(kinds)))
+        if kind[-1] == len(distinct):
+            distinct.append(i)
         labels += _labels(feature)
         position_ids += range(num_slots)
         offsets.append(offsets[-1] + num_slots)
@@ -55,6 +62,8 @@ def pack(features: Sequence[InputFeature]) -> PackedBatch:
         max_length=max((b - a for a, b in pairwise(offsets)), default=0),
         old_logps=_logps("old_logps", features, labels_T),
         ref_logps=_logps("ref_logps", features, labels_T),
+        distinct=torch.tensor(distinct, dtype=torch.int64),
+        kind=torch.tensor(kind, dtype=torch.int64),
     )
 
 

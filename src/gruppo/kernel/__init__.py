@@ -5,6 +5,7 @@
     rows.py           row operations on a chunk of logits in torch ops: CPU, and any GPU without Triton
     triton_rows.py    the same in Triton
     triton_logits.py  the product with the softmax in its epilogue, for bf16 on Hopper: logits never reach memory
+    whole.py          the head for few logits: all of them at once, with its own backward
     gather.py         rows by index with a cheap backward
 
 To add a kernel, write it beside its reference with the same signature and a test that compares the two.

@@ -18,6 +18,7 @@ from gruppo.kernel import reference
 from gruppo.kernel.gather import take_rows
 from gruppo.kernel.head import Head
 from gruppo.kernel.rows import LogitShape
+from gruppo.kernel.whole import whole_logps_and_entropy
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +58,14 @@ class Scorer:
         scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
         labels_N = batch.labels[scored]
         if self.head_weight is None:
-            logits_NV = take_rows(self._run(self.model, batch, "logits"), scored)
+            logits_NV = self._run(self.model, batch, "logits", scored)
             logps_N, entropies_N = reference.logps_and_entropy(logits_NV, labels_N, self.temperature)
         else:
-            hidden_ND = take_rows(self._run(self.body, batch, "last_hidden_state"), scored)
+            hidden_ND = self._run(self.body, batch, "last_hidden_state", scored)
             if self.walks(batch.num_slots):  # as the step that trains decides: the two must agree to the bit
                 logps_N, entropies_N = self.make_head().score(hidden_ND.detach(), labels_N)
             else:
-                logps_N, entropies_N = reference.linear_logps_and_entropy(
-                    hidden_ND, self.head_weight, labels_N, self.temperature
-                )
+                logps_N, entropies_N = whole_logps_and_entropy(hidden_ND, self.head_weight, labels_N, self.temperature)
         return {"logps": place(logps_N, scored, batch), "entropies": place(entropies_N, scored, batch)}
 
     def walks(self, num_slots: int) -> bool:
@@ -82,22 +81,26 @@ class Scorer:
     def hidden(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states `[N, D]` of the scored slots with their graph, labels `[N]`, and which slots they are."""
         scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
-        return take_rows(self._run(self.body, batch, "last_hidden_state"), scored), batch.labels[scored], scored
+        return self._run(self.body, batch, "last_hidden_state", scored), batch.labels[scored], scored
 
-    def _run(self, module: nn.Module, batch: PackedBatch, output: str) -> Tensor:
-        """The module's output at each slot, `[T, ...]`."""
+    def _run(self, module: nn.Module, batch: PackedBatch, output: str, scored: Tensor) -> Tensor:
+        """The module's output at the scored slots, `[N, ...]`."""
         if self.layout == "packed":
             result = module(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-            return getattr(result, output)[0]
+            return take_rows(getattr(result, output)[0], scored)
         rows_SL = pad_tokens(batch.input_ids, batch.cu_seqlens, fill=0)
+        row_S = torch.arange(batch.num_sequences, device=batch.labels.device)
+        has_repeats = batch.distinct is not None and len(batch.distinct) < batch.num_sequences
+        if has_repeats:
+            # Equal rows have equal outputs, so one of each kind runs; the backward adds what comes back from copies.
+            assert batch.kind is not None
+            rows_SL, row_S = rows_SL[batch.distinct], batch.kind
         values_SLD = getattr(module(input_ids=rows_SL, use_cache=False), output)
         # Slot t of the batch is column position_ids[t] of its row.
-        row_T = torch.repeat_interleave(
-            torch.arange(batch.num_sequences, device=batch.labels.device),
-            batch.cu_seqlens.diff(),
-            output_size=batch.num_slots,
-        )
-        return take_rows(values_SLD.flatten(0, 1), row_T * rows_SL.shape[1] + batch.position_ids)
+        row_T = torch.repeat_interleave(row_S, batch.cu_seqlens.diff(), output_size=batch.num_slots)
+        index_N = (row_T * rows_SL.shape[1] + batch.position_ids)[scored]
+        values_TD = values_SLD.flatten(0, 1)
+        return values_TD.index_select(0, index_N) if has_repeats else take_rows(values_TD, index_N)
 
 
 def place(values_N: Tensor, scored: Tensor, batch: PackedBatch) -> Tensor:

@@ -34,6 +34,8 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter], **options: Any
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
         raise InputError("the model has no parameter that trains; everything is frozen")
+    if name in ("Adam", "AdamW") and not options.keys() & {"fused", "foreach", "capturable", "differentiable"}:
+        options["fused"] = True  # one kernel over all parameters; on a CPU the default is a Python loop
     return cls(trainable, **options)
 
 

@@ -195,6 +195,8 @@ class TransformersModel:
         """
         _check_features(inputs)
         self._check_count("advantages", advantages, inputs)
+        if not isinstance(advantages, Tensor) and all(type(a) is float for a in advantages):
+            advantages = torch.tensor(advantages, dtype=torch.float32)  # read by the loss and by every metric
         if totals is None:
             totals = Totals(sequences=len(inputs), tokens=sum(f.num_scored for f in inputs))
         if ref_logps is None and "ref_logps" in self.loss.needs and any(f.ref_logps is None for f in inputs):
@@ -214,6 +216,7 @@ class TransformersModel:
             from_features = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps, "sampler_logps": None}
             aligned = {n: from_features[n] if v is None else _select(v, part) for n, v in given.items()}
             aligned["advantages"] = _select(advantages, part)
+            aligned["sampler_logps"] = _placed(aligned["sampler_logps"], batch)
             result, outputs = loss_and_backward(self.scorer, batch, self.loss, totals, aligned)
             loss = loss + result.loss.detach()
             for name, value in result.terms.items():
@@ -286,9 +289,7 @@ class TransformersModel:
             )
         sampler = aligned["sampler_logps"]
         if sampler is not None:
-            scored = observed["logps"][batch.labels != IGNORE_INDEX]
-            values = torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in sampler]).to(self.device)
-            gap = (scored - values).abs().double()
+            gap = (observed["logps"] - sampler)[batch.labels != IGNORE_INDEX].abs().double()
             largest = gap.max() if gap.numel() else gap.new_zeros(())
             self._gap = torch.stack(
                 [self._gap[0] + gap.sum(), self._gap[1] + gap.numel(), self._gap[2].maximum(largest)]
@@ -307,6 +308,24 @@ def _check_features(inputs: Sequence[InputFeature]) -> None:
 
 def _select(values: PerSequence, part: list[int]) -> Any:
     return values[part] if isinstance(values, Tensor) else [values[i] for i in part]
+
+
+def _placed(rows: Any, batch: PackedBatch) -> Tensor | None:
+    """One row of values per sequence as a tensor over the slots, made once for loss and report."""
+    if rows is None:
+        return None
+    for i, (row, length) in enumerate(zip(rows, batch.segments.length.tolist(), strict=True)):
+        if len(row) != length:
+            raise InputError(
+                f"sampler_logps of sequence {i} has {len(row)} entries for {length} scored tokens; "
+                "give exactly one value per token whose label is not masked"
+            )
+    if len(rows) and isinstance(rows[0], Tensor):
+        values = torch.cat(list(rows)).to(torch.float32)
+    else:
+        values = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
+    placed = torch.zeros(batch.num_slots, device=batch.labels.device)
+    return placed.masked_scatter(batch.labels != IGNORE_INDEX, values.to(placed.device))
 
 
 def _live(loss: PolicyLoss, advantages: PerSequence) -> list[int] | None:

@@ -1,10 +1,9 @@
 """TorchSampler: batched decoding with a KV cache, of any transformers model, in this process.
 
-Each prompt runs through the model once; its cache is then repeated for the samples of its group. When many rows have
-finished, the cache is cut down to those that go on.
+Each prompt runs through the model once. Samples of a group share their row of the cache until they draw different
+tokens. When many rows have finished, the cache is cut down to those that go on.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +65,10 @@ class TorchSampler:
 
 
 class _Decoding:
-    """One call of `sample`. `N` rows = prompts x samples; `A` of them are still active."""
+    """One call of `sample`. `N` rows = prompts x samples; `A` of them are still active; the cache has `C` rows.
+
+    Rows that have drawn the same tokens so far share one row of the cache (`home`), until they part.
+    """
 
     def __init__(
         self,
@@ -84,10 +86,12 @@ class _Decoding:
         self.num_samples = num_samples
         self.keys = keys
         num_rows = len(prompts) * num_samples
-        self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
-        self.logps: list[list[float]] = [[] for _ in range(num_rows)]
+        self.tokens = np.zeros((num_rows, params.max_new_tokens), dtype=np.int64)
+        self.logps = np.zeros((num_rows, params.max_new_tokens), dtype=np.float64)
+        self.length = np.zeros(num_rows, dtype=np.int64)
         self.texts: dict[int, str] = {}  # rows that a stop string ended
-        self.stopped = [False] * num_rows
+        self.stopped = np.zeros(num_rows, dtype=bool)
+        self.stop_ids = np.fromiter(sampler.stop_ids, dtype=np.int64)
 
     def run(self) -> list[SampledSequence]:
         was_training = self.model.training
@@ -96,38 +100,55 @@ class _Decoding:
             self._decode_all()
         finally:  # `on_token` may have raised
             self.model.train(was_training)
-        return [self._sequence(row) for row in range(len(self.tokens))]
+        return self._sequences()
 
     def _decode_all(self) -> None:
-        logits_NV, cache, attention, position_N = self._prefill()
+        logits_CV, cache, attention, position_C = self._prefill()
         active = np.arange(len(self.tokens))
+        home = active // self.num_samples
+        is_shared = self.num_samples > 1
         for step in range(self.params.max_new_tokens):
-            tokens_A = self._draw(logits_NV, active, step)
-            going_on = np.array([not self.stopped[row] for row in active])
+            tokens = self._draw(logits_CV, home, active, step)
+            going_on = ~self.stopped[active]
             if not going_on.any() or step + 1 == self.params.max_new_tokens:
                 break
-            if going_on.sum() <= len(active) // 2:  # cutting the cache costs a copy: worth it when half is done
-                keep = torch.from_numpy(np.flatnonzero(going_on)).to(self.device)
+            active, home, tokens = active[going_on], home[going_on], tokens[going_on]
+            num_cached, vocabulary = logits_CV.shape
+            parents, drawn, kind, parts = home, tokens, np.arange(len(home)), False
+            if is_shared:
+                _, first, kind = np.unique(home * vocabulary + tokens, return_index=True, return_inverse=True)
+                parents, drawn = home[first], tokens[first]
+                parts = len(np.unique(parents)) < len(parents)
+                is_shared = len(parents) < len(active)
+                if not is_shared:
+                    parents, drawn, kind = home, tokens, np.arange(len(home))
+            # Cutting the cache costs a copy: worth it when half of it is done, needed when rows of one home part.
+            if parts or len(parents) <= num_cached // 2:
+                keep = torch.from_numpy(parents).to(self.device)
                 cache.batch_select_indices(keep)
-                tokens_A, position_N = tokens_A[keep], position_N[keep]
+                position_C = position_C[keep]
                 attention = None if attention is None else attention[keep]
-                active = active[going_on]
+                home = kind
+            else:
+                spread = np.zeros(num_cached, dtype=np.int64)
+                spread[parents] = drawn
+                drawn, home = spread, parents[kind]
             if attention is not None:
                 attention = torch.cat([attention, attention.new_ones(len(attention), 1)], 1)
-            position_N = position_N + 1
+            position_C = position_C + 1
             if self.sampler.on_token is not None:
                 self.sampler.on_token()
             outputs = self.model(
-                input_ids=tokens_A[:, None],
+                input_ids=torch.from_numpy(drawn).to(self.device)[:, None],
                 attention_mask=attention,
-                position_ids=position_N[:, None],
+                position_ids=position_C[:, None],
                 past_key_values=cache,
                 use_cache=True,
             )
-            logits_NV = outputs.logits[:, -1].float()
+            logits_CV = outputs.logits[:, -1].float()
 
     def _prefill(self) -> tuple[Tensor, "DynamicCache", Tensor | None, Tensor]:
-        """Run each prompt once, padded on the left, and repeat what the cache holds for its samples."""
+        """Run each prompt once, padded on the left."""
         from transformers import DynamicCache
 
         lengths = [len(p) for p in self.prompts]
@@ -149,39 +170,33 @@ class _Decoding:
             use_cache=True,
             logits_to_keep=1,
         )
-        cache.batch_repeat_interleave(self.num_samples)
-        repeat = lambda x: x.repeat_interleave(self.num_samples, 0)  # noqa: E731
-        return (
-            repeat(outputs.logits[:, -1].float()),
-            cache,
-            None if attention is None else repeat(attention),
-            repeat(length_P - 1),
-        )
+        return outputs.logits[:, -1].float(), cache, attention, length_P - 1
 
-    def _draw(self, logits_AV: Tensor, active: np.ndarray, step: int) -> Tensor:
+    def _draw(self, logits_CV: Tensor, home: np.ndarray, active: np.ndarray, step: int) -> np.ndarray:
         """Draw a token per active row, note it and its log-prob, and mark the rows that end."""
         temperature = self.params.temperature
-        log_p_AV = (logits_AV / (temperature or 1.0)).log_softmax(-1)
+        log_p_CV = (logits_CV / (temperature or 1.0)).log_softmax(-1)
+        home_A = torch.from_numpy(home).to(self.device)
         if temperature == 0:
-            tokens_A = log_p_AV.argmax(-1)
+            tokens_A = log_p_CV.argmax(-1)[home_A]
         else:
             u_A = torch.from_numpy(uniforms(self.keys[active], step)).to(self.device)
-            tokens_A = draw(filtered(log_p_AV, self.params).exp(), u_A)
-        logps_A = log_p_AV.gather(-1, tokens_A[:, None]).squeeze(-1)
-        for row, token, logp in zip(active.tolist(), tokens_A.tolist(), logps_A.tolist(), strict=True):
-            if self.stopped[row]:
-                continue
-            if math.isnan(logp):
-                raise NumericError("the model gives NaN for a token: its weights hold numbers that are not finite")
-            self.tokens[row].append(token)
-            self.logps[row].append(logp)
-            self.stopped[row] = token in self.sampler.stop_ids or self._hits_stop_string(row)
-        return tokens_A
+            tokens_A = draw(filtered(log_p_CV, self.params).exp(), u_A, home_A)
+        logps = log_p_CV[home_A, tokens_A].cpu().numpy()
+        if np.isnan(logps).any():
+            raise NumericError("the model gives NaN for a token: its weights hold numbers that are not finite")
+        self.logps[active, step] = logps
+        tokens = tokens_A.cpu().numpy()
+        self.tokens[active, step] = tokens
+        self.length[active] = step + 1
+        self.stopped[active] = (tokens[:, None] == self.stop_ids).any(1)
+        if self.params.stop:
+            for row in active[~self.stopped[active]]:
+                self.stopped[row] = self._hits_stop_string(row)
+        return tokens
 
     def _hits_stop_string(self, row: int) -> bool:
-        if not self.params.stop:
-            return False
-        text = self._decode(self.tokens[row])
+        text = self._decode(self.tokens[row, : self.length[row]].tolist())
         ends = [i for i in (text.find(s) for s in self.params.stop) if i >= 0]
         if ends:
             self.texts[row] = text[: min(ends)]
@@ -191,16 +206,28 @@ class _Decoding:
         tokenizer = self.sampler.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _sequence(self, row: int) -> SampledSequence:
-        tokens = self.tokens[row]
-        return SampledSequence(
-            prompt_ids=self.prompts[row // self.num_samples],
-            tokens=tuple(tokens),
-            logps=tuple(self.logps[row]),
-            text=self.texts[row] if row in self.texts else self._decode(tokens),
-            stop_reason="stop" if self.stopped[row] else "length",
-            policy_version=self.sampler.model.version,
-        )
+    def _sequences(self) -> list[SampledSequence]:
+        decoded: dict[tuple[int, ...], str] = {}
+        sequences = []
+        version = self.sampler.model.version
+        for row, (tokens, logps, length) in enumerate(
+            zip(self.tokens.tolist(), self.logps.tolist(), self.length.tolist(), strict=True)
+        ):
+            ids = tuple(tokens[:length])
+            text = self.texts.get(row)
+            if text is None and (text := decoded.get(ids)) is None:
+                text = decoded[ids] = self._decode(tokens[:length])
+            sequences.append(
+                SampledSequence(
+                    prompt_ids=self.prompts[row // self.num_samples],
+                    tokens=ids,
+                    logps=tuple(logps[:length]),
+                    text=text,
+                    stop_reason="stop" if self.stopped[row] else "length",
+                    policy_version=version,
+                )
+            )
+        return sequences
 
 
 def filtered(log_p_AV: Tensor, params: SamplingParams) -> Tensor:
@@ -222,12 +249,14 @@ def filtered(log_p_AV: Tensor, params: SamplingParams) -> Tensor:
     return log_p_AV
 
 
-def draw(p_AV: Tensor, u_A: Tensor) -> Tensor:
-    """The token at which the cumulative probability passes u, per row; `p` need not sum to 1."""
-    cumulative = p_AV.double().cumsum(-1)
+def draw(p_CV: Tensor, u_A: Tensor, home_A: Tensor | None = None) -> Tensor:
+    """The token at which the cumulative probability passes u, per row; `p` need not sum to 1; u is for row `home`."""
+    cumulative = p_CV.cumsum(-1, dtype=torch.float64)
+    if home_A is not None and not torch.equal(home_A, torch.arange(len(p_CV), device=home_A.device)):
+        cumulative = cumulative[home_A]
     target = u_A[:, None] * cumulative[:, -1:]
     # right=True: the first token whose cumulative probability exceeds the target, so never one of probability 0
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=p_AV.shape[-1] - 1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=p_CV.shape[-1] - 1)
 
 
 def _end_tokens(model: TransformersModel) -> frozenset[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
 from gruppo.reward import RewardPool, RewardResult
-from gruppo.types import Group, Prompt, Rollout, SampledSequence, SampleResponse
+from gruppo.types import Group, InputFeature, Prompt, Rollout, SampledSequence, SampleResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,8 @@ def training_rows(collected: Collected, *, mask_truncated: bool) -> dict[str, li
     """The sequences of a step as the trainer takes them: features without old log-probs, and the sampler's."""
     features, advantages, sampler_logps = [], [], []
     for rollout in collected.rollouts:
-        feature = replace(rollout.sequence.new_input_feature, old_logps=None)
+        sequence = rollout.sequence
+        feature = InputFeature(prompt_ids=sequence.prompt_ids, completion_ids=sequence.tokens)
         logps = rollout.sequence.logps
         if mask_truncated and rollout.sequence.is_truncated:
             # Kept in the batch with nothing to score: it still counts as a sequence of the step.
