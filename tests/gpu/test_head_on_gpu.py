@@ -1,7 +1,7 @@
 """The head on a GPU: every route against float32, all losses, sizes and extremes, memory, and no host sync.
 
 CI has no GPU; there these tests are skipped. On a machine with one: `pytest tests/gpu`, or without pytest
-`PYTHONPATH=src python tests/gpu/test_head.py`, which runs every test and prints its name.
+`PYTHONPATH=src python tests/gpu/test_head_on_gpu.py`, which runs every test and prints its name.
 """
 
 import statistics
