@@ -85,12 +85,12 @@ def test_killed_at_arbitrary_moments_a_run_always_resumes_to_the_same_bits(
     run = tmp_path / "run"
     process = start(["train", *flags(run, save_every=1)])
     process.wait_until((run / "checkpoints" / "step-000001").exists)
-    process.send(signal.SIGKILL)
+    process.kill()
     process.wait()
     for delay in (0.05, 0.4, 0.75, 1.0, 1.3):
         process = start(["resume", str(run)])
         time.sleep(delay)
-        process.send(signal.SIGKILL)
+        process.kill()
         process.wait()
     assert start(["resume", str(run)]).wait() == 0
     assert product(run) == product(whole["full"])
@@ -283,7 +283,7 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_taken_over(
     assert exit_code(["train", *flags(run)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert first.process.is_alive()
-    first.send(signal.SIGKILL)
+    first.kill()
     first.wait()
     assert (run / "lock").exists()
     newest = max(int(p.name.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*"))

@@ -40,9 +40,9 @@ class WarmProcess:
         assert self.process.exitcode is not None, f"still running after {seconds} s:\n{self.output}"
         return self.process.exitcode
 
-    def send(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+    def kill(self) -> None:
+        """SIGKILL; nothing happens if it has ended by itself (its number may be another process's by now)."""
+        self.process.kill()
 
     def wait_until(self, is_true: Callable[[], bool], seconds: float = 120.0) -> None:
         """Wait for something the process does; it must not end before."""

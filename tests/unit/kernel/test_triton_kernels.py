@@ -5,13 +5,8 @@ shapes cover plain logits, temperature, and scale with soft cap. The interpreter
 cannot multiply it, so the product's kernel runs in float32 here and in bf16 in tests/gpu.
 """
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined, that is at their import below
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
