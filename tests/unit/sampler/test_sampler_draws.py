@@ -91,6 +91,44 @@ def test_rows_that_finish_early_do_not_change_the_others() -> None:
         assert short.logps == pytest.approx(long.logps[: len(short.logps)], abs=1e-5)
 
 
+def one_by_one(
+    model: TransformersModel, prompt: Prompt, sample: int, params: SamplingParams, stop_ids: frozenset[int]
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """A sample without cache, batch, padding or sharing: the whole sequence through the model for every token."""
+    ids, logps = list(prompt.token_ids), []
+    key = row_keys(params.seed, params.step, np.array([prompt.index]), np.array([sample]))
+    for position in range(params.max_new_tokens):
+        with torch.no_grad():
+            logits = model.model(input_ids=torch.tensor([ids])).logits[0, -1]
+        log_p = (logits / params.temperature).log_softmax(-1)
+        kept = filtered(log_p[None], params)[0].double().exp()
+        below = (kept.cumsum(0) <= uniforms(key, position)[0] * kept.sum()).sum().item()
+        ids.append(int(below))
+        logps.append(log_p[below].item())
+        if below in stop_ids:
+            break
+    return tuple(ids[len(prompt.token_ids) :]), tuple(logps)
+
+
+@pytest.mark.parametrize("temperature", [0.15, 0.4, 1.0])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_tokens_are_those_of_each_sample_drawn_alone(family: str, temperature: float) -> None:
+    """At low temperatures most samples of a group are equal for a while, so that they share work and then part. One
+    token in eight ends a row, so that rows leave at all times."""
+    sampler = TorchSampler(actor(family, temperature=temperature))
+    sampler.stop_ids = frozenset(range(2, VOCABULARY, 8))
+    params = SamplingParams(temperature=temperature, max_new_tokens=10, seed=3, step=7, top_k=20)
+    responses = sampler.sample(PROMPTS, 8, params)
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        for sample, sequence in enumerate(response.sequences):
+            expected, logps = one_by_one(sampler.model, prompt, sample, params, sampler.stop_ids)
+            assert sequence.tokens == expected
+            assert sequence.logps == pytest.approx(logps, abs=1e-5)
+    if temperature < 0.2:
+        assert any(len({s.tokens for s in r.sequences}) < 8 for r in responses)  # some are equal to the end
+    assert any(len({s.tokens for s in r.sequences}) > 1 for r in responses)  # and some part
+
+
 # --- the distribution ---------------------------------------------------------------------------------------------
 
 

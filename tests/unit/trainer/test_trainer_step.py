@@ -430,7 +430,7 @@ def test_a_run_that_crashed_resumes_to_the_same_bits(
     assert unchanged(resumed, expected[1])
 
 
-SITES = ["first evaluation", "sampling", "reward", "evaluation", "update"]
+SITES = ["first evaluation", "first sampling", "sampling", "reward", "evaluation", "update"]
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -460,6 +460,8 @@ def test_a_signal_anywhere_saves_and_resumes_to_the_same_bits(
 
     if site == "first evaluation":
         after("evaluate", trainer, lambda: trainer.step_number == 0)
+    elif site == "first sampling":  # the first evaluation is recorded, no step is
+        after("sample", trainer.sampler, lambda: (trainer.run.path / "metrics.jsonl").exists())
     elif site == "sampling":
         after("sample", trainer.sampler, lambda: trainer.step_number == 1)
     elif site == "reward":
@@ -471,12 +473,38 @@ def test_a_signal_anywhere_saves_and_resumes_to_the_same_bits(
     result = trainer.train()
     assert result.status == "stopped"
     assert json.loads((trainer.run.path / "status.json").read_text())["status"] == "stopped"
-    expected_step = {"first evaluation": 0, "sampling": 1, "reward": 5, "evaluation": 3, "update": 3}[site]
+    steps = {"first evaluation": 0, "first sampling": 0, "sampling": 1, "reward": 5, "evaluation": 3, "update": 3}
+    expected_step = steps[site]
     assert result.step == expected_step
     monkeypatch.undo()
     resumed = make_trainer(**RUN, resume=True)
     assert resumed.step_number == expected_step
     assert resumed.train().status == "done"
+    assert record(resumed)[0] == uninterrupted[0]
+    assert unchanged(resumed, uninterrupted[1])
+
+
+def test_a_step_interrupted_before_its_record_is_recorded_once_whatever_follows(
+    make_trainer: Make, uninterrupted: tuple[bytes, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import signal
+
+    trainer = make_trainer(**RUN)
+    evaluate = trainer.evaluate
+
+    def interrupted() -> Any:
+        if trainer.step_number == 3:
+            trainer.stop.signal = signal.SIGTERM
+        return evaluate()
+
+    monkeypatch.setattr(trainer, "evaluate", interrupted)
+    assert trainer.train().step == 3
+    monkeypatch.undo()
+    with pytest.raises(Crash):  # the record of step 3 is written, a checkpoint after it is not
+        make_trainer(**RUN, resume=True, callbacks=[crash_at(4)]).train()
+    resumed = make_trainer(**RUN, resume=True)
+    assert resumed.step_number == 3
+    resumed.train()
     assert record(resumed)[0] == uninterrupted[0]
     assert unchanged(resumed, uninterrupted[1])
 
