@@ -31,9 +31,7 @@ class GRPOAdvantage:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if self.normalization not in ("centered", "standard"):
-            raise InputError(f"normalization must be 'centered' or 'standard', got {self.normalization!r}")
-        check_std_options(self.ddof, self.eps)
+        check_options(self.normalization, self.ddof, self.eps)
 
     def __call__(
         self,
@@ -57,7 +55,9 @@ class GRPOAdvantage:
         return groups.result(advantages)
 
 
-def check_std_options(ddof: int, eps: float) -> None:
+def check_options(normalization: str, ddof: int, eps: float) -> None:
+    if normalization not in ("centered", "standard"):
+        raise InputError(f"normalization must be 'centered' or 'standard', got {normalization!r}")
     if ddof not in (0, 1):
         raise InputError(f"ddof must be 0 (population) or 1 (sample), got {ddof!r}")
     if not eps >= 0:

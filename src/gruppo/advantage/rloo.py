@@ -7,8 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gruppo.advantage.group import Groups, Rewards, Scale
-from gruppo.advantage.grpo import check_std_options
-from gruppo.errors import InputError
+from gruppo.advantage.grpo import check_options
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,7 @@ class RLOOAdvantage:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if self.normalization not in ("centered", "standard"):
-            raise InputError(f"normalization must be 'centered' or 'standard', got {self.normalization!r}")
-        check_std_options(self.ddof, self.eps)
+        check_options(self.normalization, self.ddof, self.eps)
 
     def __call__(
         self,
