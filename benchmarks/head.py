@@ -11,7 +11,7 @@ scratch    peak memory beyond inputs and results (d_hidden, d_weight)
 errors     relative to float32 logits and float32 products, on 2048 rows
 
 Writes benchmarks/results/head.json and head.png. Method: medians after warm-up, CUDA events, each contender in a block
-of its own between two blocks of the floor.
+of its own between two blocks of the floor, which are what it is compared with.
 """
 
 import argparse
@@ -55,9 +55,9 @@ class Problem:
         self.weight = (randn(vocabulary, width) * width**-0.5).bfloat16().requires_grad_(trained)
         self.hidden = randn(slots, width).bfloat16().requires_grad_()
         self.labels = torch.randint(0, vocabulary, (slots,), device="cuda", generator=generator)
-        ends = [max(1, round(self.length * min(1.0, 2 * share * (i + 0.5) / sequences))) for i in range(sequences)]
-        if share == 1:
-            ends = [self.length] * sequences
+        shortest = 2 * share - 1  # lengths evenly spread from there to 1, so that their mean is the share
+        spread = [shortest + (1 - shortest) * (i + 0.5) / sequences for i in range(sequences)]
+        ends = [max(1, round(self.length * part)) for part in spread]
         self.lengths = ends
         mask = torch.zeros(sequences, self.length, dtype=torch.bool)
         for row, end in enumerate(ends):
@@ -260,44 +260,46 @@ def errors(run, p: Problem) -> dict[str, float]:
     }
 
 
+def block(run, p: Problem, repeats: int) -> tuple[list[float], int]:
+    """Milliseconds of `repeats` calls after three that warm up, and peak memory beyond inputs and results."""
+    times, scratch = [], 0
+    for turn in range(repeats + 3):
+        p.clear()
+        p.d_weight = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        took = milliseconds(run)
+        if turn >= 3:
+            times.append(took)
+        results = p.hidden.numel() * 2
+        if p.d_weight is not None:
+            results += p.d_weight.numel() * p.d_weight.element_size()
+        scratch = torch.cuda.max_memory_allocated() - before - results
+    return times, scratch
+
+
 def measure(name, runs, repeats):
+    """Each contender in a block of its own, so that it meets the clocks that its own power draw causes, between two
+    blocks of the floor, which are what it is compared with: the card warms up and cools down over a run."""
     torch.cuda.empty_cache()
     p = Problem(*SHAPES[name])
     p.loss = GRPOLoss()
-    rows = []
-    times: dict[str, list[float]] = {n: [] for n in ("floor", *runs)}
-    memory, left_out = {}, {}
-    base_run = floor(p)
-    # Each contender runs in a block of its own, so that it meets the clocks and the power draw that it causes itself;
-    # the floor is measured at both ends.
-    for n in ["floor", *runs, "floor"]:
-        for turn in range(repeats + 3):
-            p.clear()
-            p.d_weight = None
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            try:
-                took = milliseconds(base_run if n == "floor" else lambda n=n: runs[n](p))
-            except Exception as error:  # a peer that cannot take this shape
-                left_out[n] = str(error).splitlines()[0][:100]
-                del times[n]
-                break
-            if turn >= 3:
-                times[n].append(took)
-            results = p.hidden.numel() * 2
-            if p.d_weight is not None:
-                results += p.d_weight.numel() * p.d_weight.element_size()
-            memory[n] = torch.cuda.max_memory_allocated() - before - results
-    del base_run
-    base = statistics.median(times["floor"])
-    for n in times:
-        if n != "floor":
-            took = statistics.median(times[n])
-            scratch = memory[n] / 2**30
-            rows.append({"shape": name, "method": n, "ms": took, "x_floor": took / base, "scratch_gib": scratch})
-    for n, why in left_out.items():
-        print(f"{name}: {n} left out: {why}")
-    return base, rows
+    run_floor = floor(p)
+    block(run_floor, p, repeats)  # the card is cold after the set-up
+    floors, _ = block(run_floor, p, repeats)
+    all_floors, rows = list(floors), []
+    for n, run in runs.items():
+        try:
+            times, scratch = block(lambda run=run: run(p), p, repeats)
+        except Exception as error:  # a peer that cannot take this shape
+            print(f"{name}: {n} left out: {str(error).splitlines()[0][:100]}")
+            continue
+        before, (floors, _) = floors, block(run_floor, p, repeats)
+        all_floors += floors
+        took = statistics.median(times)
+        over = took / statistics.median(before + floors)
+        rows.append({"shape": name, "method": n, "ms": took, "x_floor": over, "scratch_gib": scratch / 2**30})
+    return statistics.median(all_floors), rows
 
 
 def draw_bars(table, path):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ from gruppo.errors import InputError
 from gruppo.kernel import rows as torch_rows
 from gruppo.kernel.reference import at_least_float32, check_head, check_temperature
 from gruppo.kernel.rows import LogitShape
+
+if TYPE_CHECKING:
+    from gruppo.kernel.triton_logits import RowStats
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +114,12 @@ class Head:
     def score(self, hidden: Tensor, labels: Tensor, windows: Iterable[slice] | None = None) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies `[N]`; with the same windows bit for bit those of `train`."""
         self._check(hidden, labels)
-        logps, entropies = self._empty(len(labels))
         windows = list(windows or self.windows(len(labels)) or [])
         if self.route == "logits":
-            overflowed = [self._one_pass(w, hidden, labels, logps, entropies, None).overflowed for w in windows]
-            if not overflowed or not bool(torch.stack(overflowed).any()):
-                return logps, entropies
+            stats = self._one_pass(hidden, labels, windows)
+            if not windows or not bool(stats.overflowed):
+                return stats.logps, stats.entropies
+        logps, entropies = self._empty(len(labels))
         x = self._buffer(min(self.sizes.chunk, len(labels)), self.dtype)
         for part in (p for w in windows for p in _pieces(w, self.sizes.chunk)):
             logps[part], entropies[part] = self.rows.stats(self._product(hidden[part], x), labels[part], self.shape)
@@ -160,12 +164,14 @@ class Head:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _one_pass(self, window: slice, hidden: Tensor, labels: Tensor, logps: Tensor, entropies: Tensor, out):
-        from gruppo.kernel.triton_logits import logits_pass
+    def _one_pass(self, hidden: Tensor, labels: Tensor, windows: Sequence[slice]) -> "RowStats":
+        """Log-probs and entropies without directions."""
+        from gruppo.kernel.triton_logits import RowStats, logits_pass
 
-        result = logits_pass(hidden[window], self.weight, labels[window], self.shape, out)
-        logps[window], entropies[window] = result.logps, result.entropies
-        return result
+        stats = RowStats.empty(len(labels), hidden.device)
+        for window in windows:
+            logits_pass(hidden[window], self.weight, labels[window], self.shape, stats[window], None)
+        return stats
 
     def _product(self, hidden: Tensor, buffer: Tensor) -> Tensor:
         """Float32 logits before shape, into the buffer."""
@@ -204,19 +210,19 @@ class _Walk:
 
     def in_one_pass(self, windows: Sequence[slice], longest: int) -> bool:
         """False when a log-prob is out of the range that the pass can hold: then nothing here is valid."""
-        directions = self.head._buffer(longest, self.head.factor.dtype)
-        overflowed: list[Tensor] = []
+        from gruppo.kernel.triton_logits import RowStats, logits_pass
+
+        head = self.head
+        directions = head._buffer(longest, head.factor.dtype)
+        stats = RowStats.empty(len(self.labels), self.hidden.device)
+        self.logps, self.entropies = stats.logps, stats.entropies
         is_overflowed = None
         for window in windows:
-            out = directions[: window.stop - window.start]
-            result = self.head._one_pass(window, self.hidden, self.labels, self.logps, self.entropies, out)
-            overflowed.append(result.overflowed)
+            out, labels, rows = directions[: window.stop - window.start], self.labels[window], stats[window]
+            logits_pass(self.hidden[window], head.weight, labels, head.shape, rows, out)
             if window is windows[-1]:
-                is_overflowed = _Later(torch.stack(overflowed).any())
-            slope = self.head.shape.scale / self.head.shape.temperature
-            factor = self._grad(window) * (-slope / (1 + result.rest))
-            assert result.residual is not None
-            self._finish(window, out, factor, (result.residual, self.head.weight, self.labels[window]))
+                is_overflowed = _Later(stats.overflowed)
+            self._finish(window, out, self._grad(window) * rows.factor, (rows.residual, head.weight, labels))
         self._no_tokens()
         return is_overflowed is None or not is_overflowed.value()
 

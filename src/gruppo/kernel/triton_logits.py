@@ -9,9 +9,11 @@ so with E = (e_v for v != l, -R at l), in bf16, the gradient of any loss with G 
     d_hidden = -G / (1 + R) * (E @ weight),      d_weight = E.T @ (-G / (1 + R) * hidden)
 
 z_l is a dot product per row, known before the big product starts; that is what makes one pass enough. E is relative
-to z_l and not to the largest logit, which bf16 and float32 can hold as long as log p_l > -80; `Logits.overflowed`
+to z_l and not to the largest logit, which bf16 and float32 can hold as long as log p_l > -80; `RowStats.overflowed`
 says when a row is beyond that, and the head then takes the route of `triton_rows`.
 """
+
+from functools import cache
 
 import torch
 import triton
@@ -99,9 +101,10 @@ def _logits_kernel(
 
 @triton.jit
 def _label_kernel(
-    hidden_ptr, weight_ptr, labels_ptr, out_ptr, hidden_stride, weight_stride, width, BLOCK: tl.constexpr
-):
-    """The product of a row with its label's weight: one logit per row."""
+    hidden_ptr, weight_ptr, labels_ptr, out_ptr, hidden_stride, weight_stride, width, scale, cap,
+    HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z_l: the logit of each row's label."""
     row = tl.program_id(0)
     label = tl.load(labels_ptr + row)
     offsets = tl.arange(0, BLOCK)
@@ -111,7 +114,44 @@ def _label_kernel(
         a = tl.load(hidden_ptr + row * hidden_stride + start + offsets, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(weight_ptr + label * weight_stride + start + offsets, mask=inside, other=0.0).to(tl.float32)
         total += a * b
-    tl.store(out_ptr + row, tl.sum(total, 0))
+    tl.store(out_ptr + row, _logit(tl.sum(total, 0), scale, cap, HAS_CAP))
+
+
+@triton.jit
+def _rows_kernel(
+    sums_ptr, weighted_ptr, labels_ptr, reference_ptr, e_ptr,
+    logps_ptr, entropies_ptr, factor_ptr, residual_ptr, overflowed_ptr,
+    num_rows, num_tiles, e_stride, slope, cap,
+    HAS_CAP: tl.constexpr, STORE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """What the tiles' sums say of a row, and the label's column of E."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
+    rest = tl.zeros((ROWS,), tl.float32)
+    weighted = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, num_tiles, TILES):
+        tiles = start + tl.arange(0, TILES)
+        at = tiles[:, None] * num_rows + rows[None, :]
+        there = (tiles[:, None] < num_tiles) & inside[None, :]
+        rest += tl.sum(tl.load(sums_ptr + at, mask=there, other=0.0), 0)
+        weighted += tl.sum(tl.load(weighted_ptr + at, mask=there, other=0.0), 0)
+    total = 1.0 + rest
+    # log(1 + R) for any R: the rounding of 1 + R is divided out again
+    log_total = tl.where(total == 1.0, rest, tl.log(total) * (rest / tl.where(total == 1.0, 1.0, total - 1.0)))
+    tl.store(logps_ptr + rows, -log_total, mask=inside)
+    tl.store(entropies_ptr + rows, log_total - weighted / total, mask=inside)
+    # e^80 is clipped there, and its neighbours in bf16 are not far from overflow
+    tl.atomic_max(overflowed_ptr, tl.max((inside & (rest > 1e34)).to(tl.int32), 0))
+    if STORE:
+        at_label = -rest
+        if HAS_CAP:
+            t = tl.load(reference_ptr + rows, mask=inside, other=0.0) / cap
+            at_label = at_label * (1.0 - t * t)
+        rounded = at_label.to(e_ptr.dtype.element_ty)
+        labels = tl.load(labels_ptr + rows, mask=inside, other=0)
+        tl.store(e_ptr + rows.to(tl.int64) * e_stride + labels, rounded, mask=inside)
+        tl.store(residual_ptr + rows, at_label - rounded.to(tl.float32), mask=inside)
+        tl.store(factor_ptr + rows, -slope / total, mask=inside)
 
 
 @triton.jit
@@ -148,17 +188,24 @@ def scale_rows(
     return out
 
 
-class Logits:
-    """What one pass over a window of rows gives."""
+class RowStats:
+    """What passes over windows of rows give; `stats[window]` are views of a window's part."""
 
-    def __init__(
-        self, logps: Tensor, entropies: Tensor, rest: Tensor, residual: Tensor | None, overflowed: Tensor
-    ) -> None:
+    def __init__(self, logps: Tensor, entropies: Tensor, factor: Tensor, residual: Tensor, overflowed: Tensor) -> None:
         self.logps = logps  # [N] float32
         self.entropies = entropies  # [N] float32
-        self.rest = rest  # [N] float32: R
-        self.residual = residual  # [N] float32: what rounding took from the label's column of E; None without E
-        self.overflowed = overflowed  # [] bool, on the device
+        self.factor = factor  # [N] float32: -slope / (1 + R), the gradient of log p over E
+        self.residual = residual  # [N] float32: what rounding took from the label's column of E
+        self.overflowed = overflowed  # [1] int32: not 0 once a row was out of range
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> "RowStats":
+        numbers = torch.empty(4, num_rows, dtype=torch.float32, device=device)
+        return cls(*numbers, torch.zeros(1, dtype=torch.int32, device=device))
+
+    def __getitem__(self, window: slice) -> "RowStats":
+        rows = (self.logps, self.entropies, self.factor, self.residual)
+        return RowStats(*(x[window] for x in rows), self.overflowed)
 
 
 def is_supported(weight: Tensor) -> bool:
@@ -173,47 +220,43 @@ def logits_pass(
     weight: Tensor,  # [V, D] bf16
     labels: Tensor,  # [N] int64
     shape: LogitShape,
+    stats: RowStats,
     out: Tensor | None,  # [N, V] bf16: E, or None when no gradient is wanted
-) -> Logits:
-    """Log-probs, entropies and, into `out`, E with the label's column filled in."""
+) -> None:
+    """Into `stats` what is known of each row, into `out` E with the label's column filled in."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     num_rows, width = hidden.shape
     num_columns = len(weight)
-    cap = shape.soft_cap
-    scale = shape.scale / (cap or shape.temperature)
-    x_label = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
+    has_cap = shape.soft_cap is not None
+    scale = shape.scale / (shape.soft_cap or shape.temperature)
+    cap = (shape.soft_cap or 1.0) / shape.temperature
+    reference = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
     _label_kernel[(num_rows,)](
-        hidden, weight, labels, x_label, hidden.stride(0), weight.stride(0), width, BLOCK=1024, num_warps=4
-    )
-    tanh = None if cap is None else (x_label * scale).tanh()
-    reference = x_label * scale if cap is None or tanh is None else tanh * (cap / shape.temperature)
+        hidden, weight, labels, reference, hidden.stride(0), weight.stride(0), width, scale, cap,
+        HAS_CAP=has_cap, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
     tiles = triton.cdiv(num_columns, BLOCK_N)
-    sums = torch.empty(tiles, num_rows, dtype=torch.float32, device=hidden.device)
-    weighted = torch.empty_like(sums)
-    programs = _num_programs(hidden)
-    hidden_desc = TensorDescriptor.from_tensor(hidden, [BLOCK_M, BLOCK_K])
-    weight_desc = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
+    sums, weighted = torch.empty(2, tiles, num_rows, dtype=torch.float32, device=hidden.device)
+    programs = _num_programs(hidden.device)
+    e, e_stride = (hidden, 0) if out is None else (out, out.stride(0))
     _logits_kernel[(programs,)](
-        hidden_desc, weight_desc, labels, reference, hidden if out is None else out, sums, weighted,
-        num_rows, num_columns, num_columns if shape.vocabulary is None else shape.vocabulary, width,
-        0 if out is None else out.stride(0), scale, 1.0 if cap is None else cap / shape.temperature,
-        HAS_CAP=cap is not None, STORE=out is not None,
+        TensorDescriptor.from_tensor(hidden, [BLOCK_M, BLOCK_K]),
+        TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K]),
+        labels, reference, e, sums, weighted,
+        num_rows, num_columns, num_columns if shape.vocabulary is None else shape.vocabulary, width, e_stride,
+        scale, cap, HAS_CAP=has_cap, STORE=out is not None,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, PROGRAMS=programs,
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    rest = sums.sum(0)
-    log_total = rest.log1p()
-    residual = None
-    if out is not None:
-        at_label = -rest if tanh is None else -rest * (1 - tanh.square())
-        rounded = at_label.to(out.dtype)
-        out.scatter_(1, labels[:, None], rounded[:, None])
-        residual = at_label - rounded.float()
-    entropies = log_total - weighted.sum(0) / (1 + rest)
-    # e^80 is clipped there, and its neighbours in bf16 are not far from overflow
-    return Logits(-log_total, entropies, rest, residual, (rest > 1e34).any())
+    _rows_kernel[(triton.cdiv(num_rows, 32),)](
+        sums, weighted, labels, reference, e,
+        stats.logps, stats.entropies, stats.factor, stats.residual, stats.overflowed,
+        num_rows, tiles, e_stride, shape.scale / shape.temperature, cap,
+        HAS_CAP=has_cap, STORE=out is not None, ROWS=32, TILES=64, num_warps=4,
+    )  # fmt: skip
 
 
-def _num_programs(like: Tensor) -> int:
-    return torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 4
+@cache
+def _num_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

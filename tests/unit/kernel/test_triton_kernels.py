@@ -71,13 +71,13 @@ def test_the_product_with_softmax_gives_log_probs_and_directions_of_float64(
     labels = torch.randint(0, vocabulary or columns, (num_rows,), generator=draw)
     logit_shape = LogitShape(vocabulary=vocabulary, **SHAPES[shape])
     out = torch.empty(num_rows, columns)
-    result = triton_logits.logits_pass(hidden, weight, labels, logit_shape, out)
+    result = triton_logits.RowStats.empty(num_rows, hidden.device)
+    triton_logits.logits_pass(hidden, weight, labels, logit_shape, result, out)
     expected = torch.empty(num_rows, columns, dtype=torch.float64)
     logps, entropies = rows.stats_and_direction(hidden.double() @ weight.double().T, labels, logit_shape, expected)
-    slope = logit_shape.scale / logit_shape.temperature
     torch.testing.assert_close(result.logps.double(), logps, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.entropies.double(), entropies, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.double() / (1 + result.rest[:, None]) * slope, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(-out.double() * result.factor[:, None], expected, rtol=1e-4, atol=1e-5)
     assert not result.overflowed
 
 
@@ -86,8 +86,9 @@ def test_a_log_prob_out_of_range_is_noticed(monkeypatch):
         monkeypatch.setattr(triton_logits, name, size)
     hidden, weight = torch.ones(2, 16), torch.zeros(40, 16)
     weight[3] = 10.0  # a logit of 160 against 0: log p = -160 for every other label
-    fine = triton_logits.logits_pass(hidden, weight, torch.tensor([3, 3]), LogitShape(), None)
-    beyond = triton_logits.logits_pass(hidden, weight, torch.tensor([3, 5]), LogitShape(), None)
+    fine, beyond = (triton_logits.RowStats.empty(2, hidden.device) for _ in range(2))
+    triton_logits.logits_pass(hidden, weight, torch.tensor([3, 3]), LogitShape(), fine, None)
+    triton_logits.logits_pass(hidden, weight, torch.tensor([3, 5]), LogitShape(), beyond, None)
     assert not fine.overflowed and beyond.overflowed
     assert fine.logps.tolist() == [0.0, 0.0]
 
@@ -95,3 +96,13 @@ def test_a_log_prob_out_of_range_is_noticed(monkeypatch):
 def test_rows_are_scaled_by_their_factor():
     x, factor = torch.randn(5, 70), torch.randn(5)
     assert torch.equal(triton_logits.scale_rows(x, factor, torch.empty_like(x)), x * factor[:, None])
+
+
+def test_a_log_prob_close_to_zero_keeps_its_digits(monkeypatch):
+    for name, size in (("BLOCK_M", 16), ("BLOCK_N", 32), ("BLOCK_K", 16)):
+        monkeypatch.setattr(triton_logits, name, size)
+    hidden, weight = torch.ones(1, 16), torch.zeros(2, 16)
+    weight[0] = 1.25  # logits 20 and 0: log p = -log(1 + e^-20) = -2.0611536e-9, which 1 + R would round to 0
+    stats = triton_logits.RowStats.empty(1, hidden.device)
+    triton_logits.logits_pass(hidden, weight, torch.tensor([0]), LogitShape(), stats, None)
+    assert stats.logps.item() == pytest.approx(-2.0611536e-9, rel=1e-6)
