@@ -16,9 +16,9 @@ from gruppo.batch.padded import pad_tokens
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.kernel import reference
 from gruppo.kernel.gather import take_rows
-from gruppo.kernel.head import Head
-from gruppo.kernel.rows import LogitShape
+from gruppo.kernel.head import Head, best_route
 from gruppo.kernel.whole import whole_logps_and_entropy
+from gruppo.model.output import find_output_layer
 
 logger = logging.getLogger(__name__)
 
@@ -49,39 +49,43 @@ class Scorer:
         self.temperature = temperature
         self.layout: Layout = layout
         self.head: HeadChoice = head
-        self.body, self.head_weight = _split(model)
-        if self.head_weight is None:
+        self.output = find_output_layer(model)
+        if self.output is None:
             logger.info("%s: logits come from the whole model, not from body and head", type(model).__name__)
+        else:
+            logger.info("%s: head=%s, %s when it walks", type(model).__name__, head, best_route(self.output.weight))
 
     def __call__(self, batch: PackedBatch) -> dict[str, Tensor]:
         """`logps` and `entropies`, `[T]` float32, 0 in slots that are not scored."""
         scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
         labels_N = batch.labels[scored]
-        if self.head_weight is None:
+        if self.walks(batch.num_slots):  # as the step that trains decides: the two must agree to the bit
+            hidden_ND, _, _ = self.hidden(batch)
+            logps_N, entropies_N = self.make_head().score(hidden_ND.detach(), labels_N)
+        elif self.output is not None and self.output.is_plain_product:
+            hidden_ND = self._run(self.output.body, batch, "last_hidden_state", scored)
+            logps_N, entropies_N = whole_logps_and_entropy(hidden_ND, self.output.weight, labels_N, self.temperature)
+        else:
             logits_NV = self._run(self.model, batch, "logits", scored)
             logps_N, entropies_N = reference.logps_and_entropy(logits_NV, labels_N, self.temperature)
-        else:
-            hidden_ND = self._run(self.body, batch, "last_hidden_state", scored)
-            if self.walks(batch.num_slots):  # as the step that trains decides: the two must agree to the bit
-                logps_N, entropies_N = self.make_head().score(hidden_ND.detach(), labels_N)
-            else:
-                logps_N, entropies_N = whole_logps_and_entropy(hidden_ND, self.head_weight, labels_N, self.temperature)
         return {"logps": place(logps_N, scored, batch), "entropies": place(entropies_N, scored, batch)}
 
     def walks(self, num_slots: int) -> bool:
         """Does the head walk over windows for a batch of so many slots?"""
-        if self.head_weight is None or self.head == "plain":
+        if self.output is None or self.head == "plain":
             return False
-        return self.head == "walk" or num_slots * len(self.head_weight) > SMALL_LOGITS
+        return self.head == "walk" or num_slots * len(self.output.weight) > SMALL_LOGITS
 
     def make_head(self) -> Head:
-        assert self.head_weight is not None
-        return Head(self.head_weight.detach(), shape=LogitShape(temperature=self.temperature))
+        assert self.output is not None
+        return Head(self.output.matrix(), shape=self.output.shape(self.temperature))
 
     def hidden(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states `[N, D]` of the scored slots with their graph, labels `[N]`, and which slots they are."""
+        assert self.output is not None
         scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
-        return self._run(self.body, batch, "last_hidden_state", scored), batch.labels[scored], scored
+        hidden_ND = self._run(self.output.body, batch, "last_hidden_state", scored)
+        return self.output.widen(hidden_ND), batch.labels[scored], scored
 
     def _run(self, module: nn.Module, batch: PackedBatch, output: str, scored: Tensor) -> Tensor:
         """The module's output at the scored slots, `[N, ...]`."""
@@ -106,32 +110,3 @@ class Scorer:
 def place(values_N: Tensor, scored: Tensor, batch: PackedBatch) -> Tensor:
     """Values of the scored slots in the batch's layout, 0 elsewhere, `[T]`."""
     return values_N.new_zeros(batch.num_slots).index_put((scored,), values_N)
-
-
-def _split(model: nn.Module) -> tuple[nn.Module, Tensor | None]:
-    """The body and the head's weight, if the logits are nothing but their product; else (model, None).
-
-    Some families scale or cap their logits, add a bias or adapt the head. Rather than know their names, compare on
-    a few tokens, with the head's output blown up so that a cap cannot hide.
-    """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
-    body = getattr(inner, "base_model", None)
-    embeddings = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None  # type: ignore[operator]
-    weight = getattr(embeddings, "weight", None)
-    if not isinstance(body, nn.Module) or body is inner or not isinstance(weight, Tensor):
-        return model, None
-    if type(embeddings) is not nn.Linear or embeddings.bias is not None:
-        return model, None
-    was_training = model.training
-    model.eval()
-    blow_up = embeddings.register_forward_hook(lambda _module, _inputs, output: output * 1000)  # pyright: ignore[reportOperatorIssue]
-    with torch.no_grad():
-        tokens = torch.arange(4, device=weight.device)[None] % len(weight)
-        whole = model(input_ids=tokens, use_cache=False).logits
-        blow_up.remove()
-        hidden: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
-        product = (hidden @ weight.T) * 1000
-    model.train(was_training)
-    tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
-    same = whole.shape == product.shape and bool((whole - product).abs().max() <= tolerance * product.abs().max())
-    return (body, weight) if same else (model, None)

@@ -63,8 +63,7 @@ def loss_and_backward(
         result.loss.backward()
         return result, outputs
     hidden, labels, scored = scorer.hidden(batch)
-    weight = scorer.head_weight
-    assert weight is not None
+    assert scorer.output is not None
     lengths = batch.segments.length
     head = scorer.make_head()
 
@@ -82,13 +81,12 @@ def loss_and_backward(
         loss,
         make_inputs,
         lengths=None if loss.is_per_token else lengths.tolist(),
-        needs_weight=weight.requires_grad,
+        needs_weight=scorer.output.is_trained,
     )
     if hidden.requires_grad:
         hidden.backward(result.d_hidden)
     if result.d_weight is not None:
-        d_weight = result.d_weight.to(weight.dtype)
-        weight.grad = d_weight if weight.grad is None else weight.grad + d_weight
+        scorer.output.add_gradient(result.d_weight)
     seen = {"logps": place(result.logps, scored, batch), "entropies": place(result.entropies, scored, batch)}
     return output, seen
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from gruppo.kernel.sizes import memory_estimate
+from gruppo.model.forward import SMALL_LOGITS
 from gruppo.trainer.config import TrainConfig
 
 MiB = 2**20
@@ -53,7 +55,8 @@ def make_plan(
     # A layer keeps about 16 vectors of the hidden size per token for its backward; with recomputation one.
     kept = 1 if config.gradient_checkpointing else 16
     activations = micro * hidden_size * num_layers * kept * bytes_per
-    logits = min(micro * vocabulary * 4 * 3, 3 * 2**27)
+    walk = memory_estimate(micro, hidden_size, vocabulary, trained=not config.lora, bytes_per_weight=bytes_per)
+    logits = micro * vocabulary * 4 * 3 if micro * vocabulary <= SMALL_LOGITS else sum(walk.values())
     reference = parameters * bytes_per if config.beta and not config.lora else 0
     memory = parameters * bytes_per + trainable * (4 + 8) + reference + activations + logits
     return Plan(

@@ -68,23 +68,59 @@ def test_logps_at_a_temperature_divide_the_logits() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "gemma3"])
 def test_a_plain_head_is_split_from_its_body(family: str) -> None:
     model = tiny_model(family)
-    scorer = Scorer(model)
-    assert scorer.head_weight is model.get_output_embeddings().weight
+    output = Scorer(model).output
+    assert output is not None and output.weight is model.get_output_embeddings().weight
+    assert output.is_plain_product
 
 
-def test_capped_logits_are_not_taken_for_a_plain_product() -> None:
-    assert Scorer(tiny_model("gemma2")).head_weight is None
+def test_scale_cap_and_bias_of_a_family_are_found() -> None:
+    found = {family: Scorer(tiny_model(family)).output for family in ("gemma2", "cohere", "granite", "phi")}
+    assert all(output is not None for output in found.values())
+    shapes = {f: (o.scale, o.soft_cap, o.bias is not None) for f, o in found.items() if o is not None}
+    assert shapes == {
+        "gemma2": (1.0, 3.0, False),
+        "cohere": (0.25, None, False),
+        "granite": (1 / 3.0, None, False),
+        "phi": (1.0, None, True),
+    }
 
 
-def test_a_cap_far_above_the_logits_is_seen_too() -> None:
+def test_a_cap_that_the_config_does_not_tell_is_seen() -> None:
     # At 30 the cap moves these logits by little; the scorer must still not score without it.
-    assert Scorer(tiny_model("gemma2", final_logit_softcapping=30.0)).head_weight is None
+    model = tiny_model("gemma2", final_logit_softcapping=30.0)
+    forward_of_model = model.forward
+
+    def forward_with_the_config_silent(*args, **options):
+        model.config.final_logit_softcapping = 30.0
+        result = forward_of_model(*args, **options)
+        model.config.final_logit_softcapping = None
+        return result
+
+    model.config.final_logit_softcapping = None
+    model.forward = forward_with_the_config_silent
+    assert Scorer(model).output is None
 
 
-def test_a_head_with_a_bias_is_not_split() -> None:
-    model = tiny_model("llama")
-    model.lm_head = torch.nn.Linear(32, 32)
-    assert Scorer(model).head_weight is None
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite", "phi"])
+def test_the_walk_through_a_shaped_head_is_the_plain_model_in_value_and_gradient(family: str) -> None:
+    features = random_features(seed=6)
+    advantages = [1.0, -0.5, 0.25, 2.0, -1.0, 0.5]
+    grads = {}
+    for head in ("plain", "walk"):
+        model = actor(family, double=True, head=head, temperature=0.8)
+        if family == "phi":
+            torch.nn.init.normal_(model.model.lm_head.bias, generator=torch.Generator().manual_seed(1))
+        expected, entropies = logps_one_by_one(model.model, features, temperature=0.8)
+        scored = model.forward_only(features)
+        assert largest_gap(scored["logps"], expected) < 1e-12
+        assert largest_gap(scored["entropies"], entropies) < 1e-12
+        model.set_loss(GRPOLoss(entropy_coef=0.1))
+        model.forward_backward(features, advantages=advantages)
+        grads[head] = {n: p.grad.clone() for n, p in model.model.named_parameters() if p.grad is not None}
+    assert grads["walk"].keys() == grads["plain"].keys()
+    assert "lm_head.bias" in grads["walk"] or family != "phi"
+    for name, expected in grads["plain"].items():
+        torch.testing.assert_close(grads["walk"][name], expected, rtol=1e-9, atol=1e-12)
 
 
 def test_an_adapted_head_is_scored_with_its_adapter() -> None:

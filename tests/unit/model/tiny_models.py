@@ -7,16 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -56,7 +62,7 @@ GPT2_SIZES: dict[str, Any] = {
 
 # What each adds: Llama the plain case with an untied head, Qwen3 norms of queries and keys, Gemma 2 capped logits (3,
 # so that the cap bites) and alternating windows, Gemma 3 two rotary bases, GPT-2 learned positions, biases and a
-# tied head, Mistral a window that is shorter than the sequences.
+# tied head, Mistral a window that is shorter than the sequences, Cohere and Granite scaled logits, Phi a bias.
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, SIZES),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, SIZES | {"tie_word_embeddings": True}),
@@ -77,6 +83,9 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "gpt2": (GPT2Config, GPT2LMHeadModel, GPT2_SIZES),
     "mistral": (MistralConfig, MistralForCausalLM, SIZES | {"sliding_window": 4}),
+    "cohere": (CohereConfig, CohereForCausalLM, SIZES | {"logit_scale": 0.25}),
+    "granite": (GraniteConfig, GraniteForCausalLM, SIZES | {"logits_scaling": 3.0}),
+    "phi": (PhiConfig, PhiForCausalLM, {k: v for k, v in SIZES.items() if k != "head_dim"}),
 }
 
 

@@ -186,6 +186,17 @@ def test_the_plan_by_hand() -> None:
     assert plan.memory == 4_000_000 + 12_000_000 + 500 * 64 * 2 * 16 * 4 + 500 * 100 * 4 * 3
 
 
+def test_the_plan_knows_that_the_head_walks_over_a_large_vocabulary() -> None:
+    large = PLAN | {"vocabulary": 150_000}
+    adapter = make_plan(CONFIG.model_copy(update={"lora": True}), **large).memory
+    others = make_plan(CONFIG, **PLAN).memory - 500 * 100 * 4 * 3
+    # float32 directions of all 500 tokens, d_hidden twice, six numbers per token, two sums per 256 columns
+    walk = 500 * 150_000 * 4 + 2 * (500 * 64 * 4) + 500 * 24 + 500 * 586 * 8
+    assert adapter == others + walk
+    # trained: also d_weight in float32 and the scaled hidden states of a window
+    assert make_plan(CONFIG, **large).memory == adapter + 150_000 * 64 * 4 + 500 * 64 * 4
+
+
 def test_the_plan_counts_a_frozen_copy_only_where_there_is_one() -> None:
     plain = make_plan(CONFIG, **PLAN).memory
     with_kl = make_plan(CONFIG.model_copy(update={"beta": 0.1}), **PLAN).memory
