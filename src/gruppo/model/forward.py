@@ -5,6 +5,7 @@ no attention mask and changes nothing. (`layout="packed"` runs one long row inst
 sequence boundaries.) Only the scored slots reach the head, in float32.
 """
 
+import copy
 import logging
 from typing import Literal
 
@@ -69,6 +70,13 @@ class Scorer:
             logits_NV = self._run(self.model, batch, "logits", scored)
             logps_N, entropies_N = reference.logps_and_entropy(logits_NV, labels_N, self.temperature)
         return {"logps": place(logps_N, scored, batch), "entropies": place(entropies_N, scored, batch)}
+
+    def at(self, temperature: float) -> "Scorer":
+        """The same scorer at another temperature."""
+        reference.check_temperature(temperature)
+        other = copy.copy(self)
+        other.temperature = temperature
+        return other
 
     def walks(self, num_slots: int) -> bool:
         """Does the head walk over windows for a batch of so many slots?"""

@@ -154,14 +154,52 @@ def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTok
         raise InputError(f"model {model_id!r} has no usable tokenizer: {error}") from error
 
 
-def context_length(model_id: str) -> int | None:
-    """The most tokens the model can look back on, where its config says so."""
+def load_config(model_id: str) -> Any:
+    """The config of `model_id`; of an adapter's folder that of its base."""
     from transformers import AutoConfig
 
     path = resolve(model_id)
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file():
-        return context_length(base_of(adapter))
+        return load_config(base_of(adapter))
     with _refusing(model_id):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+def context_length(model_id: str) -> int | None:
+    """The most tokens the model can look back on, where its config says so."""
+    return getattr(load_config(model_id).get_text_config(), "max_position_embeddings", None)
+
+
+def end_tokens(model_id: str, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a completion, by the generation config, the config or the tokenizer."""
+    from transformers import GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(resolve(model_id))
+    except OSError:  # it has none
+        generation = None
+    return end_tokens_of(generation, load_config(model_id), tokenizer)
+
+
+def end_tokens_of(*sources: Any) -> frozenset[int]:
+    """The end tokens that any of these names."""
+    found = [getattr(source, "eos_token_id", None) for source in sources]
+    return frozenset(
+        int(i) for entry in found if entry is not None for i in (entry if isinstance(entry, list) else [entry])
+    )
+
+
+def linear_layers(model_id: str) -> tuple[str, ...]:
+    """Last names of the model's linear layers but the head: what "all-linear" adapts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(model_id), trust_remote_code=False)
+    head = model.get_output_embeddings()
+    return tuple(sorted({
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }))  # fmt: skip

@@ -146,9 +146,15 @@ class TransformersModel:
 
     # --- scoring --------------------------------------------------------------------------------------------------
 
-    def forward_only(self, inputs: Sequence[InputFeature]) -> dict[str, list[Tensor]]:
-        """Log-probs and entropies without gradients: per feature one value per scored token."""
-        return self._score(self.scorer, inputs)
+    def forward_only(
+        self, inputs: Sequence[InputFeature], *, temperature: float | None = None
+    ) -> dict[str, list[Tensor]]:
+        """Log-probs and entropies without gradients: per feature one value per scored token.
+
+        Args:
+            temperature: at which to score; None: the model's own.
+        """
+        return self._score(self.scorer if temperature is None else self.scorer.at(temperature), inputs)
 
     def reference_logps(self, inputs: Sequence[InputFeature]) -> list[Tensor]:
         """Log-probs under the reference policy, per feature one value per scored token."""

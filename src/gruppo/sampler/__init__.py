@@ -4,13 +4,22 @@
     params.py         SamplingParams: temperature, filters, limits, stops
     randomness.py     uniforms that are a function of (seed, step, prompt, sample, position)
     torch_sampler.py  TorchSampler: KV-cache decoding of a transformers model in this process
+    vllm_sampler.py   vLLMSampler: rollouts from vLLM, hand-over of weights, recovery
+    engine.py         what it asks of an engine
+    vllm_inside.py    an engine in this process
+    vllm_server.py    an engine behind HTTP
+    vllm_launch.py    a server of our own that cannot outlive us
+    vllm_worker.py    what we add to vLLM's worker: loading with a receipt
+    handover.py       weights in a folder, and what is in it
+    proof.py          the canary: do both sides score fixed tokens alike?
 
 A sampler returns the tokens it drew and their log-probs under the sampling policy; nobody re-tokenises or recomputes
-them. Another engine is another class with `sample`.
+them. Another engine is another class with `sample`, `sync` and `close`.
 """
 
 from gruppo.sampler.base import Sampler
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.torch_sampler import TorchSampler
+from gruppo.sampler.vllm_sampler import vLLMSampler
 
-__all__ = ["Sampler", "SamplingParams", "TorchSampler"]
+__all__ = ["Sampler", "SamplingParams", "TorchSampler", "vLLMSampler"]

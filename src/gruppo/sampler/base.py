@@ -1,10 +1,13 @@
 """What the trainer asks of any sampler."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gruppo.sampler.params import SamplingParams
 from gruppo.types import Prompt, SampleResponse
+
+if TYPE_CHECKING:
+    from gruppo.model.transformers_model import TransformersModel
 
 PromptLike = Prompt | str | Sequence[int]
 """A prompt of the data set, a text to encode, or token ids."""
@@ -18,6 +21,12 @@ class Sampler(Protocol):
     ) -> list[SampleResponse]:
         """Draw `num_samples` completions of each prompt."""
         ...
+
+    def sync(self, model: "TransformersModel") -> dict[str, float]:
+        """Sample from this model's weights from now on; returns what there is to report."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def token_ids(prompt: PromptLike, tokenizer: Any) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gruppo.errors import InputError, NumericError
+from gruppo.model.source import end_tokens_of
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.sampler.base import PromptLike, prompt_index, token_ids
 from gruppo.sampler.params import SamplingParams
@@ -39,7 +40,8 @@ class TorchSampler:
             raise InputError(f"options {sorted(options)} go with a model id, not with a model")
         self.model = model
         self.tokenizer = model.tokenizer
-        self.stop_ids = _end_tokens(model)
+        generation, config = (getattr(model.model, name, None) for name in ("generation_config", "config"))
+        self.stop_ids = end_tokens_of(generation, config, model.tokenizer)
         self.on_token = on_token
 
     @torch.inference_mode()
@@ -62,6 +64,13 @@ class TorchSampler:
         return [
             SampleResponse(sequences=tuple(rows[i * num_samples : (i + 1) * num_samples])) for i in range(len(batch))
         ]
+
+    def sync(self, model: TransformersModel) -> dict[str, float]:
+        """Nothing to hand over: the model is the trainer's own."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class _Decoding:
@@ -257,13 +266,3 @@ def draw(p_CV: Tensor, u_A: Tensor, home_A: Tensor | None = None) -> Tensor:
     target = u_A[:, None] * cumulative[:, -1:]
     # right=True: the first token whose cumulative probability exceeds the target, so never one of probability 0
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=p_CV.shape[-1] - 1)
-
-
-def _end_tokens(model: TransformersModel) -> frozenset[int]:
-    """Every token that ends a completion, by the generation config, the config or the tokenizer."""
-    found: list[Any] = [getattr(getattr(model.model, "generation_config", None), "eos_token_id", None)]
-    found.append(getattr(getattr(model.model, "config", None), "eos_token_id", None))
-    found.append(getattr(model.tokenizer, "eos_token_id", None))
-    return frozenset(
-        int(i) for entry in found if entry is not None for i in (entry if isinstance(entry, list) else [entry])
-    )

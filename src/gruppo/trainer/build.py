@@ -1,24 +1,27 @@
 """From a config to the parts of a run. Everything cheap that can be wrong is checked before the model is loaded."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gruppo import loss as losses
 from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
 from gruppo.errors import InputError
 from gruppo.loss import PolicyLoss
+from gruppo.loss.policy import Correction
 from gruppo.metric import metric_for
 from gruppo.model.source import context_length
 from gruppo.reward import RewardPool, load_reward
 from gruppo.reward.load import import_object
 from gruppo.task import PromptSet, load_prompts, resolve_source
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import TrainConfig, read_sampler
 from gruppo.types import Prompt
 
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
+    from gruppo.sampler import Sampler
 
 LOSSES: dict[str, type[PolicyLoss]] = {
     "grpo": losses.GRPOLoss,
@@ -43,6 +46,9 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
     parameters = inspect.signature(cls).parameters
     options: dict[str, Any] = {"beta": config.beta, "kl_estimator": config.kl_estimator}
     options["entropy_coef"] = config.entropy_coef
+    correction = build_correction(config)
+    if correction is not None:
+        options["correction"] = correction
     for name in ("clip_range", "tau"):
         value = getattr(config, name)
         if value is not None:
@@ -59,6 +65,14 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
     if not isinstance(loss, PolicyLoss):
         raise InputError(f"loss={config.loss!r} gives a {type(loss).__name__}, not a loss of gruppo.loss")
     return loss
+
+
+def build_correction(config: TrainConfig) -> Correction | None:
+    """What weighs the gap between sampler and trainer: nothing for torch, whose numbers are the trainer's."""
+    name = config.correction
+    if name == "auto":
+        name = "none" if config.sampler == "torch" else "truncate"
+    return {"none": None, "truncate": losses.TruncatedWeight(), "mask": losses.MaskedWeight()}[name]
 
 
 def build_advantage(config: TrainConfig) -> GRPOAdvantage | RLOOAdvantage:
@@ -126,6 +140,29 @@ def build_prompts(config: TrainConfig, tokenizer: Any) -> Prompts:
             f"prompts_per_step={config.prompts_per_step} is more than the {len(train)} prompts to train on; lower it"
         )
     return Prompts(train, held_out)
+
+
+def build_sampler(
+    config: TrainConfig, model: "TransformersModel", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
+) -> "Sampler":
+    """The sampler that the config names. vLLM needs no longer context than the longest prompt asks for."""
+    from gruppo.sampler import TorchSampler, vLLMSampler
+
+    kind, servers = read_sampler(config.sampler)
+    if kind == "torch":
+        return TorchSampler(model, on_token=poll)
+    longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
+    return vLLMSampler(
+        config.model,
+        servers=servers,
+        dtype=config.dtype,
+        max_model_len=longest + config.max_new_tokens + 1,
+        lora=model.lora,
+        options=dict(config.vllm_options),
+        sync_folder=sync_folder,
+        deadline_s=config.sampler_deadline,
+        poll=poll,
+    )
 
 
 def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":

@@ -108,6 +108,14 @@ class TrainConfig(BaseModel):
     max_new_tokens: Positive = 256
     stop: tuple[str, ...] = ()
     """Texts that end a completion."""
+    sampler: str = "torch"
+    """torch; vllm (inside this process); vllm:start (a server of our own); vllm:http://host:8000,... (running ones)."""
+    sampler_deadline: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that vLLM may take for a step's rollouts before it counts as lost."""
+    correction: Literal["auto", "none", "truncate", "mask"] = "auto"
+    """Weights for what sampler and trainer disagree on: capped at 2, or 0 outside 0.5..5; auto: truncate with vllm."""
+    vllm_options: dict[str, str | int | float | bool] = {}
+    """Further arguments for vLLM where it is started here, e.g. gpu_memory_utilization 0.5."""
 
     # --- evaluation ---
     eval_every: Count = 0
@@ -153,6 +161,9 @@ class TrainConfig(BaseModel):
                 f"minibatches={self.minibatches} does not divide prompts_per_step={self.prompts_per_step}; "
                 f"use one of {divisors}"
             )
+        read_sampler(self.sampler)
+        if self.vllm_options and self.sampler not in ("vllm", "vllm:start"):
+            raise ValueError(f"vllm_options are for sampler=vllm or vllm:start, not for sampler={self.sampler!r}")
         if self.eval_samples and not self.eval_prompts:
             raise ValueError("eval_samples needs eval_prompts of at least 1")
         return self
@@ -178,6 +189,23 @@ class TrainConfig(BaseModel):
         import yaml
 
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_sampler(sampler: str) -> tuple[str, tuple[str, ...]]:
+    """The kind of sampler and, for vLLM, its servers: () means an engine in this process.
+
+    >>> read_sampler("vllm:http://a:8000,http://b:8000")
+    ('vllm', ('http://a:8000', 'http://b:8000'))
+    """
+    if sampler in ("torch", "vllm"):
+        return sampler, ()
+    kind, _, servers = sampler.partition(":")
+    addresses = tuple(servers.split(","))
+    if kind != "vllm" or not all(a == "start" or a.startswith("http://") for a in addresses):
+        raise ValueError(
+            f"sampler={sampler!r} is unknown; use torch, vllm, vllm:start, or vllm:http://host:port (several with commas)"
+        )
+    return kind, addresses
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gruppo.errors import NumericError
 from gruppo.sampler.params import SamplingParams
@@ -22,9 +22,6 @@ from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.run_dir import RunDir
 from gruppo.trainer.signals import Interrupted, StopFlag
 from gruppo.trainer.tracker import Trackers
-
-if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
 
 MAX_SKIPPED = 3
 """Steps in a row whose gradient was not finite before the run stops."""
@@ -91,9 +88,10 @@ class GRPOTrainer:
         try:
             self.pool.start()
             self.model = build.build_model(config, loss, tokenizer)
-            self.sampler = _make_sampler(self.model, self.stop)
             self.step_number = self._restore() if resume else 0
             self.trackers = Trackers(config, self.run.path)
+            folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
+            self.sampler = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
         except BaseException:
             self.pool.close()
             if resume:
@@ -108,6 +106,8 @@ class GRPOTrainer:
         """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step."""
         number = self.step_number + 1
         prompts = self._prompts_of(number)
+        with self._timed("sync"):
+            synced = self.sampler.sync(self.model)
         with self._timed("sample"):
             responses = self.sampler.sample(prompts, self.config.group_size, self._sampling(number))
         with self._timed("reward"):
@@ -121,7 +121,7 @@ class GRPOTrainer:
                 seed=self.config.seed,
             )
         with self._timed("train"):
-            metrics = collected.metrics | self.update(collected)
+            metrics = synced | collected.metrics | self.update(collected)
         self.step_number = number
         if self.config.completions_every and number % self.config.completions_every == 0:
             with self._timed("write"):
@@ -174,6 +174,8 @@ class GRPOTrainer:
         """The held-out score of the weights as they are; None without held-out prompts."""
         if not len(self.prompts.held_out):
             return None
+        with self._timed("sync"):
+            self.sampler.sync(self.model)
         with self._timed("eval"):
             return evaluate(
                 self.prompts.held_out.prompts,
@@ -269,8 +271,9 @@ class GRPOTrainer:
         )
 
     def close(self) -> None:
-        """End the reward workers and give the run directory back."""
+        """End the reward workers and the sampler, and give the run directory back."""
         self.pool.close()
+        self.sampler.close()
         self.trackers.close()
         self.run.release_lock()
 
@@ -335,9 +338,3 @@ class GRPOTrainer:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
-
-
-def _make_sampler(model: "TransformersModel", stop: StopFlag) -> Any:
-    from gruppo.sampler import TorchSampler
-
-    return TorchSampler(model, on_token=stop.poll)

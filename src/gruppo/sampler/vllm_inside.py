@@ -1,0 +1,225 @@
+"""vLLM inside this process (colocated): one engine, driven step by step, so that it can be stopped at any token."""
+
+import gc
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gruppo.errors import InputError, SamplerError, require
+from gruppo.sampler.engine import Completion, EngineLost, Poll, Received, Request
+from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.vllm_worker import EXTENSION
+
+# Read by vLLM when it is imported. The engine runs in this process; a word of the user's own wins.
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Adapter ranks that vLLM has kernels for; an adapter takes the next larger one."""
+
+
+class InsideEngine:
+    """`vllm.LLM` with weights that change.
+
+    Args:
+        model: folder or hub id of the weights to start from.
+        dtype: of the weights in the engine.
+        max_model_len: longest prompt and completion together.
+        lora_rank: of the adapter that will come, or None for full weights.
+        lora_targets: the layers that adapters are on; vLLM wraps no others.
+        options: further arguments of `vllm.LLM`.
+        poll: called before each step of the engine; may raise to leave.
+    """
+
+    name = "vLLM in this process"
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        lora_rank: int | None = None,
+        lora_targets: tuple[str, ...] = (),
+        options: dict[str, Any] | None = None,
+        poll: Poll = lambda: None,
+    ) -> None:
+        arguments: dict[str, Any] = {
+            "model": model,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer scores them
+            "generation_config": "vllm",  # no sampling defaults from the model's folder
+            "worker_extension_cls": EXTENSION,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if lora_rank is not None:
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next_rank(lora_rank)}
+            arguments["lora_target_modules"] = list(lora_targets) or None
+        self.arguments = arguments | platform_arguments() | (options or {})
+        self.poll = poll
+        self.adapter: Any = None
+        self.counter = 0
+        self.is_asleep = False
+        self.llm: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        if self.arguments.get("enforce_eager") and self.arguments.get("device") != "cuda" and not _has_gpu():
+            # On a CPU compiling the log-prob gather takes longer than all that it could save.
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        try:
+            from vllm import LLM  # pyright: ignore[reportMissingImports]  # an extra
+        except ImportError:
+            raise require("vllm", "vllm", "sampler=vllm") from None
+        import torch
+
+        with torch.random.fork_rng():  # vLLM seeds torch's global generator
+            try:
+                self.llm = LLM(**self.arguments)
+            except (ValueError, TypeError) as error:
+                raise InputError(f"vLLM does not take this model or these options: {error}") from error
+
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
+    ) -> list[list[Completion]]:
+        from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports]
+
+        asked = [
+            VllmParams(
+                n=r.num_samples,
+                seed=r.seed,
+                temperature=params.temperature,
+                max_tokens=params.max_new_tokens,
+                stop=list(params.stop) or None,
+                stop_token_ids=list(stop_ids),
+                logprobs=0,
+            )
+            for r in requests
+        ]
+        outputs = self._run([r.prompt_ids for r in requests], asked, deadline_s)
+        return [[_completion(c) for c in output.outputs] for output in outputs]
+
+    def logps_of(self, rows: Sequence[Sequence[int]], deadline_s: float) -> list[list[float]]:
+        from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports]
+
+        asked = [VllmParams(max_tokens=1, prompt_logprobs=0, detokenize=False) for _ in rows]
+        outputs = self._run(rows, asked, deadline_s)
+        return [
+            [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
+            for row, output in zip(rows, outputs, strict=True)
+        ]
+
+    def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
+        return self._receive("gruppo_load_weights", folder)
+
+    def load_adapter(self, folder: Path, version: int, deadline_s: float) -> Received | None:
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        received = self._receive("gruppo_count", folder)
+        # Loaded before any request asks for it: an adapter that fails to load then fails alone.
+        try:
+            self.llm.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
+        except Exception as error:  # vLLM raises whatever the file made it raise
+            raise SamplerError(f"vLLM could not load {folder}: {type(error).__name__}: {error}") from error
+        self.adapter = LoRARequest("policy", 1, str(folder))
+        return received
+
+    def sleep(self) -> None:
+        if self.arguments.get("enable_sleep_mode") and not self.is_asleep:
+            self.llm.sleep(level=1)
+            self.is_asleep = True
+
+    def revive(self, deadline_s: float) -> None:
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        self.llm = self.adapter = None
+        gc.collect()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, method: str, folder: Path) -> Received:
+        self._wake()
+        try:
+            (counted,) = self.llm.collective_rpc(method, kwargs={"folder": str(folder)})
+        except Exception as error:  # vLLM raises whatever the file made it raise
+            raise SamplerError(f"vLLM could not read {folder}: {type(error).__name__}: {error}") from error
+        self.llm.reset_prefix_cache()
+        return Received(**counted)
+
+    def _run(self, prompts: Sequence[Sequence[int]], asked: Sequence[Any], deadline_s: float) -> list[Any]:
+        """Drive the engine until all requests are done; on any way out none of them stays in it."""
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+        self._wake()
+        engine = self.llm.llm_engine
+        ends = time.monotonic() + deadline_s
+        waiting: dict[str, int] = {}
+        outputs: list[Any] = [None] * len(prompts)
+        try:
+            for i, (prompt, params) in enumerate(zip(prompts, asked, strict=True)):
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+                self.counter += 1
+                name = str(self.counter)
+                engine.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=self.adapter)
+                waiting[name] = i
+            while waiting:
+                self.poll()
+                if time.monotonic() > ends:
+                    raise EngineLost(f"{self.name} had not finished {len(waiting)} requests after {deadline_s:g} s")
+                for output in engine.step():
+                    if output.finished:
+                        outputs[waiting.pop(output.request_id)] = output
+        except (EngineLost, InputError):
+            raise
+        except ValueError as error:  # vLLM's word for a request it does not take
+            raise SamplerError(f"{self.name} refuses a request: {error}") from error
+        except RuntimeError as error:
+            raise EngineLost(f"{self.name} failed: {error}") from error
+        finally:
+            if waiting:
+                engine.abort_request(list(waiting))
+        return outputs
+
+    def _wake(self) -> None:
+        if self.is_asleep:
+            self.llm.wake_up()
+            self.is_asleep = False
+
+
+def next_rank(rank: int) -> int:
+    """The smallest adapter rank of vLLM that holds this one."""
+    found = next((r for r in RANKS if r >= rank), None)
+    if found is None:
+        raise InputError(f"lora_rank={rank} is more than vLLM's largest, {RANKS[-1]}; lower it, or use sampler=torch")
+    return found
+
+
+def platform_arguments() -> dict[str, Any]:
+    """On a CPU: no graphs, a small cache. On a GPU: a third of its memory, given back while the trainer works."""
+    if _has_gpu():
+        return {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
+    return {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _completion(output: Any) -> Completion:
+    tokens = tuple(output.token_ids)
+    logps = tuple(entry[token].logprob for token, entry in zip(tokens, output.logprobs or (), strict=False))
+    return Completion(
+        tokens=tokens, logps=logps, text=output.text, stop_reason="stop" if output.finish_reason == "stop" else "length"
+    )

@@ -1,0 +1,342 @@
+"""vLLMSampler: rollouts from vLLM, inside this process or behind `vllm serve`, with proof of whose weights they are."""
+
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gruppo.errors import InputError, SamplerError
+from gruppo.model import source
+from gruppo.model.lora import LoraSpec
+from gruppo.model.transformers_model import TransformersModel
+from gruppo.sampler import handover
+from gruppo.sampler.base import PromptLike, prompt_index, token_ids
+from gruppo.sampler.engine import Completion, Engine, EngineLost, Poll, Request
+from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.proof import BOUNDS, Canary
+from gruppo.sampler.randomness import row_keys
+from gruppo.types import SampledSequence, SampleResponse
+
+logger = logging.getLogger(__name__)
+
+RESTARTS = 3
+"""How often in a row an engine is brought back before the run stops."""
+
+
+class vLLMSampler:
+    """Samples from vLLM.
+
+        sampler = vLLMSampler("org/model")
+        responses = sampler.sample(["1+1="], num_samples=4)
+        sampler.sync(actor)                       # from now on: the actor's weights, proven
+
+    Args:
+        model_id: the weights to start from: a folder, `hf://…`, `ms://…`, a hub id, or `builtin`.
+        servers: addresses of running `vllm serve`s; () for an engine in this process; ("start",) for a server of our
+            own that ends with us.
+        dtype: of the weights in an engine that is started here.
+        max_model_len: longest prompt and completion together; None: the model's own.
+        lora: the adapter that `sync` will bring; None: `sync` brings all weights.
+        options: further arguments of `vllm.LLM`, or of the server that is started here.
+        sync_folder: where weights are handed over; a server must see it under the same path. None: a temporary one.
+        canary_bound: largest gap between the two sides' log-probs of fixed tokens; None: by dtype.
+        deadline_s: for each call of an engine.
+        poll: called wherever the sampler waits; may raise to leave.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        *,
+        servers: Sequence[str] = (),
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        lora: LoraSpec | None = None,
+        options: dict[str, Any] | None = None,
+        sync_folder: str | Path | None = None,
+        canary_bound: float | None = None,
+        deadline_s: float = 600.0,
+        poll: Poll = lambda: None,
+    ) -> None:
+        folder = source.resolve(model_id)
+        length = max_model_len or source.context_length(model_id)
+        if length is None:
+            raise InputError(f"max_model_len is needed: the config of {model_id!r} does not tell the model's own")
+        self.tokenizer = source.load_tokenizer(model_id)
+        self.vocabulary = source.load_config(model_id).get_text_config().vocab_size
+        self.stop_ids = sorted(source.end_tokens(model_id, self.tokenizer))
+        self.length = length
+        self.lora = lora
+        self.deadline_s = deadline_s
+        self.poll = poll
+        self.version = 0
+        """Of the weights that the engines have: how many optimizer steps they have seen."""
+        self.canary = Canary.draw(
+            self.vocabulary, length=min(12, length - 1), bound=BOUNDS[dtype] if canary_bound is None else canary_bound
+        )
+        self._own_folder = None if sync_folder is not None else tempfile.TemporaryDirectory(prefix="gruppo-sync-")
+        self.sync_folder = Path(sync_folder or self._own_folder.name)  # type: ignore[union-attr]  # one of the two
+        self._handed_over: Path | None = None
+        self._expected: np.ndarray | None = None
+        self._restarts: dict[str, int] = {}
+        self.engines: list[Engine] = _engines(
+            servers, {"model": folder, "dtype": dtype, "max_model_len": length, "options": options or {}}
+            | _adapter_options(model_id, lora), poll=poll, deadline_s=deadline_s,
+        )  # fmt: skip
+        for engine in self.engines:
+            self._check_temperature(engine)
+
+    def sample(
+        self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
+    ) -> list[SampleResponse]:
+        """Draw `num_samples` completions of each prompt. The same seed, step and weights give the same tokens."""
+        params = params or SamplingParams()
+        requests = self._requests(batch, num_samples, params)
+        if not requests:
+            return []
+        shares = [requests[i :: len(self.engines)] for i in range(len(self.engines))]
+        with ThreadPoolExecutor(
+            len(self.engines)
+        ) as pool:  # the first engine works in this thread, which may be polled
+            later = [
+                pool.submit(self._ask, e, s, params) for e, s in zip(self.engines[1:], shares[1:], strict=True) if s
+            ]
+            answers = [self._ask(self.engines[0], shares[0], params), *(f.result() for f in later)]
+        for engine in self.engines:
+            engine.sleep()
+        ordered = [answers[i % len(self.engines)][i // len(self.engines)] for i in range(len(requests))]
+        return [self._response(r, completions, params) for r, completions in zip(requests, ordered, strict=True)]
+
+    def sync(self, model: TransformersModel) -> dict[str, float]:
+        """Hand the model's weights over and prove that they arrived; does nothing when the engines have them.
+
+        A proof that fails is followed by one more hand-over, then by SamplerError with the names of the tensors.
+        """
+        if self._handed_over is not None and model.version == self.version:
+            return {}
+        started = time.monotonic()
+        expected = self.canary.score(model)
+        folder = self.sync_folder / f"version-{model.version}"
+        fault = None
+        for _ in range(2):
+            gap, moved, fault = self._hand_over(model, folder, expected)
+            if fault is None:
+                break
+            logger.warning("hand-over of version %d failed: %s", model.version, fault)
+        else:
+            raise SamplerError(
+                f"the weights of version {model.version} did not reach the sampler, tried twice: {fault}. Nothing was "
+                f"sampled from them; the files are in {folder}"
+            )
+        if self._handed_over is not None and self._handed_over != folder:
+            shutil.rmtree(self._handed_over, ignore_errors=True)
+        self._handed_over, self._expected, self.version = folder, expected, model.version
+        size = handover.stored(folder)
+        return {
+            "sync/seconds": time.monotonic() - started,
+            "sync/tensors": float(len(size.tensors)),
+            "sync/bytes": float(size.bytes),
+            "sync/canary_gap": gap,
+        } | ({} if math.isnan(moved) else {"sync/canary_moved": moved})
+
+    def close(self) -> None:
+        """End the engines that were started here and delete what was handed over."""
+        for engine in self.engines:
+            engine.close()
+        if self._handed_over is not None:
+            shutil.rmtree(self._handed_over, ignore_errors=True)
+        if self._own_folder is not None:
+            self._own_folder.cleanup()
+
+    def _check_temperature(self, engine: Engine) -> None:
+        """At temperature 2 the log-prob of a drawn token must not be the one at temperature 1."""
+        hot = SamplingParams(temperature=2.0, max_new_tokens=1)
+        prompts = [row[:-1] for row in self.canary.rows]
+        requests = [Request(prompt_ids=prompt, num_samples=1, seed=0) for prompt in prompts]
+        drawn = [completions[0] for completions in engine.generate(requests, hot, (), self.deadline_s)]
+        cold = engine.logps_of([(*p, c.tokens[0]) for p, c in zip(prompts, drawn, strict=True)], self.deadline_s)
+        if all(abs(c.logps[0] - row[-1]) < 1e-6 for c, row in zip(drawn, cold, strict=True)):
+            raise SamplerError(
+                f"{engine.name} reports log-probs at temperature 1, whatever the temperature; start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def _requests(self, batch: Sequence[PromptLike], num_samples: int, params: SamplingParams) -> list[Request]:
+        if num_samples < 1:
+            raise InputError(f"num_samples must be at least 1, got {num_samples}")
+        if params.filters:
+            raise InputError(
+                "top_k, top_p and min_p are refused with vLLM: its log-probs are then over the tokens that were kept, "
+                "the trainer's over all of them, and their ratio would be wrong. Use top_k=0, top_p=1, min_p=0, or "
+                "sampler=torch, which reports log-probs over all tokens"
+            )
+        requests = []
+        for i, prompt in enumerate(batch):
+            ids = token_ids(prompt, self.tokenizer)
+            if not ids:
+                raise InputError(f"prompt {i} has no tokens; there is nothing to continue")
+            if len(ids) + params.max_new_tokens > self.length:
+                raise InputError(
+                    f"prompt {i} has {len(ids)} tokens; with max_new_tokens={params.max_new_tokens} that is more than "
+                    f"max_model_len={self.length}"
+                )
+            key = row_keys(params.seed, params.step, np.array([prompt_index(prompt, i)]), np.zeros(1, dtype=np.int64))
+            requests.append(Request(prompt_ids=ids, num_samples=num_samples, seed=int(key[0] >> np.uint64(2))))
+        return requests
+
+    def _ask(self, engine: Engine, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        """One engine's share, again after each loss of the engine; the same seeds give what it would have given."""
+        while True:
+            try:
+                answers = engine.generate(requests, params, self.stop_ids, self.deadline_s)
+                if len(answers) != len(requests):
+                    raise SamplerError(f"{engine.name} answered {len(answers)} of {len(requests)} requests")
+                self._check_same_weights(engine)
+            except EngineLost as error:
+                self._bring_back(engine, error)
+                continue
+            self._restarts[engine.name] = 0
+            return answers
+
+    def _check_same_weights(self, engine: Engine) -> None:
+        """A server that was restarted behind our back has the weights of its start: nothing else would show it."""
+        if self._expected is None:
+            return
+        verdict = self.canary.judge(engine.name, self._expected, engine.logps_of(self.canary.rows, self.deadline_s))
+        if verdict.fault is not None:
+            raise EngineLost(f"{engine.name} no longer has the weights it was given: {verdict.fault}")
+
+    def _bring_back(self, engine: Engine, error: EngineLost) -> None:
+        count = self._restarts[engine.name] = self._restarts.get(engine.name, 0) + 1
+        if count > RESTARTS:
+            raise SamplerError(f"{engine.name} was lost {count} times in a row: {error}") from error
+        logger.warning("%s; bringing it back, try %d of %d", error, count, RESTARTS)
+        engine.revive(self.deadline_s)
+        self.canary.forget(engine.name)
+        if self._handed_over is None or self._expected is None:
+            return
+        self._load(engine, self._handed_over, self.version)
+        verdict = self.canary.judge(engine.name, self._expected, engine.logps_of(self.canary.rows, self.deadline_s))
+        if verdict.fault is not None:
+            raise SamplerError(
+                f"{engine.name} came back without the weights of version {self.version}: {verdict.fault}"
+            )
+
+    def _response(self, request: Request, completions: list[Completion], params: SamplingParams) -> SampleResponse:
+        if len(completions) != request.num_samples:
+            raise SamplerError(f"vLLM gave {len(completions)} completions where {request.num_samples} were asked for")
+        for c in completions:
+            problem = self._problem(c, params)
+            if problem is not None:
+                raise SamplerError(
+                    f"vLLM's answer cannot be used: {problem}; it has {len(c.tokens)} tokens {c.tokens[:8]} and "
+                    f"{len(c.logps)} log-probs {c.logps[:4]}, stop_reason={c.stop_reason!r}"
+                )
+        return SampleResponse(
+            sequences=tuple(
+                SampledSequence(
+                    prompt_ids=request.prompt_ids,
+                    tokens=c.tokens,
+                    logps=c.logps,
+                    text=c.text,
+                    stop_reason=c.stop_reason,
+                    policy_version=self.version,
+                )
+                for c in completions
+            )
+        )
+
+    def _problem(self, c: Completion, params: SamplingParams) -> str | None:
+        if not c.tokens:
+            return "it is empty, though the end token would be in it"
+        if len(c.logps) != len(c.tokens):
+            return "it lacks log-probs"
+        if not all(math.isfinite(x) and x < 1e-3 for x in c.logps):
+            return "a log-prob is not finite, or above 0"
+        if not all(0 <= t < self.vocabulary for t in c.tokens):
+            return f"a token is outside the vocabulary of {self.vocabulary}"
+        if len(c.tokens) > params.max_new_tokens:
+            return f"it is longer than max_new_tokens={params.max_new_tokens}"
+        if c.stop_reason == "length" and len(c.tokens) < params.max_new_tokens:
+            return f"it was cut before max_new_tokens={params.max_new_tokens}"
+        return None
+
+    # --- handing over ---------------------------------------------------------------------------------------------
+
+    def _hand_over(
+        self, model: TransformersModel, folder: Path, expected: np.ndarray
+    ) -> tuple[float, float, str | None]:
+        """Write, load, prove: the largest gap, the largest move, and what is wrong, if anything."""
+        handover.write(model, folder)
+        problem = handover.compare(model, folder)
+        if problem is not None:
+            return math.nan, math.nan, problem
+        size = handover.stored(folder)
+        gap, moved = 0.0, math.nan
+        for engine in self.engines:
+            try:
+                received = self._load(engine, folder, model.version)
+                answered = engine.logps_of(self.canary.rows, self.deadline_s)
+            except EngineLost as error:
+                self._bring_back(engine, error)
+                return math.nan, math.nan, str(error)
+            except SamplerError as error:
+                return math.nan, math.nan, str(error)
+            if received is not None and (received.tensors, received.bytes) != (len(size.tensors), size.bytes):
+                return (
+                    math.nan,
+                    math.nan,
+                    (
+                        f"{engine.name} read {received.tensors} tensors and {received.bytes:,} bytes of "
+                        f"{len(size.tensors)} and {size.bytes:,}"
+                    ),
+                )
+            verdict = self.canary.judge(engine.name, expected, answered)
+            if verdict.fault is not None:
+                differ = handover.differing(model, folder)
+                where = f"the file differs from the model in {handover.few(differ)}" if differ else (
+                    "the file holds the model's weights, so the engine did not take them"
+                )  # fmt: skip
+                return verdict.gap, verdict.moved, f"{engine.name}: {verdict.fault}; {where}"
+            gap, moved = max(gap, verdict.gap), verdict.moved
+        return gap, moved, None
+
+    def _load(self, engine: Engine, folder: Path, version: int) -> Any:
+        if self.lora is not None:
+            return engine.load_adapter(folder, version, self.deadline_s)
+        return engine.load_weights(folder, self.deadline_s)
+
+
+def _engines(servers: Sequence[str], options: dict[str, Any], *, poll: Poll, deadline_s: float) -> list[Engine]:
+    if not servers:
+        from gruppo.sampler.vllm_inside import InsideEngine
+
+        return [InsideEngine(**options, poll=poll)]
+    from gruppo.sampler.vllm_launch import ServerProcess
+    from gruppo.sampler.vllm_server import ServerEngine
+
+    engines: list[Engine] = []
+    for address in servers:
+        if address != "start" and options["options"]:
+            raise InputError(f"options {sorted(options['options'])} are for an engine started here, not for {address}")
+        process = ServerProcess(**options) if address == "start" else None
+        engine = ServerEngine(address if process is None else process.address, process=process, poll=poll)
+        engines.append(engine)
+        engine.wait_until_ready(deadline_s)
+    return engines
+
+
+def _adapter_options(model_id: str, lora: LoraSpec | None) -> dict[str, Any]:
+    if lora is None:
+        return {}
+    targets = source.linear_layers(model_id) if lora.targets == "all-linear" else lora.targets
+    return {"lora_rank": lora.rank, "lora_targets": tuple([targets] if isinstance(targets, str) else targets)}

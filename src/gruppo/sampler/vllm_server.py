@@ -1,0 +1,240 @@
+"""vLLM behind HTTP: a running `vllm serve`, ours or somebody else's."""
+
+import http.client
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from gruppo.errors import InputError, SamplerError
+from gruppo.sampler.engine import Completion, EngineLost, Poll, Received, Request
+from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.vllm_launch import ServerProcess
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "gruppo"
+"""The name under which a server has the adapter."""
+AT_ONCE = 64
+"""Requests on their way to one server."""
+DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+
+
+class ServerEngine:
+    """A client of one server.
+
+    Args:
+        address: `http://host:port`.
+        process: the server, if it is ours: it is restarted when it dies.
+        poll: called while waiting; may raise to leave.
+    """
+
+    def __init__(self, address: str, *, process: ServerProcess | None = None, poll: Poll = lambda: None) -> None:
+        parts = urlsplit(address)
+        if parts.scheme != "http" or not parts.hostname:
+            raise InputError(f"a vLLM server's address looks like http://127.0.0.1:8000, got {address!r}")
+        self.host, self.port = parts.hostname, parts.port or 80
+        self.name = f"vLLM at {self.host}:{self.port}"
+        self.process = process
+        self.poll = poll
+        self.model = ""
+        self.has_adapter = False
+        self.gives_receipts = True
+        self._open: set[http.client.HTTPConnection] = set()
+
+    def wait_until_ready(self, deadline_s: float) -> None:
+        """Wait for the server to come up."""
+        ends = time.monotonic() + deadline_s
+        while True:
+            try:
+                if self._get("/health", 5.0) is not None:
+                    break
+            except EngineLost:
+                pass
+            if self.process is not None:
+                self.process.check_alive()
+            if time.monotonic() > ends:
+                raise SamplerError(
+                    f"{self.name} did not answer within {deadline_s:g} s; is `vllm serve` running there?"
+                )
+            self.poll()
+            time.sleep(0.25)
+        self.model = self._get("/v1/models", 30.0)["data"][0]["id"]
+        self.has_adapter = False
+
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
+    ) -> list[list[Completion]]:
+        bodies = [
+            self._sampling(r.prompt_ids, params, max_tokens=params.max_new_tokens, stop_ids=stop_ids)
+            | {"n": r.num_samples, "seed": r.seed}
+            for r in requests
+        ]
+        answers = self._post_all("/v1/completions", bodies, deadline_s)
+        return [_completions(answer, r, self.name) for answer, r in zip(answers, requests, strict=True)]
+
+    def logps_of(self, rows: Sequence[Sequence[int]], deadline_s: float) -> list[list[float]]:
+        bodies = [self._sampling(row, SamplingParams(), max_tokens=1) | {"prompt_logprobs": 0} for row in rows]
+        answers = self._post_all("/v1/completions", bodies, deadline_s)
+        try:
+            return [
+                [
+                    entry[str(token)]["logprob"]
+                    for token, entry in zip(row[1:], choice["prompt_logprobs"][1:], strict=True)
+                ]
+                for row, choice in zip(rows, (a["choices"][0] for a in answers), strict=True)
+            ]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise SamplerError(f"{self.name} gave no log-probs of the prompt: {error!r}") from error
+
+    def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
+        received = self._receipt("gruppo_load_weights", folder, deadline_s)
+        if received is None:
+            arguments = {"weights_path": str(folder)}
+            self._post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, deadline_s, DEV_MODE)
+        self._post("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
+        return received
+
+    def load_adapter(self, folder: Path, version: int, deadline_s: float) -> Received | None:
+        body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
+        self._post("/v1/load_lora_adapter", body, deadline_s, LORA)
+        self.has_adapter = True
+        received = self._receipt("gruppo_count", folder, deadline_s)
+        if self.gives_receipts:
+            self._post("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
+        return received
+
+    def sleep(self) -> None:
+        """A server has a GPU of its own."""
+
+    def revive(self, deadline_s: float) -> None:
+        if self.process is not None:
+            self.process.start()
+        self.wait_until_ready(deadline_s)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _sampling(
+        self, prompt: Sequence[int], params: SamplingParams, *, max_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Every field that a server could have a default of its own for is said."""
+        return {
+            "model": ADAPTER if self.has_adapter else self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": params.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(params.stop),
+            "stop_token_ids": list(stop_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    def _receipt(self, method: str, folder: Path, deadline_s: float) -> Received | None:
+        """Have a worker read a folder and say what it read; None where the server has no such method."""
+        if not self.gives_receipts:
+            return None
+        body = {"method": method, "kwargs": {"folder": str(folder)}}
+        try:
+            answer = self._post("/collective_rpc", body, deadline_s, DEV_MODE)
+        except SamplerError as error:
+            if isinstance(error, EngineLost) or method not in str(error):
+                if "404" in str(error) and method == "gruppo_count":
+                    self.gives_receipts = False  # adapters need no dev mode
+                    return None
+                raise
+            logger.warning(
+                "%s cannot say what it reads (start it with --worker-extension-cls "
+                "gruppo.sampler.vllm_worker.SyncWorker); the canary alone is the proof",
+                self.name,
+            )
+            self.gives_receipts = False
+            return None
+        counted = answer["results"][0]
+        return Received(tensors=int(counted["tensors"]), bytes=int(counted["bytes"]))
+
+    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], deadline_s: float) -> list[Any]:
+        """All answers in order; on any way out no request is left behind."""
+        ends = time.monotonic() + deadline_s
+        executor = ThreadPoolExecutor(min(len(bodies), AT_ONCE) or 1)
+        futures = [executor.submit(self._post, path, body, deadline_s) for body in bodies]
+        try:
+            waiting = set(futures)
+            while waiting:
+                self.poll()
+                done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()  # raises what the request raised
+                if time.monotonic() > ends:
+                    raise EngineLost(f"{self.name} had not answered {len(waiting)} requests after {deadline_s:g} s")
+            return [future.result() for future in futures]
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+            for connection in list(self._open):
+                connection.close()
+
+    def _get(self, path: str, timeout: float) -> Any:
+        return self._exchange("GET", path, None, timeout, "")
+
+    def _post(self, path: str, body: dict[str, Any], timeout: float, remedy: str = "") -> Any:
+        return self._exchange("POST", path, body, timeout, remedy)
+
+    def _exchange(self, verb: str, path: str, body: dict[str, Any] | None, timeout: float, remedy: str) -> Any:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        self._open.add(connection)
+        try:
+            payload = None if body is None else json.dumps(body)
+            connection.request(verb, path, payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineLost(f"{self.name} cannot be reached: {type(error).__name__}: {error}") from error
+        finally:
+            self._open.discard(connection)
+            connection.close()
+        if response.status == 200:
+            try:
+                return json.loads(text) if text else {}
+            except ValueError:
+                return {}  # /v1/load_lora_adapter answers with a sentence
+        said = f"{self.name} answered {path} with {response.status}: {text[:300]}"
+        if response.status == 404 and body is not None and body.get("model") == ADAPTER:
+            raise EngineLost(f"{self.name} does not know the adapter it was given")
+        if response.status in (502, 503, 504):
+            raise EngineLost(said)
+        raise SamplerError(f"{said}; {remedy}" if remedy and response.status in (403, 404, 405) else said)
+
+
+def _completions(answer: Any, request: Request, name: str) -> list[Completion]:
+    """The choices of an answer, in order; what is missing is named."""
+    read: Callable[[Any], Completion] = lambda c: Completion(  # noqa: E731
+        tokens=tuple(c["token_ids"]),
+        logps=tuple(c["logprobs"]["token_logprobs"]),
+        text=c["text"],
+        stop_reason="stop" if c["finish_reason"] == "stop" else "length",
+    )
+    try:
+        choices = sorted(answer["choices"], key=lambda c: c["index"])
+        prompts = {tuple(c["prompt_token_ids"]) for c in choices if c.get("prompt_token_ids") is not None}
+        completions = [read(c) for c in choices]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SamplerError(
+            f"{name} answered without what was asked for ({error!r}); token ids need vLLM 0.11 or newer"
+        ) from error
+    if prompts - {tuple(request.prompt_ids)}:
+        raise SamplerError(f"{name} continued another prompt than it was given; is there a chat template in between?")
+    return completions
