@@ -203,7 +203,7 @@ def read_sampler(sampler: str) -> tuple[str, tuple[str, ...]]:
     addresses = tuple(servers.split(","))
     if kind != "vllm" or not all(a == "start" or a.startswith("http://") for a in addresses):
         raise ValueError(
-            f"sampler={sampler!r} is unknown; use torch, vllm, vllm:start, or vllm:http://host:port (several with commas)"
+            f"sampler={sampler!r} is unknown; use torch, vllm, vllm:start or vllm:http://host:port[,http://...]"
         )
     return kind, addresses
 
