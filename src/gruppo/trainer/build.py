@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gruppo import loss as losses
 from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
 from gruppo.errors import InputError
-from gruppo.loss import PolicyLoss
+from gruppo.loss import LOSSES, PolicyLoss
 from gruppo.metric import metric_for
 from gruppo.model.source import context_length
 from gruppo.reward import RewardPool, load_reward
@@ -20,20 +19,10 @@ from gruppo.types import Prompt
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
 
-LOSSES: dict[str, type[PolicyLoss]] = {
-    "grpo": losses.GRPOLoss,
-    "gspo": losses.GSPOLoss,
-    "sapo": losses.SAPOLoss,
-    "cispo": losses.CISPOLoss,
-    "bnpo": losses.BNPOLoss,
-    "drgrpo": losses.DRGRPOLoss,
-    "dapo": losses.DAPOLoss,
-}
-
 
 def build_loss(config: TrainConfig) -> PolicyLoss:
     """The loss with the options that were set; one that it does not take is an error."""
-    cls = LOSSES.get(config.loss)
+    cls: Any = LOSSES.get(config.loss)
     if cls is None:
         if ":" not in config.loss:
             raise InputError(

@@ -63,7 +63,7 @@ class TrainConfig(BaseModel):
 
     # --- loss and advantage ---
     loss: str = "grpo"
-    """grpo, gspo, sapo, cispo, bnpo, drgrpo, dapo, or your.module:YourLoss."""
+    """A name that `gruppo losses` lists (grpo, gspo, dapo, cispo, gmpo, ...), or your.module:YourLoss."""
     clip_range: float | tuple[float, float] | None = None
     """Distance from 1 that the ratio may move, or low and high; none: the loss's own default."""
     beta: Annotated[float, Field(ge=0)] = 0.0
