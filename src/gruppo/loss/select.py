@@ -143,7 +143,7 @@ class CovariancePenalty:
         totals = inputs.totals
         means = {name: totals.number(name) for name in ("mean_advantage", "mean_logp")}
         chosen_T = _covariance(inputs, means) > totals.number("covariance_cut")
-        return policy_T + self.coef * chosen_T * log_ratio_T.abs()
+        return policy_T + self.coef * (log_ratio_T.abs() * chosen_T)
 
 
 @dataclass(frozen=True)

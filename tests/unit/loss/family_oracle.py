@@ -203,7 +203,7 @@ def kl(name: str, delta: Tensor, ratio: Tensor) -> Tensor:
         "k1": delta,
         "k2": delta**2 / 2,
         "k3": k3,
-        "absolute": torch.sqrt(delta**2),
+        "absolute": torch.abs(delta),
         "ratio_k1": ratio * delta,
         "ratio_k3": ratio * k3,
     }[name]
@@ -223,7 +223,7 @@ def select(f: Formula, tokens: list[Token]) -> None:
         count = max(int(share * len(tokens)), 1)
         if f.select == "CovariancePenalty":
             for i in sorted(range(len(tokens)), key=lambda i: -cov[i])[:count]:
-                tokens[i].policy = tokens[i].policy + f.n.get("coef", 1.0) * torch.sqrt(tokens[i].d ** 2)
+                tokens[i].policy = tokens[i].policy + f.n.get("coef", 1.0) * torch.abs(tokens[i].d)
             return
         low, high = f.n.get("cov", (1.0, 5.0))
         clip_low, clip_high = f.n.get("clip", (0.2, 0.2))

@@ -94,7 +94,7 @@ FAMILY = {
 def log_probs(batch):
     """The batch with log-probs below 0, as a selection by probability expects."""
     names = ("logps", "old_logps", "ref_logps", "sampler_logps")
-    return replace(batch, values=batch.values | {n: batch.values[n].clamp(max=-0.02) for n in names})
+    return replace(batch, values=batch.values | {n: torch.nn.functional.logsigmoid(batch.values[n]) for n in names})
 
 
 BATCHES = {
@@ -196,7 +196,7 @@ def test_luspo_is_gspo_times_the_length():
 
 
 def test_m2po_by_hand():
-    # (log r)^2 of the outward tokens: 0.01, 0.04, 0.25. Means from the smallest: 0.01, 0.025, 0.1: at 0.04 the last goes
+    # (log r)^2 of the outward tokens: 0.01, 0.04, 0.25. Means from the smallest: 0.01, 0.025, 0.1: the last goes
     gaps = torch.tensor([[0.1, 0.2, 0.5, -0.9]], dtype=torch.float64)  # the last moves inward: never judged
     logps = torch.full((1, 4), -2.0, dtype=torch.float64)
     out = LOSSES["m2po"]()(
