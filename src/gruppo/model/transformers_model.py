@@ -13,7 +13,7 @@ from gruppo.batch import PackedBatch, Totals, pack, split_by_tokens, split_padde
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
-from gruppo.metric import PolicyMetric
+from gruppo.metric import MismatchMetric, PolicyMetric
 from gruppo.model import source
 from gruppo.model.forward import HeadChoice, Layout, Scorer
 from gruppo.model.head_step import loss_and_backward
@@ -90,6 +90,8 @@ class TransformersModel:
         self.scorer = Scorer(self.model, temperature=temperature, layout=layout, head=head)
         self.loss: PolicyLoss = GRPOLoss()
         self.metrics: list[PolicyMetric] = []
+        self.mismatch = MismatchMetric()
+        """How far the sampler's log-probs are from the trainer's, when they are given."""
         self._gap = torch.zeros(3, dtype=torch.float64, device=self.device)  # sampler gap: sum, count, max
         self._reference: Reference | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -257,6 +259,8 @@ class TransformersModel:
         if count:
             results |= {"sampler/logp_gap_mean": total / count, "sampler/logp_gap_max": largest}
         self._gap.zero_()
+        results |= self.mismatch.calculate()
+        self.mismatch.reset()
         return results
 
     # --- files ----------------------------------------------------------------------------------------------------
@@ -331,6 +335,10 @@ class TransformersModel:
             )
         sampler = aligned["sampler_logps"]
         if sampler is not None:
+            old = aligned["old_logps"]
+            self.mismatch.accumulate(
+                batch.loss_inputs(), old_logps=observed["logps"] if old is None else old, sampler_logps=sampler
+            )
             gap = (observed["logps"] - sampler)[batch.labels != IGNORE_INDEX].abs().double()
             largest = gap.max() if gap.numel() else gap.new_zeros(())
             self._gap = torch.stack(
