@@ -13,7 +13,7 @@ from gruppo.loss.variants.named import ClipRange, LossOptions, NamedLoss, read_c
 
 
 class DPPOTVLoss(NamedLoss):
-    """DPPO with a bound on the total variation, arXiv:2602.04879: probabilities may move by `region`, ratios by any."""
+    """Divergence PPO by total variation, arXiv:2602.04879: probabilities may move by `region`, ratios by any."""
 
     paper = "arXiv:2602.04879"
 
@@ -29,7 +29,7 @@ class DPPOTVLoss(NamedLoss):
 
 
 class DPPOKLLoss(NamedLoss):
-    """DPPO with a bound on the binary KL, arXiv:2602.04879."""
+    """Divergence PPO by the KL of "this token or any other", arXiv:2602.04879."""
 
     paper = "arXiv:2602.04879"
 
@@ -78,7 +78,7 @@ class IPOLoss(NamedLoss):
 
 
 class M2POLoss(NamedLoss):
-    """M2PO, arXiv:2510.01161: no clip; the tokens that make the second moment of log r too large are left out."""
+    """Second-Moment Trust PO, arXiv:2510.01161: no clip; tokens that make the mean of (log r)^2 too large go."""
 
     paper = "arXiv:2510.01161"
 
