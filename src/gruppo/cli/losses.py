@@ -40,7 +40,8 @@ def table() -> str:
     from gruppo.loss import LOSSES
 
     rows = [("name", "level", "surrogate", "mean", "select, correction, other", "paper")]
-    for name, cls in LOSSES.items():
+    classes: dict[str, Any] = dict(LOSSES)
+    for name, cls in classes.items():
         loss = cls()
         extra = [_name(part) for part in (loss.select, loss.correction) if part is not None]
         extra += [f"{n}={getattr(loss, n):g}" for n in ("pull", "nll_coef") if getattr(loss, n)]

@@ -12,6 +12,7 @@
     draw.py          random numbers per token as a function of its place in the step
     part.py          what a part says about itself
     composition.py   which parts go together, and what they make in words
+    survey.py        what a loss counts over the whole step before its first backward
     policy.py        PolicyLoss: puts the parts together
     catalogue.py     one of every part, and which go together
     variants/        the published names, each a few lines that name their parts

@@ -17,6 +17,7 @@ from gruppo.loss.kl import MAX_DELTA, KLEstimator, k3
 from gruppo.loss.level import token_level
 from gruppo.loss.part import fact
 from gruppo.loss.surrogate import Clip
+from gruppo.loss.survey import surveyed, token_weights
 
 Level = Callable[[LossInputs], Tensor]
 Surrogate = Callable[[Tensor, LossInputs], Tensor]
@@ -169,7 +170,7 @@ class PolicyLoss:
         if advantages is None:
             return LossOutput(loss=aligned.logps[:0].sum(), terms={}, on_policy=aligned.on_policy)
         if totals is None and self.surveys:
-            aligned = self._surveyed(aligned)
+            aligned = surveyed(self, aligned)
         return self.compute(aligned)
 
     def align(
@@ -210,30 +211,11 @@ class PolicyLoss:
             inputs, outputs, advantages=advantages, old_logps=old_logps, sampler_logps=sampler_logps, totals=None
         )
         known = aligned.totals if totals is None else totals
-        return self._surveyed(replace(aligned, totals=known)).totals if self.surveys else known
-
-    @torch.no_grad()
-    def _surveyed(self, inputs: LossInputs) -> LossInputs:
-        """The inputs of a whole step, whose totals hold what `surveys` found."""
-        self._check_needs(inputs, besides={"ref_logps"})
-        log_ratio_T = self.level(inputs)
-        numbers: dict[str, Tensor] = {}
-        for part in self.parts:
-            if hasattr(part, "survey"):
-                numbers |= part.survey(log_ratio_T, inputs)
-        if self.nll_coef:
-            numbers["positive_tokens"] = inputs.segments.sum((inputs.advantages > 0).to(inputs.logps.dtype)).sum()
-        inputs = replace(inputs, totals=replace(inputs.totals, survey=numbers))
-        if self.rejected == "left_out":
-            weight_T = None if self.correction is None else self.correction(inputs)
-            segments, left = inputs.segments, self._left(inputs, log_ratio_T, weight_T)
-            numbers["rejected_tokens"] = segments.length.sum() - left.length.sum()
-            numbers["rejected_sequences"] = ((segments.length > 0) & (left.length == 0)).sum()
-        return inputs
+        return surveyed(self, replace(aligned, totals=known)).totals if self.surveys else known
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """The loss of aligned inputs."""
-        self._check_needs(inputs)
+        self.check_needs(inputs)
         log_ratio_T = self.level(inputs)
         policy_T = self.surrogate(log_ratio_T, inputs)
         if self.select is not None:
@@ -241,7 +223,7 @@ class PolicyLoss:
         correction_T = None if self.correction is None else self.correction(inputs)
         if correction_T is not None:
             policy_T = policy_T * correction_T
-        weight_T = self._weight(inputs, log_ratio_T, correction_T)
+        weight_T = token_weights(self, inputs, log_ratio_T, correction_T)
         loss = torch.dot(weight_T, policy_T)
         terms = {"policy": loss.detach()}
         if self.beta:
@@ -267,28 +249,8 @@ class PolicyLoss:
             loss = loss + self.nll_coef * nll
         return LossOutput(loss=loss, terms=terms, on_policy=inputs.on_policy)
 
-    def _weight(self, inputs: LossInputs, log_ratio_T: Tensor, correction_T: Tensor | None) -> Tensor:
-        """The weight of each token, `[T]`; exactly 0 where nothing is scored."""
-        segments, totals = inputs.segments, inputs.totals
-        if self.rejected == "left_out":
-            segments = self._left(inputs, log_ratio_T, correction_T)
-            totals = replace(
-                totals,
-                sequences=totals.sequences - totals.number("rejected_sequences"),
-                tokens=totals.tokens - totals.number("rejected_tokens"),
-            )
-        weight_S = self.aggregate(segments, totals).to(inputs.logps.dtype)
-        return segments.keep_(segments.spread(weight_S))
-
-    def _left(self, inputs: LossInputs, log_ratio_T: Tensor, correction_T: Tensor | None) -> Segments:
-        """The sequences without the tokens that correction or selection reject."""
-        segments = inputs.segments
-        if correction_T is not None:
-            segments = segments.restricted(correction_T != 0)
-        keep = getattr(self.select, "keep", None)
-        return segments if keep is None else segments.restricted(keep(log_ratio_T, inputs))
-
-    def _check_needs(self, inputs: LossInputs, besides: frozenset[str] | set[str] = frozenset()) -> None:
+    def check_needs(self, inputs: LossInputs, besides: frozenset[str] = frozenset()) -> None:
+        """Refuse inputs without what this loss cannot do without."""
         missing = sorted(name for name in self.needs - besides if getattr(inputs, name) is None)
         if missing:
             made = f"{type(self).__name__}(beta={self.beta:g}, entropy_coef={self.entropy_coef:g})"

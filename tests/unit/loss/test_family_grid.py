@@ -159,7 +159,7 @@ def test_gradients_agree_with_finite_differences():
     """Where no gradient is stopped; there the oracle above stands."""
     inputs, outputs, keywords = TINY.arguments()
     done = 0
-    for chosen in compositions(250, seed=2):
+    for chosen in compositions(120, seed=2)[:120]:
         if is_refused(chosen) or STOPPED & set(chosen.values()):
             continue
         loss = make(chosen)
@@ -170,7 +170,7 @@ def test_gradients_agree_with_finite_differences():
 
         assert torch.autograd.gradcheck(call, leaves), chosen
         done += 1
-    assert done > 60
+    assert done > 25
 
 
 def test_the_command_prints_the_grid(capsys):

@@ -45,10 +45,10 @@ BITING: dict[str, Any] = {
 EVERY = {name: cls() for name, cls in LOSSES.items()} | BITING
 
 
-def run(loss: Any, budget: int | None, **options: Any) -> tuple[float, dict[str, Any]]:
+def run(loss: Any, budget: int | None, *, old: Any = OLD, **options: Any) -> tuple[float, dict[str, Any]]:
     model = actor("gpt2", double=True, tokens_per_microbatch=budget, **options)
     model.set_loss(loss)
-    result = model.forward_backward(FEATURES, advantages=ADVANTAGES, old_logps=OLD, sampler_logps=SAMPLER)
+    result = model.forward_backward(FEATURES, advantages=ADVANTAGES, old_logps=old, sampler_logps=SAMPLER)
     return result.loss.item(), gradients(model.model)
 
 
@@ -64,6 +64,8 @@ def test_any_split_gives_the_same_loss_and_gradient(name: str) -> None:
     whole = run(EVERY[name], None)
     for budget in (1, 25):
         assert_same(run(EVERY[name], budget), whole)
+    # on-policy: the old log-probs are those of the pass that trains
+    assert_same(run(EVERY[name], 25, old=None), run(EVERY[name], None, old=None))
 
 
 @pytest.mark.parametrize("name", EVERY)
