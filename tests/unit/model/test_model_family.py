@@ -35,7 +35,9 @@ SAMPLER = [tuple(x - 0.3 + 0.07 * ((5 * i + j) % 9) for j, x in enumerate(row)) 
 BITING: dict[str, Any] = {
     "clip_cov": ClipCovLoss(share=0.2, bounds=(-0.5, 1.5), clip_range=0.4),
     "kl_cov": KLCovLoss(share=0.2),
+    "kl_cov everywhere": KLCovLoss(share=1.0),
     "m2po": M2POLoss(threshold=0.2),
+    "mean of sequences, left out": PolicyLoss(correction=MaskedWeight(0.8, 1.2), rejected="left_out"),
     "left out": PolicyLoss(aggregate=token_mean, correction=MaskedWeight(0.8, 1.2), rejected="left_out"),
     "sequence, left out": PolicyLoss(
         level=sequence_level, correction=OffPolicySequenceMask(0.05), select=M2POLoss(threshold=0.2).select,
