@@ -14,7 +14,7 @@ from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = ["losses.md", "advantages.md", "metrics.md", "dataflow.md"]
+PAGES = ["losses.md", "extending.md", "advantages.md", "metrics.md", "dataflow.md"]
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
 OUTPUT_BLOCK = re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S)
@@ -80,17 +80,64 @@ def test_metrics_page_lists_the_keys_that_are_reported(metric):
     assert set(in_table) == set(reported) and len(in_table) == len(reported)
 
 
-def test_losses_page_has_a_section_for_every_named_loss():
-    from gruppo.loss import variants
+SECTIONS = {
+    "drgrpo": "Dr. GRPO",
+    "dual_clip": "Dual clip",
+    "two_sided": "Two-sided clip",
+    "decoupled_ppo": "Decoupled PPO",
+    "top_entropy": "Top entropy",
+    "clip_cov": "Clip-Cov",
+    "kl_cov": "KL-Cov",
+    "prime": "Prime",
+    "gspo_token": "GSPO-token",
+}
+COMPARED_IN_TABLES = ("grpo", "gspo", "sapo", "cispo", "bnpo", "drgrpo", "dapo")
 
-    named = {name for name in vars(variants) if name.endswith("Loss") and name not in ("PolicyLoss", "_NamedLoss")}
+
+def named(part):
+    return getattr(part, "__name__", type(part).__name__)
+
+
+def test_losses_page_lists_the_parts_of_every_named_loss():
+    from gruppo.loss import LOSSES
+
     text = (DOCS / "losses.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(\w+Loss)` \|", text, re.M)) == named
-    for name in named:
-        heading = {"DRGRPOLoss": "Dr. GRPO"}.get(name, name.removesuffix("Loss"))
+    rows = re.findall(r"^\| `(\w+Loss)` \| `(\w+)` \| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\S*) \|", text, re.M)
+    expected = []
+    for name, cls in LOSSES.items():
+        made = cls()
+        select = f"`{named(made.select)}`" if made.select is not None else ""
+        expected.append((cls.__name__, name, named(made.level), named(made.surrogate), named(made.aggregate), select))
+    assert rows == expected
+
+
+def test_losses_page_has_a_section_for_every_named_loss():
+    from gruppo.loss import LOSSES
+
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    for name, cls in LOSSES.items():
+        heading = SECTIONS.get(name, name.upper().replace("_", "-"))
         section = text.split(f"\n### {heading}\n")[1].split("\n### ")[0]
-        for peer in ("Twinkle", "TRL", "Open Instruct", "verl"):
-            assert f"\n| {peer} |" in section, f"{heading}: {peer}"
+        assert "```math" in section and "Parts: " in section, heading
+        if cls.paper.startswith("arXiv"):
+            assert cls.paper in section, heading
+        if name in COMPARED_IN_TABLES:
+            for peer in ("Twinkle", "TRL", "Open Instruct", "verl"):
+                assert f"\n| {peer} |" in section, f"{heading}: {peer}"
+        else:
+            assert "\nElsewhere: " in section, heading
+
+
+def test_losses_page_names_every_part():
+    from gruppo.loss.catalogue import PARTS
+
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    table = text.split("| part | symbol |")[1].split("\n\n")[0]
+    listed = {kind: {name.split()[0] for name in PARTS[kind]} - {"none"} for kind in PARTS if kind != "rejected"}
+    words = {"kl": "KL", "aggregate": "aggregation", "select": "selection"}
+    for kind, names in listed.items():
+        row = next(line for line in table.splitlines() if line.startswith(f"| {words.get(kind, kind)} |"))
+        assert set(re.findall(r"`(\w+)`", row)) == names
 
 
 @pytest.mark.parametrize("figure", ["surrogates.png", "kl.png"])

@@ -23,6 +23,50 @@ NAMES = {
         "GRPOLoss",
         "GSPOLoss",
         "GammaWeight",
+        "AdaptiveEntropy",
+        "AdaptiveKL",
+        "ClipCovLoss",
+        "ClipCovariance",
+        "ClippedMean",
+        "CorrectedSum",
+        "CovariancePenalty",
+        "DPPOKLLoss",
+        "DPPOTVLoss",
+        "DROLoss",
+        "DecoupledPPOLoss",
+        "DualClipLoss",
+        "GMPOLoss",
+        "GPGLoss",
+        "GSPOTokenLoss",
+        "IPOLoss",
+        "KLCovLoss",
+        "KLRegion",
+        "KL_NAMES",
+        "KeepWithin",
+        "LOSSES",
+        "LUSPOLoss",
+        "LogProb",
+        "M2POLoss",
+        "Normalized",
+        "OffPolicySequenceMask",
+        "PrimeLoss",
+        "ProbabilityBand",
+        "Product",
+        "REINFORCELoss",
+        "SecondMoment",
+        "TVRegion",
+        "TokenMask",
+        "TopEntropy",
+        "TopEntropyLoss",
+        "TwoSidedLoss",
+        "VAPOLoss",
+        "VESPOLoss",
+        "VariationBudget",
+        "absolute",
+        "k3_straight_through",
+        "sampler_level",
+        "says",
+        "token_sum",
         "KL_ESTIMATORS",
         "LossInputs",
         "LossOutput",
@@ -47,7 +91,15 @@ NAMES = {
         "token_mean",
     },
     "gruppo.advantage": {"GRPOAdvantage", "Groups", "RLOOAdvantage", "groups_with_signal", "not_truncated"},
-    "gruppo.metric": {"CISPOMetric", "GRPOMetric", "GSPOMetric", "PolicyMetric", "metric_for", "pass_at_k"},
+    "gruppo.metric": {
+        "CISPOMetric",
+        "GRPOMetric",
+        "GSPOMetric",
+        "MismatchMetric",
+        "PolicyMetric",
+        "metric_for",
+        "pass_at_k",
+    },
     "gruppo.batch": {
         "IGNORE_INDEX",
         "PackedBatch",
@@ -94,6 +146,49 @@ LOSS_KEYWORDS = {
     "DRGRPOLoss": {"*clip_range": 0.2, "*max_completion_length": 1024},
     "DAPOLoss": {"*clip_range": (0.2, 0.28)},
 }
+MORE_LOSSES = {
+    "DualClipLoss": {"*clip_range": 0.2, "*cap": 3.0},
+    "TwoSidedLoss": {"*clip_range": 0.2, "*delta": 4.0},
+    "GSPOTokenLoss": {"*clip_range": 0.2},
+    "GMPOLoss": {"*log_clip": 0.4},
+    "LUSPOLoss": {"*clip_range": 0.2},
+    "VESPOLoss": {"*positive": (2.0, 3.0), "*negative": (3.0, 2.0)},
+    "DPPOTVLoss": {"*region": 0.2, "*cap": 20.0},
+    "DPPOKLLoss": {"*region": 0.05, "*cap": 20.0},
+    "PrimeLoss": {"*region": 0.2, "*pull": 1e-3},
+    "IPOLoss": {"*threshold": 0.1, "*pull": 1e-3},
+    "M2POLoss": {"*threshold": 0.04},
+    "DecoupledPPOLoss": {"*clip_range": 0.2},
+    "TopEntropyLoss": {"*clip_range": (0.2, 0.28), "*share": 0.2},
+    "ClipCovLoss": {"*clip_range": 0.2, "*share": 2e-4, "*bounds": (1.0, 5.0), "*seed": 0},
+    "KLCovLoss": {"*share": 2e-4, "*coef": 1.0},
+    "REINFORCELoss": {},
+    "GPGLoss": {},
+    "DROLoss": {"*strength": 0.1},
+    "VAPOLoss": {"*clip_range": (0.2, 0.28), "*nll_coef": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", MORE_LOSSES)
+def test_own_keywords_of_the_rest_of_the_family(name):
+    assert signature(getattr(loss, name)) == MORE_LOSSES[name]
+
+
+def test_every_named_loss_is_pinned_here_and_listed():
+    assert {cls.__name__ for cls in loss.LOSSES.values()} == set(LOSS_KEYWORDS) | set(MORE_LOSSES)
+
+
+@pytest.mark.parametrize("name", MORE_LOSSES)
+def test_shared_numbers_reach_the_rest_of_the_family(name):
+    made = getattr(loss, name)(beta=0.25, kl_estimator="absolute", entropy_coef=0.5)
+    assert (made.beta, made.kl, made.entropy_coef) == (0.25, loss.absolute, 0.5)
+    with pytest.raises(TypeError, match="epsilon"):
+        getattr(loss, name)(epsilon=0.2)
+
+
+def test_what_makes_a_loss_cannot_be_replaced():
+    with pytest.raises(TypeError, match="its own select"):
+        loss.M2POLoss(select=loss.TopEntropy())
 
 
 @pytest.mark.parametrize("name", LOSS_KEYWORDS)
@@ -102,7 +197,14 @@ def test_own_keywords_of_a_named_loss(name):
 
 
 def test_keywords_that_every_named_loss_takes():
-    assert set(LossOptions.__annotations__) == {"beta", "kl_estimator", "entropy_coef", "correction"}
+    assert set(LossOptions.__annotations__) == {
+        "beta",
+        "kl_estimator",
+        "entropy_coef",
+        "correction",
+        "select",
+        "rejected",
+    }
 
 
 @pytest.mark.parametrize("name", LOSS_KEYWORDS)
@@ -126,8 +228,12 @@ def test_parts_of_a_policy_loss():
         "*kl": loss.k3,
         "*aggregate": loss.sequence_mean,
         "*correction": None,
+        "*select": None,
+        "*rejected": "counted",
         "*beta": 0.0,
         "*entropy_coef": 0.0,
+        "*pull": 0.0,
+        "*nll_coef": 0.0,
     }
 
 
@@ -139,6 +245,17 @@ def test_call_of_a_loss(name):
         "*advantages": ...,
         "*old_logps": None,
         "*ref_logps": None,
+        "*sampler_logps": None,
+        "*totals": None,
+    }
+
+
+def test_survey_of_a_step():
+    assert signature(loss.PolicyLoss.survey) == {
+        "inputs": ...,
+        "outputs": ...,
+        "*advantages": ...,
+        "*old_logps": None,
         "*sampler_logps": None,
         "*totals": None,
     }
@@ -160,8 +277,25 @@ PART_KEYWORDS = {
     "PolicyGradient": {},
     "GammaWeight": {"positive": (2.0, 3.0), "negative": (3.0, 2.0)},
     "ConstantLength": {"max_completion_length": 1024},
-    "TruncatedWeight": {"high": 2.0, "low": 0.0},
+    "TruncatedWeight": {"high": 2.0, "low": 0.0, "level": "token"},
     "MaskedWeight": {"low": 0.5, "high": 5.0, "level": "token"},
+    "KeepWithin": {"low": 0.5, "high": 2.0, "level": "token"},
+    "OffPolicySequenceMask": {"threshold": 0.1, "base": "sampler"},
+    "Product": {"parts": ...},
+    "Normalized": {"correction": ...},
+    "CorrectedSum": {"correction": ...},
+    "ClippedMean": {"low": 0.4, "high": 0.4},
+    "LogProb": {},
+    "TopEntropy": {"share": 0.2},
+    "ClipCovariance": {"share": 2e-4, "low": 1.0, "high": 5.0, "clip": (0.2, 0.2), "seed": 0},
+    "CovariancePenalty": {"share": 2e-4, "coef": 1.0},
+    "SecondMoment": {"threshold": 0.04, "outward_only": True},
+    "VariationBudget": {"budget": 0.1, "base": "old"},
+    "TVRegion": {"low": 0.2, "high": 0.2, "base": "old"},
+    "KLRegion": {"low": 0.05, "high": 0.05, "base": "old"},
+    "ProbabilityBand": {"threshold": 0.1, "base": "old"},
+    "AdaptiveKL": {"target": ..., "horizon": 10_000.0},
+    "AdaptiveEntropy": {"target": ..., "change": 0.005, "lowest": 0.0, "highest": 1.0},
 }
 
 
@@ -201,6 +335,7 @@ def test_batch_calls():
         "*tokens": ...,
         "*local_tokens": None,
         "*local_share": 1.0,
+        "*survey": None,
     }
 
 

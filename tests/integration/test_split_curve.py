@@ -25,8 +25,20 @@ def curve(trainer: GRPOTrainer) -> list[tuple[float, float, float, float]]:
     return [tuple(metrics.get(k, 0.0) for k in keys) for metrics in (trainer.step() for _ in range(8))]
 
 
-# Every sequence alone, a few at a time, everything at once.
-@pytest.mark.parametrize(("loss", "budgets"), [("grpo", (1, 40, 10_000)), ("gspo", (1,)), ("bnpo", (1,))])
+# Every sequence alone, a few at a time, everything at once. From top_entropy on, losses that look at the whole step.
+@pytest.mark.parametrize(
+    ("loss", "budgets"),
+    [
+        ("grpo", (1, 40, 10_000)),
+        ("gspo", (1,)),
+        ("bnpo", (1,)),
+        ("prime", (40,)),
+        ("top_entropy", (1, 40)),
+        ("clip_cov", (40,)),
+        ("m2po", (40,)),
+        ("vapo", (40,)),
+    ],
+)
 def test_any_split_gives_the_same_curve_to_1e_5(
     loss: str, budgets: tuple[int, ...], demo_trainer: Callable[..., GRPOTrainer], tmp_path: Path
 ) -> None:

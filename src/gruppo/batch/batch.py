@@ -30,6 +30,7 @@ class PackedBatch:
     ref_logps: Tensor | None = None  # [T] float32, 0 where not scored
     distinct: Tensor | None = None  # [U] int64: sequences with different input_ids, the first of each kind
     kind: Tensor | None = None  # [S] int64: which of `distinct` a sequence has the input_ids of
+    sequence_ids: Tensor | None = None  # [S] int64: which sequence of the step each is, for losses that draw tokens
 
     @property
     def num_sequences(self) -> int:
@@ -53,4 +54,5 @@ class PackedBatch:
 
     def loss_inputs(self) -> dict[str, Tensor]:
         """The mapping that losses and metrics take as `inputs`."""
-        return {"labels": self.labels, "position_ids": self.position_ids, "cu_seqlens": self.cu_seqlens}
+        inputs = {"labels": self.labels, "position_ids": self.position_ids, "cu_seqlens": self.cu_seqlens}
+        return inputs if self.sequence_ids is None else inputs | {"sequence_ids": self.sequence_ids}

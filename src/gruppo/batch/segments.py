@@ -74,6 +74,12 @@ class Segments:
         # Sequences outside the window are left with no slots: harmless, and no host has to know how many they are.
         return Segments(self.bits[slots], ends, self.length, None)
 
+    def restricted(self, keep_T: Tensor) -> "Segments":
+        """The same sequences with only those scored slots for which `keep_T` `[T]` is true."""
+        bits_T = self.bits & -keep_T.to(torch.int32)
+        scored_T = (bits_T != 0).to(torch.float64)
+        return Segments(bits_T, self.offsets, self.sum_all(scored_T).to(torch.int64), self.slots_per_sequence)
+
     def keep(self, values_T: Tensor) -> Tensor:
         """The values of scored slots and exactly 0 elsewhere, whatever stood there (NaN too); gradients likewise."""
         if not values_T.requires_grad or not torch.is_grad_enabled():
@@ -89,10 +95,13 @@ class Segments:
 
     def sum(self, values_T: Tensor) -> Tensor:
         """Sum over the scored slots of each sequence, `[S]`. Other slots may hold anything."""
-        scored_T = self.keep(values_T)
+        return self.sum_all(self.keep(values_T))
+
+    def sum_all(self, values_T: Tensor) -> Tensor:
+        """Sum over all slots of each sequence, `[S]`; for values that are 0 where nothing is scored."""
         if self.slots_per_sequence is not None:
-            return scored_T.view(self.num_sequences, self.slots_per_sequence).sum(1)
-        return _segment_sum(scored_T, self.offsets)
+            return values_T.view(self.num_sequences, self.slots_per_sequence).sum(1)
+        return _segment_sum(values_T, self.offsets)
 
     def mean(self, values_T: Tensor) -> Tensor:
         """Mean over the scored slots of each sequence, `[S]`; 0 for a sequence with none."""

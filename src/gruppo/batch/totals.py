@@ -4,12 +4,13 @@ A mean over a step is a sum over micro-batches and ranks only if every one of th
 `Totals` holds those numbers; they are counted over the whole step before its first forward.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gruppo.batch.segments import Segments
+from gruppo.errors import InputError
 
 Count = int | float | Tensor  # a 0-d tensor where the labels live on a GPU: counting must not make the host wait
 
@@ -22,20 +23,33 @@ class Totals:
     `forward_backward` call on this rank, and the share of this call among all calls of the step
     (1 / (calls x ranks)). All other aggregations ignore them.
 
+    `survey` holds what else a loss must know of the whole step, such as the entropy that a fifth of its tokens exceed;
+    `loss.survey(...)` makes it.
+
     >>> a = Totals(sequences=2, tokens=5)
     >>> b = Totals(sequences=1, tokens=4)
     >>> Totals.over([a, b])
-    Totals(sequences=3, tokens=9, local_tokens=9, local_share=1.0)
+    Totals(sequences=3, tokens=9, local_tokens=9, local_share=1.0, survey=None)
     """
 
     sequences: Count
     tokens: Count
     local_tokens: Count | None = None
     local_share: float = 1.0
+    survey: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.local_tokens is None:
             object.__setattr__(self, "local_tokens", self.tokens)
+
+    def number(self, name: str) -> Tensor:
+        """A number of the survey, `[]`."""
+        if self.survey is None or name not in self.survey:
+            raise InputError(
+                f"totals hold no {name!r}: this loss looks at the whole step. Make the totals of a step with "
+                "loss.survey(...) over all its sequences before the first micro-batch"
+            )
+        return self.survey[name]
 
     @classmethod
     def of(cls, segments: Segments) -> "Totals":

@@ -21,6 +21,7 @@ gruppo: group-relative policy optimization of language models
   gruppo eval --model DIR --data FILE  held-out accuracy and pass@k, with confidence intervals
   gruppo sample --model DIR "47+85="   completions of a prompt
   gruppo export runs/my-run OUT        the trained model for transformers, PEFT or vLLM (--merge folds LoRA in)
+  gruppo losses [NAME]                 every loss with its parts and paper, or the formula of one
   gruppo data check FILE               what a data set holds and which rows would be dropped
   gruppo reward check my_module:reward --data FILE
                                        what a reward gives to good, bad, empty and huge completions
@@ -43,6 +44,7 @@ VERBS = {
     ("eval",): ("gruppo.cli.evaluate", "evaluate_model"),
     ("sample",): ("gruppo.cli.sample", "sample"),
     ("export",): ("gruppo.cli.export", "export"),
+    ("losses",): ("gruppo.cli.losses", "losses"),
     ("data", "check"): ("gruppo.cli.check", "data_check"),
     ("reward", "check"): ("gruppo.cli.check", "reward_check"),
 }

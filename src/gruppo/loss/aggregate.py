@@ -13,6 +13,7 @@ from torch import Tensor
 from gruppo.batch.segments import Segments
 from gruppo.batch.totals import Count, Totals
 from gruppo.errors import InputError
+from gruppo.loss.part import says
 
 
 def sequence_mean(segments: Segments, totals: Totals) -> Tensor:
@@ -25,6 +26,7 @@ def token_mean(segments: Segments, totals: Totals) -> Tensor:
     return _one_over(segments, totals.tokens)
 
 
+@says(is_local=True)
 def local_token_mean(segments: Segments, totals: Totals) -> Tensor:
     """mean over the tokens of this call on this rank, averaged over calls and ranks"""
     assert totals.local_tokens is not None
@@ -34,6 +36,11 @@ def local_token_mean(segments: Segments, totals: Totals) -> Tensor:
 def sequence_mean_token_sum(segments: Segments, totals: Totals) -> Tensor:
     """mean over sequences of the sum over their tokens"""
     return _one_over(segments, totals.sequences)
+
+
+def token_sum(segments: Segments, totals: Totals) -> Tensor:
+    """sum over all tokens of the step, divided by nothing"""
+    return _one_over(segments, 1)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from gruppo.batch.segments import IGNORE_INDEX, Segments
 from gruppo.batch.totals import Totals
 from gruppo.errors import InputError
 from gruppo.kernel.reference import logps_and_entropy
+from gruppo.loss.draw import token_places
 
 PerToken = Tensor | Sequence[Sequence[float] | Tensor]
 """Shape of the labels, or one list per sequence with exactly one value per scored token."""
@@ -38,6 +39,7 @@ class LossInputs:
     ref_logps: Tensor | None = None  # [T]
     sampler_logps: Tensor | None = None  # [T] as the sampler computed them
     entropies: Tensor | None = None  # [T] with gradient
+    places: Tensor | None = None  # [T] int64, a key of the token's place in the step; only for losses that draw
 
     def window(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> "LossInputs":
         """The inputs of a stretch of slots whose log-probs have just been computed.
@@ -55,6 +57,7 @@ class LossInputs:
             ref_logps=cut(self.ref_logps),
             sampler_logps=cut(self.sampler_logps),
             entropies=entropies,
+            places=cut(self.places),
         )
 
 
@@ -68,6 +71,7 @@ def align(
     sampler_logps: PerToken | None = None,
     totals: Totals | None = None,
     ignore_index: int = IGNORE_INDEX,
+    with_places: bool = False,
 ) -> LossInputs:
     """Bring the arguments of a loss call to their one inner form. `advantages=None` counts as all zero."""
     labels = _field(inputs, "labels", "inputs")
@@ -91,6 +95,7 @@ def align(
         ref_logps=ref_T,
         sampler_logps=sampler_T,
         entropies=aligner.per_token("entropies", outputs["entropies"]) if "entropies" in outputs else None,
+        places=_places(inputs, segments, is_whole_step=totals is None) if with_places else None,
     )
 
 
@@ -189,6 +194,21 @@ def _segments(inputs: Mapping[str, Any], labels: Tensor, ignore_index: int) -> S
     if labels.dim() == 1:
         raise InputError("labels of shape [T] are packed: inputs need position_ids or cu_seqlens as well")
     return Segments.from_rows(mask)
+
+
+def _places(inputs: Mapping[str, Any], segments: Segments, *, is_whole_step: bool) -> Tensor:
+    ids = inputs.get("sequence_ids")
+    if ids is None:
+        if not is_whole_step:
+            raise InputError(
+                "this loss draws tokens by their place in the step: inputs of a micro-batch need 'sequence_ids', the "
+                "index of each of its sequences in the step"
+            )
+        ids = torch.arange(segments.num_sequences)
+    ids = torch.as_tensor(ids)
+    if ids.shape != (segments.num_sequences,):
+        raise InputError(f"sequence_ids has shape {tuple(ids.shape)} for {segments.num_sequences} sequences")
+    return token_places(ids.to(segments.bits.device), segments)
 
 
 def _with_logps(outputs: Mapping[str, Any], labels: Tensor, segments: Segments) -> Mapping[str, Any]:

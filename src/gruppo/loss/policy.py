@@ -1,9 +1,8 @@
-"""PolicyLoss: puts level, surrogate, KL, aggregation and correction together."""
+"""PolicyLoss: puts level, surrogate, KL, aggregation, correction and selection together."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,17 +11,20 @@ from gruppo.batch.segments import Segments
 from gruppo.batch.totals import Totals
 from gruppo.errors import InputError
 from gruppo.loss.aggregate import sequence_mean
+from gruppo.loss.composition import check_composition, formula
 from gruppo.loss.inputs import LossInputs, PerToken, align
-from gruppo.loss.kl import MAX_DELTA, KLEstimator, k1, k2, k3, ratio_k1, ratio_k3
+from gruppo.loss.kl import MAX_DELTA, KLEstimator, k3
 from gruppo.loss.level import token_level
+from gruppo.loss.part import fact
 from gruppo.loss.surrogate import Clip
-
-PER_TOKEN_FUNCTIONS = (token_level, k1, k2, k3, ratio_k1, ratio_k3)
+from gruppo.loss.survey import surveyed, token_weights
 
 Level = Callable[[LossInputs], Tensor]
 Surrogate = Callable[[Tensor, LossInputs], Tensor]
 Aggregate = Callable[[Segments, Totals], Tensor]
 Correction = Callable[[LossInputs], Tensor]
+Select = Callable[[Tensor, Tensor, LossInputs], Tensor]
+Rejected = Literal["counted", "left_out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +33,13 @@ class LossOutput:
 
     loss: Tensor  # [] with gradient
     terms: dict[str, Tensor]
-    """The aggregated `policy`, `kl` and `entropy` before their coefficients, without gradient."""
+    """The aggregated `policy`, `kl`, `entropy`, `pull` and `nll` before their coefficients, without gradient."""
     on_policy: bool
     """True when no `old_logps` were given, so that every ratio was 1 by definition."""
 
 
 class PolicyLoss:
-    """`loss = sum_t weight_t * (surrogate_t * correction_t + beta * kl_t - entropy_coef * entropy_t)`
+    """`loss = sum_t weight_t * (select(surrogate_t) * correction_t + beta * kl_t - entropy_coef * entropy_t + ...)`
 
     Args:
         level: whose log-ratio a token carries (`gruppo.loss.level`).
@@ -45,8 +47,13 @@ class PolicyLoss:
         kl: penalty towards the reference (`gruppo.loss.kl`); used when beta is not 0.
         aggregate: the weight of a token (`gruppo.loss.aggregate`).
         correction: weight for the sampler/trainer gap (`gruppo.loss.correction`), or None.
+        select: which tokens the policy term acts on (`gruppo.loss.select`, `gruppo.loss.trust_region`), or None.
+        rejected: tokens that the correction or the selection drops stay "counted" in the means, or are "left_out" of
+            the loss altogether: of the means, of the KL and of the entropy bonus too.
         beta: coefficient of the KL penalty.
         entropy_coef: coefficient of the entropy bonus.
+        pull: coefficient of (log r)^2, which pulls the policy back to the one its ratio is over.
+        nll_coef: coefficient of the mean of -logp over the tokens with A > 0.
     """
 
     clip_range: tuple[float, float] | None = None
@@ -60,55 +67,76 @@ class PolicyLoss:
         kl: KLEstimator = k3,
         aggregate: Aggregate = sequence_mean,
         correction: Correction | None = None,
+        select: Select | None = None,
+        rejected: Rejected = "counted",
         beta: float = 0.0,
         entropy_coef: float = 0.0,
+        pull: float = 0.0,
+        nll_coef: float = 0.0,
     ) -> None:
-        for name, part in (("level", level), ("surrogate", surrogate), ("kl", kl), ("aggregate", aggregate)):
-            if not callable(part):
-                raise InputError(f"{name} must be a function or a part of gruppo.loss, got {part!r}")
-        if correction is not None and not callable(correction):
-            raise InputError(f"correction must be a function or a part of gruppo.loss, got {correction!r}")
-        for name, value, lowest in (("beta", beta, 0.0), ("entropy_coef", entropy_coef, -math.inf)):
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not math.isfinite(value)
-                or value < lowest
-            ):
-                raise InputError(
-                    f"{name} must be a finite number{' of at least 0' if lowest == 0 else ''}, got {value!r}"
-                )
         self.level = level
         self.surrogate = surrogate
         self.kl = kl
         self.aggregate = aggregate
         self.correction = correction
+        self.select = select
+        self.rejected = rejected
         self.beta = beta
         self.entropy_coef = entropy_coef
+        self.pull = pull
+        self.nll_coef = nll_coef
+        check_composition(self)
         if self.clip_range is None and isinstance(getattr(surrogate, "high", None), float | int):
             high: float = surrogate.high  # type: ignore[attr-defined]  # just seen
             self.clip_range = (getattr(surrogate, "low", high), high)
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        """The parts that make the loss of a token."""
+        made = (self.level, self.surrogate, self.correction, self.select, self.kl if self.beta else None)
+        return tuple(part for part in made if part is not None)
+
+    @property
     def is_per_token(self) -> bool:
-        """Does a token's loss depend on that token alone? Unknown parts may look at the whole sequence."""
-        parts = (self.level, self.surrogate, self.kl, self.correction)
-        return all(part is None or getattr(part, "is_per_token", part in PER_TOKEN_FUNCTIONS) for part in parts)
+        """Does a token's loss depend on that token alone (and on the step's totals)? Unknown parts may look further."""
+        return self.rejected == "counted" and all(fact(part, "is_per_token") for part in self.parts)
 
     @property
     def is_zero_without_advantage(self) -> bool:
-        """Is the gradient of a sequence exactly 0 when its advantage is? Known surrogates are proportional to it."""
-        return self.beta == 0 and self.entropy_coef == 0 and getattr(self.surrogate, "is_per_token", False)
+        """Is the gradient of a sequence exactly 0 when its advantage is? Surrogate and selection say so themselves."""
+        judged = (self.surrogate,) if self.select is None else (self.surrogate, self.select)
+        no_other_term = self.beta == 0 and self.entropy_coef == 0 and self.pull == 0
+        return no_other_term and all(fact(part, "is_zero_without_advantage") for part in judged)
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Does it deal with the sampler's log-probs, as a correction or in its ratio?"""
+        return "sampler_logps" in self.needs
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Must it know the place of each token in the step?"""
+        return any(fact(part, "draws_tokens") for part in self.parts)
+
+    @property
+    def surveys_policy(self) -> bool:
+        """Must the log-probs of the whole step be known before its first backward?"""
+        rejects = self.rejected == "left_out" and (self.correction is not None or self.select is not None)
+        return rejects or any(hasattr(part, "survey") for part in self.parts)
+
+    @property
+    def surveys(self) -> bool:
+        """Must something be counted over the whole step before its first backward, besides sequences and tokens?"""
+        return self.surveys_policy or self.nll_coef != 0
 
     @property
     def needs(self) -> frozenset[str]:
         """The optional inputs that this loss cannot do without."""
-        wanted = {
-            "ref_logps": self.beta != 0,
-            "entropies": self.entropy_coef != 0,
-            "sampler_logps": self.correction is not None,
-        }
-        return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
+        wanted = {"ref_logps": self.beta != 0, "entropies": self.entropy_coef != 0}
+        own = frozenset(name for name, is_wanted in wanted.items() if is_wanted)
+        if self.correction is not None and not hasattr(self.correction, "needs"):
+            own |= {"sampler_logps"}  # a function of the user's: what else would it correct with?
+        return own.union(*(fact(part, "needs") for part in self.parts))
 
     def __call__(
         self,
@@ -135,33 +163,72 @@ class PolicyLoss:
 
         Per-token inputs have the labels' shape, or are one list per sequence with one value per scored token.
         """
-        aligned = align(
+        aligned = self.align(
             inputs,
             outputs,
             advantages=advantages,
             old_logps=old_logps,
-            ref_logps=ref_logps if self.beta else None,
-            sampler_logps=sampler_logps if self.correction else None,
+            ref_logps=ref_logps,
+            sampler_logps=sampler_logps,
             totals=totals,
         )
         if advantages is None:
             return LossOutput(loss=aligned.logps[:0].sum(), terms={}, on_policy=aligned.on_policy)
+        if totals is None and self.surveys:
+            aligned = surveyed(self, aligned)
         return self.compute(aligned)
+
+    def align(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        ref_logps: PerToken | None = None,
+        sampler_logps: PerToken | None = None,
+        **others: Any,
+    ) -> LossInputs:
+        """The arguments of a call in their one inner form, without what this loss does not read."""
+        return align(
+            inputs,
+            outputs,
+            ref_logps=ref_logps if self.beta else None,
+            sampler_logps=sampler_logps if "sampler_logps" in self.needs else None,
+            with_places=self.draws_tokens,
+            **others,
+        )
+
+    def survey(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        advantages: Tensor | Sequence[float] | PerToken,
+        old_logps: PerToken | None = None,
+        sampler_logps: PerToken | None = None,
+        totals: Totals | None = None,
+    ) -> Totals:
+        """The totals of a whole step, with what the parts must know of it. Arguments as for a call, over all sequences.
+
+        Counted without gradient, before the first micro-batch; then each micro-batch is called with these totals and
+        gives its share of the same loss. `totals` are those to add to, when they are known already.
+        """
+        aligned = self.align(
+            inputs, outputs, advantages=advantages, old_logps=old_logps, sampler_logps=sampler_logps, totals=None
+        )
+        known = aligned.totals if totals is None else totals
+        return surveyed(self, replace(aligned, totals=known)).totals if self.surveys else known
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """The loss of aligned inputs."""
-        missing = sorted(name for name in self.needs if getattr(inputs, name) is None)
-        if missing:
-            raise InputError(
-                f"{type(self).__name__}({self._coefficients()}) needs {missing[0]}, got None. {_REMEDY[missing[0]]}"
-            )
-        segments = inputs.segments
-        weight_S = self.aggregate(segments, inputs.totals).to(inputs.logps.dtype)
-        weight_T = segments.keep_(segments.spread(weight_S))
+        self.check_needs(inputs)
         log_ratio_T = self.level(inputs)
         policy_T = self.surrogate(log_ratio_T, inputs)
-        if self.correction is not None:
-            policy_T = policy_T * self.correction(inputs)
+        if self.select is not None:
+            policy_T = self.select(policy_T, log_ratio_T, inputs)
+        correction_T = None if self.correction is None else self.correction(inputs)
+        if correction_T is not None:
+            policy_T = policy_T * correction_T
+        weight_T = token_weights(self, inputs, log_ratio_T, correction_T)
         loss = torch.dot(weight_T, policy_T)
         terms = {"policy": loss.detach()}
         if self.beta:
@@ -175,36 +242,31 @@ class PolicyLoss:
             entropy = torch.dot(weight_T, inputs.entropies)
             terms["entropy"] = entropy.detach()
             loss = loss - self.entropy_coef * entropy
+        if self.pull:
+            pull = torch.dot(weight_T, log_ratio_T.square())
+            terms["pull"] = pull.detach()
+            loss = loss + self.pull * pull
+        if self.nll_coef:
+            positive_T = (inputs.advantages > 0).to(inputs.logps.dtype)
+            count = inputs.totals.number("positive_tokens").clamp(min=1).to(inputs.logps.dtype)
+            nll = -torch.dot(positive_T, inputs.logps) / count
+            terms["nll"] = nll.detach()
+            loss = loss + self.nll_coef * nll
         return LossOutput(loss=loss, terms=terms, on_policy=inputs.on_policy)
 
-    def _coefficients(self) -> str:
-        return f"beta={self.beta:g}, entropy_coef={self.entropy_coef:g}"
+    def check_needs(self, inputs: LossInputs, besides: frozenset[str] = frozenset()) -> None:
+        """Refuse inputs without what this loss cannot do without."""
+        missing = sorted(name for name in self.needs - besides if getattr(inputs, name) is None)
+        if missing:
+            made = f"{type(self).__name__}(beta={self.beta:g}, entropy_coef={self.entropy_coef:g})"
+            raise InputError(f"{made} needs {missing[0]}, got None. {_REMEDY[missing[0]]}")
 
     def __repr__(self) -> str:
-        total = "surrogate_t" + (" * correction_t" if self.correction else "")
-        total += f" + {self.beta:g} * kl_t" if self.beta else ""
-        total += f" - {self.entropy_coef:g} * entropy_t" if self.entropy_coef else ""
-        lines = [f"{type(self).__name__}: loss = sum_t weight_t * ({total})"]
-        lines.append(f"  level       {describe(self.level)}")
-        lines.append(f"  surrogate   {describe(self.surrogate)}")
-        if self.correction:
-            lines.append(f"  correction  {describe(self.correction)}")
-        if self.beta:
-            lines.append(f"  kl          {describe(self.kl)}, delta = logp - ref")
-        lines.append(f"  weight      {describe(self.aggregate)}")
-        return "\n".join(lines)
+        return formula(self)
 
 
 _REMEDY = {
     "ref_logps": "Pass the reference policy's log-probs, or set beta=0.",
-    "entropies": "Put `entropies` into outputs, or set entropy_coef=0.",
-    "sampler_logps": "Pass the sampler's log-probs, or leave out the correction.",
+    "entropies": "Put `entropies` into outputs, or set entropy_coef=0 and leave out a selection by entropy.",
+    "sampler_logps": "Pass the sampler's log-probs, or leave out the correction (selection, level) that reads them.",
 }
-
-
-def describe(part: Any) -> str:
-    """A part in words: what it says of itself, or the first line of its docstring."""
-    if type(part).__str__ is not object.__str__ and not isinstance(part, type):
-        return str(part)
-    documentation = (getattr(part, "__doc__", None) or "").strip()
-    return documentation.splitlines()[0] if documentation else getattr(part, "__name__", repr(part))

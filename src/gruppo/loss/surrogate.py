@@ -20,6 +20,7 @@ class Clip:
     """PPO's clipped surrogate, arXiv:1707.06347; with high > low DAPO's clip-higher, arXiv:2503.14476."""
 
     is_per_token: ClassVar[bool] = True
+    is_zero_without_advantage: ClassVar[bool] = True
 
     low: float = 0.2
     high: float = 0.2
@@ -40,6 +41,7 @@ class DualClip:
     """Clip, and for A < 0 a cap on the ratio, arXiv:1912.09729; also the two-sided clip of arXiv:2505.07291."""
 
     is_per_token: ClassVar[bool] = True
+    is_zero_without_advantage: ClassVar[bool] = True
 
     low: float = 0.2
     high: float = 0.2
@@ -63,6 +65,8 @@ class ClippedWeight:
     """CISPO, arXiv:2506.13585: the capped ratio weighs the gradient of log p; no token's gradient is cut off."""
 
     is_per_token: ClassVar[bool] = True
+    is_zero_without_advantage: ClassVar[bool] = True
+    caps_every_sign: ClassVar[bool] = True
 
     high: float = 0.2
 
@@ -79,6 +83,7 @@ class SoftGate:
     """SAPO, arXiv:2511.20347: a sigmoid gate on the ratio, with its own temperature for each sign of A."""
 
     is_per_token: ClassVar[bool] = True
+    is_zero_without_advantage: ClassVar[bool] = True
 
     tau_positive: float = 1.0
     tau_negative: float = 1.0
@@ -103,6 +108,7 @@ class PolicyGradient:
     """The ratio without a trust region; on-policy its gradient is REINFORCE's."""
 
     is_per_token: ClassVar[bool] = True
+    is_zero_without_advantage: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "-r*A"
@@ -112,10 +118,25 @@ class PolicyGradient:
 
 
 @dataclass(frozen=True)
+class LogProb:
+    """REINFORCE: the log-prob itself, without a ratio. Its gradient is that of `PolicyGradient` at r = 1."""
+
+    is_per_token: ClassVar[bool] = True
+    is_zero_without_advantage: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "-A*logp"
+
+    def __call__(self, log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
+        return -inputs.advantages * inputs.logps
+
+
+@dataclass(frozen=True)
 class GammaWeight:
     """VESPO, arXiv:2602.10693: phi(w) = e^l * w^k * e^(-l*w) weighs the gradient of log p; phi(1) = 1."""
 
     is_per_token: ClassVar[bool] = True
+    is_zero_without_advantage: ClassVar[bool] = True
 
     positive: tuple[float, float] = (2.0, 3.0)  # (k, l) where A >= 0
     negative: tuple[float, float] = (3.0, 2.0)  # (k, l) where A < 0

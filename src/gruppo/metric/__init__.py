@@ -6,6 +6,7 @@
     grpo.py gspo.py cispo.py   what counts as clipped
     choose.py      metric_for(loss): the one of these that fits a loss
     high_kl.py     the K tokens that moved most
+    mismatch.py    how far sampler and trainer are apart
     pass_at_k.py   unbiased pass@k, for evaluation
 
 Keys, formulas and healthy ranges: `docs/metrics.md`. To add a metric for another loss, subclass `PolicyMetric` and
@@ -17,6 +18,7 @@ from gruppo.metric.choose import metric_for
 from gruppo.metric.cispo import CISPOMetric
 from gruppo.metric.grpo import GRPOMetric
 from gruppo.metric.gspo import GSPOMetric
+from gruppo.metric.mismatch import MismatchMetric
 from gruppo.metric.pass_at_k import pass_at_k
 
-__all__ = ["CISPOMetric", "GRPOMetric", "GSPOMetric", "PolicyMetric", "metric_for", "pass_at_k"]
+__all__ = ["CISPOMetric", "GRPOMetric", "GSPOMetric", "MismatchMetric", "PolicyMetric", "metric_for", "pass_at_k"]

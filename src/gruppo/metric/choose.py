@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from gruppo.loss.level import sequence_level, sequence_token_level
+from gruppo.loss.part import fact
 from gruppo.loss.policy import PolicyLoss
-from gruppo.loss.surrogate import ClippedWeight
 from gruppo.metric.base import PolicyMetric
 from gruppo.metric.cispo import CISPOMetric
 from gruppo.metric.grpo import GRPOMetric
@@ -12,10 +11,13 @@ from gruppo.metric.gspo import GSPOMetric
 
 
 def metric_for(loss: PolicyLoss, **options: Any) -> PolicyMetric:
-    """Sequence ratios are counted per sequence, capped weights whatever the advantage, all else per token."""
+    """Sequence ratios are counted per sequence, capped weights whatever the advantage, all else per token.
+
+    The parts say which they are.
+    """
     cls = GRPOMetric
-    if loss.level in (sequence_level, sequence_token_level):
+    if fact(loss.level, "has_sequence_ratio"):
         cls = GSPOMetric
-    elif isinstance(loss.surrogate, ClippedWeight):
+    elif fact(loss.surrogate, "caps_every_sign"):
         cls = CISPOMetric
     return cls(**options) if loss.clip_range is None else cls.from_loss(loss, **options)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gruppo.batch import PackedBatch, Totals
 from gruppo.kernel.head import Head, HeadResult
 from gruppo.loss import LossOutput, PolicyLoss
-from gruppo.loss.inputs import LossInputs, align
+from gruppo.loss.inputs import LossInputs
 from gruppo.model.forward import Scorer, place
 
 
@@ -72,7 +72,8 @@ def loss_and_backward(
                      for name, v in aligned.items()}  # fmt: skip
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         blank = torch.zeros(len(labels), dtype=head.dtype, device=labels.device)
-        return align({"labels": labels, "cu_seqlens": offsets}, {"logps": blank}, totals=totals, **per_token)
+        inputs = {"labels": labels, "cu_seqlens": offsets, "sequence_ids": batch.sequence_ids}
+        return loss.align(inputs, {"logps": blank}, totals=totals, **per_token)
 
     output, result = loss_through_head(
         head,

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ from gruppo.batch import PackedBatch, Totals, pack, split_by_tokens, split_padde
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
-from gruppo.metric import PolicyMetric
+from gruppo.metric import MismatchMetric, PolicyMetric
 from gruppo.model import source
 from gruppo.model.forward import HeadChoice, Layout, Scorer
 from gruppo.model.head_step import loss_and_backward
@@ -89,6 +90,8 @@ class TransformersModel:
         self.scorer = Scorer(self.model, temperature=temperature, layout=layout, head=head)
         self.loss: PolicyLoss = GRPOLoss()
         self.metrics: list[PolicyMetric] = []
+        self.mismatch = MismatchMetric()
+        """How far the sampler's log-probs are from the trainer's, when they are given."""
         self._gap = torch.zeros(3, dtype=torch.float64, device=self.device)  # sampler gap: sum, count, max
         self._reference: Reference | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -198,11 +201,14 @@ class TransformersModel:
             ref_logps: None: those of the features, else computed here if the loss needs them.
             sampler_logps: the sampler's own log-probs: for a correction, and for the reported gap.
             totals: the totals of the whole step, when this call is not all of it.
+
+        A loss that looks at the whole step (`loss.surveys`) scores all sequences once more before the first backward.
         """
         _check_features(inputs)
         self._check_count("advantages", advantages, inputs)
         if not isinstance(advantages, Tensor) and all(type(a) is float for a in advantages):
             advantages = torch.tensor(advantages, dtype=torch.float32)  # read by the loss and by every metric
+        is_whole_step = totals is None
         if totals is None:
             totals = Totals(sequences=len(inputs), tokens=sum(f.num_scored for f in inputs))
         if ref_logps is None and "ref_logps" in self.loss.needs and any(f.ref_logps is None for f in inputs):
@@ -211,6 +217,8 @@ class TransformersModel:
         for name, values in given.items():
             if values is not None:
                 self._check_count(name, values, inputs)
+        if self.loss.surveys:
+            totals = self._survey(inputs, advantages, given, totals, is_whole_step=is_whole_step)
         live = _live(self.loss, advantages)
         if live is not None:
             inputs, advantages = [inputs[i] for i in live], _select(advantages, live)
@@ -219,6 +227,9 @@ class TransformersModel:
         terms: dict[str, Tensor] = {}
         on_policy = True
         for part, batch in self._microbatches(inputs):
+            if self.loss.draws_tokens:
+                ids = part if live is None else [live[i] for i in part]
+                batch = replace(batch, sequence_ids=torch.tensor(ids, device=self.device))
             from_features = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps, "sampler_logps": None}
             aligned = {n: from_features[n] if v is None else _select(v, part) for n, v in given.items()}
             aligned["advantages"] = _select(advantages, part)
@@ -254,6 +265,8 @@ class TransformersModel:
         if count:
             results |= {"sampler/logp_gap_mean": total / count, "sampler/logp_gap_max": largest}
         self._gap.zero_()
+        results |= self.mismatch.calculate()
+        self.mismatch.reset()
         return results
 
     # --- files ----------------------------------------------------------------------------------------------------
@@ -282,6 +295,39 @@ class TransformersModel:
             parts = split(lengths, self.tokens_per_microbatch)
         return [(part, pack([inputs[i] for i in part]).to(self.device)) for part in parts]
 
+    def _survey(
+        self,
+        inputs: Sequence[InputFeature],
+        advantages: PerSequence,
+        given: dict[str, Any],
+        totals: Totals,
+        *,
+        is_whole_step: bool,
+    ) -> Totals:
+        """The totals with what the loss must know of the whole step: a scoring pass before the first backward."""
+        if totals.survey is not None and not self.loss.draws_tokens:
+            return totals
+        if not is_whole_step:
+            raise InputError(
+                f"{type(self.loss).__name__} looks at all tokens of a step: hand the whole step to one call"
+                + ("" if self.loss.draws_tokens else ", or give totals made by loss.survey(...) over all of it")
+            )
+        batch = pack(inputs).to(self.device)
+        scored = batch.labels != IGNORE_INDEX
+        lengths = batch.segments.length
+        outputs = {"logps": torch.zeros(int(scored.sum()), device=self.device)}
+        if self.loss.surveys_policy and inputs:
+            outputs = {name: torch.cat(rows) for name, rows in self.forward_only(inputs).items()}
+        old = given["old_logps"]
+        return self.loss.survey(
+            {"labels": batch.labels[scored], "cu_seqlens": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])},
+            outputs,
+            advantages=advantages,
+            old_logps=batch.old_logps[scored] if old is None and batch.old_logps is not None else old,
+            sampler_logps=given["sampler_logps"],
+            totals=totals,
+        )
+
     def _observe(self, batch: PackedBatch, outputs: dict[str, Tensor], aligned: dict[str, Any]) -> None:
         observed = {name: values.detach() for name, values in outputs.items()}
         for metric in self.metrics:
@@ -295,6 +341,10 @@ class TransformersModel:
             )
         sampler = aligned["sampler_logps"]
         if sampler is not None:
+            old = aligned["old_logps"]
+            self.mismatch.accumulate(
+                batch.loss_inputs(), old_logps=observed["logps"] if old is None else old, sampler_logps=sampler
+            )
             gap = (observed["logps"] - sampler)[batch.labels != IGNORE_INDEX].abs().double()
             largest = gap.max() if gap.numel() else gap.new_zeros(())
             self._gap = torch.stack(

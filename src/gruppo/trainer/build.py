@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gruppo import loss as losses
 from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
 from gruppo.errors import InputError
-from gruppo.loss import PolicyLoss
-from gruppo.loss.policy import Correction
+from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
+from gruppo.loss.composition import check_composition
 from gruppo.metric import metric_for
 from gruppo.model.source import context_length
 from gruppo.reward import RewardPool, load_reward
@@ -23,20 +22,10 @@ if TYPE_CHECKING:
     from gruppo.model import TransformersModel
     from gruppo.sampler import Sampler
 
-LOSSES: dict[str, type[PolicyLoss]] = {
-    "grpo": losses.GRPOLoss,
-    "gspo": losses.GSPOLoss,
-    "sapo": losses.SAPOLoss,
-    "cispo": losses.CISPOLoss,
-    "bnpo": losses.BNPOLoss,
-    "drgrpo": losses.DRGRPOLoss,
-    "dapo": losses.DAPOLoss,
-}
-
 
 def build_loss(config: TrainConfig) -> PolicyLoss:
     """The loss with the options that were set; one that it does not take is an error."""
-    cls = LOSSES.get(config.loss)
+    cls: Any = LOSSES.get(config.loss)
     if cls is None:
         if ":" not in config.loss:
             raise InputError(
@@ -46,9 +35,6 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
     parameters = inspect.signature(cls).parameters
     options: dict[str, Any] = {"beta": config.beta, "kl_estimator": config.kl_estimator}
     options["entropy_coef"] = config.entropy_coef
-    correction = build_correction(config)
-    if correction is not None:
-        options["correction"] = correction
     for name in ("clip_range", "tau"):
         value = getattr(config, name)
         if value is not None:
@@ -64,15 +50,26 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
         raise InputError(f"loss={config.loss!r} cannot be made with {', '.join(options)}: {error}") from error
     if not isinstance(loss, PolicyLoss):
         raise InputError(f"loss={config.loss!r} gives a {type(loss).__name__}, not a loss of gruppo.loss")
+    set_correction(loss, config)
     return loss
 
 
-def build_correction(config: TrainConfig) -> Correction | None:
-    """What weighs the gap between sampler and trainer: nothing for torch, whose numbers are the trainer's."""
+def set_correction(loss: PolicyLoss, config: TrainConfig) -> None:
+    """Weigh the gap between sampler and trainer. auto: only where there is one and the loss does not do it itself."""
     name = config.correction
     if name == "auto":
-        name = "none" if config.sampler == "torch" else "truncate"
-    return {"none": None, "truncate": losses.TruncatedWeight(), "mask": losses.MaskedWeight()}[name]
+        has_gap = config.sampler != "torch"  # torch's numbers are the trainer's
+        name = "truncate" if has_gap and not loss.reads_sampler else "none"
+    if name == "none":
+        return
+    if loss.correction is not None:
+        raise InputError(f"loss={config.loss!r} has a correction of its own; use correction=auto, not {name!r}")
+    if name not in CORRECTIONS and ":" not in name:
+        raise InputError(
+            f"correction={name!r} is unknown; use auto, none, {', '.join(CORRECTIONS)}, or your.module:your_function"
+        )
+    loss.correction = CORRECTIONS[name] if name in CORRECTIONS else import_object(name)
+    check_composition(loss)
 
 
 def build_advantage(config: TrainConfig) -> GRPOAdvantage | RLOOAdvantage:

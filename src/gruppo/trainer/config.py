@@ -63,7 +63,7 @@ class TrainConfig(BaseModel):
 
     # --- loss and advantage ---
     loss: str = "grpo"
-    """grpo, gspo, sapo, cispo, bnpo, drgrpo, dapo, or your.module:YourLoss."""
+    """A name that `gruppo losses` lists (grpo, gspo, dapo, cispo, gmpo, ...), or your.module:YourLoss."""
     clip_range: float | tuple[float, float] | None = None
     """Distance from 1 that the ratio may move, or low and high; none: the loss's own default."""
     beta: Annotated[float, Field(ge=0)] = 0.0
@@ -112,8 +112,9 @@ class TrainConfig(BaseModel):
     """torch; vllm (inside this process); vllm:start (a server of our own); vllm:http://host:8000,... (running ones)."""
     sampler_deadline: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that vLLM may take for a step's rollouts before it counts as lost."""
-    correction: Literal["auto", "none", "truncate", "mask"] = "auto"
-    """Weights for what sampler and trainer disagree on: capped at 2, or 0 outside 0.5..5; auto: truncate with vllm."""
+    correction: str = "auto"
+    """Weights for what sampler and trainer disagree on: none, truncate, mask, and more (docs/losses.md), or
+    your.module:your_function; auto: truncate with vllm, unless the loss does it itself."""
     vllm_options: dict[str, str | int | float | bool] = {}
     """Further arguments for vLLM where it is started here, e.g. gpu_memory_utilization 0.5."""
 

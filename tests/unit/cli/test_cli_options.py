@@ -114,7 +114,7 @@ def test_an_unknown_verb_exits_2_with_the_known_ones(words: list[str], capsys: p
     assert run(words) == 2
     message = capsys.readouterr().err
     assert f"there is no verb {' '.join(words[:2])!r}" in message
-    assert "demo, train, resume, eval, sample, export, data check, reward check" in message
+    assert "demo, train, resume, eval, sample, export, losses, data check, reward check" in message
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)

@@ -83,7 +83,7 @@ def test_clip_range_must_be_a_number_or_a_pair(clip_range):
     refusal(lambda: GRPOLoss(clip_range=clip_range), "a number or (low, high)", repr(clip_range))
 
 
-@pytest.mark.parametrize("estimator", [4, -1, "k3", True, 2.0])
+@pytest.mark.parametrize("estimator", [4, -1, "k4", True, 2.0])
 def test_unknown_kl_estimator_is_refused(estimator):
     refusal(lambda: GRPOLoss(kl_estimator=estimator), "0 (k1), 1 (k2), 2 (k3), 3 (ratio*k1)", f"got {estimator!r}")
 

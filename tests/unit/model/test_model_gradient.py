@@ -304,6 +304,12 @@ def test_the_gap_to_the_sampler_is_its_mean_and_maximum() -> None:
     mean = sum(o * n for o, n in zip(offsets, tokens, strict=True)) / sum(tokens)
     assert metrics["sampler/logp_gap_max"] == pytest.approx(0.009, abs=1e-5)
     assert metrics["sampler/logp_gap_mean"] == pytest.approx(mean, abs=1e-5)
+    # rho = old / sampler, so the largest comes from the smallest offset
+    assert metrics["sampler/rho_max"] == pytest.approx(math.exp(-0.001), abs=1e-5)
+    assert metrics["sampler/rho_min"] == pytest.approx(math.exp(-0.009), abs=1e-5)
+    products = [math.exp(-o * n) for o, n in zip(offsets, tokens, strict=True)]
+    ess = sum(products) ** 2 / sum(p * p for p in products) / len(products)
+    assert metrics["sampler/sequence_ess"] == pytest.approx(ess, abs=1e-5)
     assert "sampler/logp_gap_max" not in model.calculate_metric()  # counted since the last call
 
 

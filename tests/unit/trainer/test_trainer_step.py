@@ -38,6 +38,8 @@ KEYS = {
     "train/token_kl_max", "train/token_ratio_max", "train/entropy",
     "train/clip_ratio", "train/clip_ratio_low", "train/clip_ratio_high",
     "sampler/logp_gap_mean", "sampler/logp_gap_max",
+    "sampler/kl", "sampler/rho_mean", "sampler/rho_max", "sampler/rho_min", "sampler/rho_high_frac",
+    "sampler/rho_low_frac", "sampler/chi2", "sampler/ess", "sampler/sequence_chi2", "sampler/sequence_ess",
 }  # fmt: skip
 
 

@@ -1,0 +1,94 @@
+"""`gruppo losses`: every loss with its parts and paper, the formula of one, or which parts go together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tyro
+
+from gruppo.cli.options import parse
+from gruppo.errors import InputError
+
+
+@dataclass
+class LossesArguments:
+    name: tyro.conf.Positional[str | None] = None
+    """A loss of the table, or your.module:YourLoss; none: the whole table."""
+    grid: bool = False
+    """List every part of every kind, and the pairs that do not go together."""
+
+
+def losses(arguments: Sequence[str]) -> int:
+    given = parse(
+        LossesArguments,
+        arguments,
+        verb="losses",
+        description="What `gruppo train --loss NAME` can be.\n\n  gruppo losses\n  gruppo losses gspo\n"
+        "  gruppo losses --grid",
+    )
+    if given.grid:
+        print(grid())
+    elif given.name is None:
+        print(table())
+    else:
+        print(formula(given.name))
+    return 0
+
+
+def table() -> str:
+    """Name, parts and paper of every named loss."""
+    from gruppo.loss import LOSSES
+
+    rows = [("name", "level", "surrogate", "mean", "select, correction, other", "paper")]
+    classes: dict[str, Any] = dict(LOSSES)
+    for name, cls in classes.items():
+        loss = cls()
+        extra = [_name(part) for part in (loss.select, loss.correction) if part is not None]
+        extra += [f"{n}={getattr(loss, n):g}" for n in ("pull", "nll_coef") if getattr(loss, n)]
+        rows.append(
+            (name, _name(loss.level), _name(loss.surrogate), _name(loss.aggregate), ", ".join(extra) or "-", cls.paper)
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def formula(name: str) -> str:
+    """A loss in words: its docstring's first line, then what `repr` prints."""
+    import difflib
+
+    from gruppo.loss import LOSSES, PolicyLoss
+
+    cls: Any = LOSSES.get(name)
+    if cls is None and ":" in name:
+        from gruppo.reward.load import import_object
+
+        cls = import_object(name)
+    if cls is None:
+        near = difflib.get_close_matches(name, LOSSES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`gruppo losses` lists them"
+        raise InputError(f"there is no loss {name!r}; {hint}")
+    loss = cls()
+    if not isinstance(loss, PolicyLoss):
+        raise InputError(f"{name} gives a {type(loss).__name__}, not a loss of gruppo.loss")
+    return f"{(cls.__doc__ or name).strip().splitlines()[0]}\n\n{loss!r}"
+
+
+def grid() -> str:
+    """The parts of each kind and the pairs that are refused."""
+    from gruppo.loss.catalogue import PARTS, refused_pairs
+
+    lines = [f"{kind:11} {', '.join(parts)}" for kind, parts in PARTS.items()]
+    count = 1
+    for parts in PARTS.values():
+        count *= len(parts)
+    lines += ["", f"{count} compositions; refused are those with one of these pairs:"]
+    reasons: dict[str, list[str]] = {}
+    for one, other, reason in refused_pairs():
+        reasons.setdefault(reason, []).append(f"  {one}  {other}")
+    for reason, pairs in reasons.items():
+        lines += ["", *pairs, f"  because {reason}"]
+    return "\n".join(lines)
+
+
+def _name(part: Any) -> str:
+    return getattr(part, "__name__", type(part).__name__)
