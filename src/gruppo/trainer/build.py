@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gruppo import loss as losses
-from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
 from gruppo.errors import InputError
 from gruppo.loss import PolicyLoss
 from gruppo.metric import metric_for
@@ -59,11 +58,6 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
     if not isinstance(loss, PolicyLoss):
         raise InputError(f"loss={config.loss!r} gives a {type(loss).__name__}, not a loss of gruppo.loss")
     return loss
-
-
-def build_advantage(config: TrainConfig) -> GRPOAdvantage | RLOOAdvantage:
-    cls = {"grpo": GRPOAdvantage, "rloo": RLOOAdvantage}[config.advantage]
-    return cls(normalization=config.normalization)
 
 
 def build_rewards(config: TrainConfig, on_wait: Any = None) -> RewardPool:
@@ -149,6 +143,8 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
         tokenizer=tokenizer,
     )
     model.set_loss(loss)
+    if config.kl_in_reward:
+        model.reference()  # frozen now: the weights at the start
     options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
     model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
     model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)
