@@ -93,6 +93,25 @@ def test_losses_page_has_a_section_for_every_named_loss():
             assert f"\n| {peer} |" in section, f"{heading}: {peer}"
 
 
+def test_advantages_page_lists_every_estimator_with_its_class_and_paper():
+    from gruppo.advantage import ADVANTAGES
+
+    text = (DOCS / "advantages.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+Advantage)` \| .+ \| (\d{4}\.\d{5}|none) \| .+ \|$", text, re.M)
+    assert [(name, cls) for name, cls, _ in rows] == [(n, c.__name__) for n, c in ADVANTAGES.items()]
+    for name, _, paper in rows:
+        described = " ".join((ADVANTAGES[name].__doc__ or "").split())
+        assert paper == "none" or f"arXiv:{paper}" in described, name
+
+
+def test_advantages_page_lists_every_number_of_dynamic_sampling():
+    from gruppo.trainer.rounds import Rounds
+
+    text = (DOCS / "advantages.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(dynamic/\w+)` \|", text, re.M)
+    assert listed == [*Rounds().counts, "dynamic/prompts_retired"]
+
+
 @pytest.mark.parametrize("figure", ["surrogates.png", "kl.png"])
 def test_figures_are_small_png_files(figure):
     data = (DOCS / "figures" / figure).read_bytes()
