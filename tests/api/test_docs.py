@@ -14,7 +14,7 @@ from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = ["losses.md", "advantages.md", "metrics.md", "dataflow.md"]
+PAGES = ["losses.md", "advantages.md", "metrics.md", "dataflow.md", "recipes.md"]
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
 OUTPUT_BLOCK = re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S)
@@ -102,6 +102,14 @@ def test_advantages_page_lists_every_estimator_with_its_class_and_paper():
     for name, _, paper in rows:
         described = " ".join((ADVANTAGES[name].__doc__ or "").split())
         assert paper == "none" or f"arXiv:{paper}" in described, name
+
+
+def test_recipes_page_lists_every_recipe_with_its_loss_and_advantage():
+    from gruppo.recipes import RECIPES
+
+    text = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d{4}\.\d{5}) \| `(\w+)` \| `(\w+)` \| .+ \|$", text, re.M)
+    assert rows == [(n, r.paper, r.values["loss"], r.values["advantage"]) for n, r in RECIPES.items()]
 
 
 def test_advantages_page_lists_every_number_of_dynamic_sampling():

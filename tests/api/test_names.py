@@ -82,6 +82,7 @@ NAMES = {
         "split_by_tokens",
         "split_padded",
     },
+    "gruppo.recipes": {"RECIPES", "Recipe", "recipe"},
     "gruppo.kernel": {"chunked_linear_logps_and_entropy", "linear_logps_and_entropy", "logps_and_entropy"},
 }
 

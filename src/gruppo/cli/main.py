@@ -21,6 +21,7 @@ gruppo: group-relative policy optimization of language models
   gruppo eval --model DIR --data FILE  held-out accuracy and pass@k, with confidence intervals
   gruppo sample --model DIR "47+85="   completions of a prompt
   gruppo export runs/my-run OUT        the trained model for transformers, PEFT or vLLM (--merge folds LoRA in)
+  gruppo recipes                       what papers trained with: --recipe dapo, gspo, ... as a start
   gruppo data check FILE               what a data set holds and which rows would be dropped
   gruppo reward check my_module:reward --data FILE
                                        what a reward gives to good, bad, empty and huge completions
@@ -45,6 +46,7 @@ VERBS = {
     ("export",): ("gruppo.cli.export", "export"),
     ("data", "check"): ("gruppo.cli.check", "data_check"),
     ("reward", "check"): ("gruppo.cli.check", "reward_check"),
+    ("recipes",): ("gruppo.cli.recipes", "recipes"),
 }
 
 
