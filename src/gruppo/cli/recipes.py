@@ -19,8 +19,8 @@ def recipes(arguments: Sequence[str]) -> int:
         RecipeArguments,
         arguments,
         verb="recipes",
-        description="Configurations of published runs. `gruppo recipes` lists them, `gruppo recipes NAME` prints one as "
-        "a config file.\n\n  gruppo recipes dapo > run.yaml\n  gruppo train --recipe dapo --data problems.jsonl",
+        description="Configurations of published runs. `gruppo recipes` lists them, `gruppo recipes NAME` prints one "
+        "as a config file.\n\n  gruppo recipes dapo > run.yaml\n  gruppo train --recipe dapo --data problems.jsonl",
     )
     from gruppo.recipes import RECIPES, recipe
 

@@ -112,14 +112,15 @@ def estimate_advantages(
 def make_groups(
     groups: Sequence[ScoredGroup], rewards: Sequence[float | None], advantages: Sequence[float]
 ) -> tuple[Group, ...]:
-    """Groups with their advantages; what shaping made of a reward stands beside it, where it made a difference."""
+    """Groups with their advantages. Where the rewards that were compared are others, they stand beside the rewards."""
+    is_shaped = list(rewards) != [r for g in groups for r in g.rewards]
     numbers = iter(zip(rewards, advantages, strict=True))
     made = []
     for group in groups:
         rollouts = []
         for sequence, reward, parts in zip(group.sequences, group.rewards, group.parts, strict=True):
             shaped, advantage = next(numbers)
-            more = {} if shaped == reward else {"shaped": shaped}
+            more = {"shaped": shaped} if is_shaped else {}
             rollouts.append(Rollout(sequence=sequence, reward=reward, rewards={**parts, **more}, advantage=advantage))
         made.append(Group(prompt=group.prompt, rollouts=tuple(rollouts)))
     return tuple(made)

@@ -54,6 +54,9 @@ class Credit:
         made = make_groups(groups, rewards, advantages)
         dropped = [r for g in rounds.dropped for r in g.rewards]
         metrics |= rollout_metrics((*made, *make_groups(rounds.dropped, dropped, [0.0] * len(dropped))))
+        if self.config.kl_in_reward or not self.shape.does_nothing:
+            compared = [r for r in rewards if r is not None]
+            metrics["reward/shaped_mean"] = sum(compared) / max(len(compared), 1)
         if self.config.dynamic_sampling:
             metrics |= rounds.counts
         return Collected(groups=made, metrics=metrics)

@@ -150,7 +150,7 @@ def test_estimator_and_options_from_flags() -> None:
 def test_the_overlong_penalty_counts_from_the_runs_own_limit(make_trainer: Make) -> None:
     trainer = make_trainer(rewards=("step_rewards:by_place",), overlong_cache=4, truncated_factor=0.5,
                            advantage="drgrpo", temperature=3.0, max_new_tokens=5)  # fmt: skip
-    trainer.step()
+    metrics = trainer.step()
     rollouts, ids = flat(trainer)
     shaped = []
     for i, r in enumerate(rollouts):
@@ -163,7 +163,8 @@ def test_the_overlong_penalty_counts_from_the_runs_own_limit(make_trainer: Make)
     assert [r.advantage for r in rollouts] == pytest.approx(
         [s - means[i] for s, i in zip(shaped, ids, strict=True)], abs=1e-6
     )
-    assert [r.rewards.get("shaped", r.reward) for r in rollouts] == pytest.approx(shaped)
+    assert [r.rewards["shaped"] for r in rollouts] == pytest.approx(shaped)
+    assert (metrics["reward/mean"], metrics["reward/shaped_mean"]) == pytest.approx((0.5, fmean(shaped)))
 
 
 def test_what_shaping_changed_is_a_column_of_its_own_for_gdpo(make_trainer: Make) -> None:
@@ -195,6 +196,12 @@ def test_kl_in_the_reward_is_the_log_ratio_to_the_start(make_trainer: Make) -> N
     means = {g: fmean(s for s, i in zip(shaped, ids, strict=True) if i == g) for g in set(ids)}
     expected = [s - means[i] for s, i in zip(shaped, ids, strict=True)]
     assert [r.advantage for r in rollouts] == pytest.approx(expected, abs=1e-5)
+
+
+def test_with_an_adapter_the_reference_is_the_base(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:by_place",), kl_in_reward=0.7, lora=True, lr=3e-2, **HOT)
+    kls = [trainer.step()["reward/kl"] for _ in range(3)]
+    assert abs(kls[0]) < 1e-4 < 0.01 < max(map(abs, kls[1:]))
 
 
 def test_the_controller_by_hand() -> None:

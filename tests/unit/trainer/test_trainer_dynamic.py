@@ -188,6 +188,18 @@ def test_retired_prompts_are_drawn_no_more_and_enough_stay(make_trainer: Make) -
     assert len(set(drawn[: total - 4])) == total - 4  # nobody twice before they were all solved
 
 
+def test_a_retired_prompt_is_replaced_in_first_batches_and_refills(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:constant",), dynamic_sampling=2, retire_solved=9)
+    batches = watch(trainer)
+    indices = [p.index for p in trainer.prompts.train.prompts]
+    trainer.memory.solved.retired = set(indices[::2])
+    for _ in range(len(indices) // 4):  # once through all of them
+        trainer.step()
+    drawn = [i for batch in batches for i in batch]
+    assert all(len(batch) == 4 for batch in batches)
+    assert set(drawn) <= set(indices[1::2]) and len(set(drawn)) > len(indices) // 4
+
+
 # --- resuming -------------------------------------------------------------------------------------------------------
 
 RUN: dict[str, Any] = {
