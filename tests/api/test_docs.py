@@ -14,7 +14,7 @@ from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = ["losses.md", "extending.md", "advantages.md", "metrics.md", "dataflow.md"]
+PAGES = ["losses.md", "extending.md", "advantages.md", "metrics.md", "dataflow.md", "recipes.md"]
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
 OUTPUT_BLOCK = re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S)
@@ -138,6 +138,33 @@ def test_losses_page_names_every_part():
     for kind, names in listed.items():
         row = next(line for line in table.splitlines() if line.startswith(f"| {words.get(kind, kind)} |"))
         assert set(re.findall(r"`(\w+)`", row)) == names
+
+
+def test_advantages_page_lists_every_estimator_with_its_class_and_paper():
+    from gruppo.advantage import ADVANTAGES
+
+    text = (DOCS / "advantages.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+Advantage)` \| .+ \| (\d{4}\.\d{5}|none) \| .+ \|$", text, re.M)
+    assert [(name, cls) for name, cls, _ in rows] == [(n, c.__name__) for n, c in ADVANTAGES.items()]
+    for name, _, paper in rows:
+        described = " ".join((ADVANTAGES[name].__doc__ or "").split())
+        assert paper == "none" or f"arXiv:{paper}" in described, name
+
+
+def test_recipes_page_lists_every_recipe_with_its_loss_and_advantage():
+    from gruppo.recipes import RECIPES
+
+    text = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d{4}\.\d{5}) \| `(\w+)` \| `(\w+)` \| .+ \|$", text, re.M)
+    assert rows == [(n, r.paper, r.values["loss"], r.values["advantage"]) for n, r in RECIPES.items()]
+
+
+def test_advantages_page_lists_every_number_of_dynamic_sampling():
+    from gruppo.trainer.rounds import Rounds
+
+    text = (DOCS / "advantages.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(dynamic/\w+)` \|", text, re.M)
+    assert listed == [*Rounds().counts, "dynamic/prompts_retired"]
 
 
 @pytest.mark.parametrize("figure", ["surrogates.png", "kl.png"])

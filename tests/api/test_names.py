@@ -90,7 +90,29 @@ NAMES = {
         "token_level",
         "token_mean",
     },
-    "gruppo.advantage": {"GRPOAdvantage", "Groups", "RLOOAdvantage", "groups_with_signal", "not_truncated"},
+    "gruppo.advantage": {
+        "ADVANTAGES",
+        "Advantage",
+        "BestOfGroupAdvantage",
+        "BetaNormAdvantage",
+        "DRGRPOAdvantage",
+        "GDPOAdvantage",
+        "GPGAdvantage",
+        "GRPOAdvantage",
+        "Groups",
+        "LEADAdvantage",
+        "LengthShapedAdvantage",
+        "LitePPOAdvantage",
+        "MaxRLAdvantage",
+        "OPOAdvantage",
+        "PassAtKAdvantage",
+        "RLOOAdvantage",
+        "ReMaxAdvantage",
+        "ReinforcePlusPlusAdvantage",
+        "ReinforcePlusPlusBaselineAdvantage",
+        "groups_with_signal",
+        "not_truncated",
+    },
     "gruppo.metric": {
         "CISPOMetric",
         "GRPOMetric",
@@ -112,6 +134,7 @@ NAMES = {
         "split_by_tokens",
         "split_padded",
     },
+    "gruppo.recipes": {"RECIPES", "Recipe", "recipe"},
     "gruppo.kernel": {"chunked_linear_logps_and_entropy", "linear_logps_and_entropy", "logps_and_entropy"},
 }
 
@@ -308,6 +331,40 @@ def test_numbers_of_a_part(name):
 def test_advantage_keywords(cls):
     assert signature(cls) == {"normalization": "centered", "ddof": 1, "eps": 1e-8}
     assert signature(cls.__call__) == {"rewards": ..., "num_generations": 1, "scale": "group", "group_ids": None}
+
+
+DEVIATION = {"ddof": 1, "eps": 1e-8}
+ADVANTAGE_KEYWORDS = {
+    "drgrpo": ({}, {"scale": "none"}),
+    "lite_ppo": (DEVIATION, {"scale": "batch"}),
+    "reinforce_pp": (DEVIATION, {"scale": "batch", "*lengths": None}),
+    "reinforce_pp_baseline": (DEVIATION, {"scale": "batch", "*lengths": None}),
+    "remax": ({}, {"scale": "none", "*greedy_rewards": None}),
+    "gdpo": ({"weights": None, **DEVIATION}, {"scale": "group"}),
+    "opo": ({}, {"scale": "none", "*lengths": None}),
+    "gpg": ({"counted": "signal"}, {"scale": "none"}),
+    "maxrl": ({}, {"scale": "none"}),
+    "beta_norm": ({"low": 0.0, "high": 1.0, "max_weight": 1e6}, {"scale": "none"}),
+    "pass_at_k": ({"k": 4, "correct_at": 1.0}, {"scale": "group"}),
+    "best_of_group": ({"normalization": "centered", **DEVIATION}, {"scale": "group"}),
+    "length_shaped": ({"weight": 0.1, "correct_at": 1.0}, {"scale": "none", "*lengths": None}),
+    "lead": (
+        {"length_weight": 0.05, "low": 0.4, "high": 1.5, "middle": 0.75, "slope": 10.0, "correct_at": 1.0, **DEVIATION},
+        {"scale": "group", "*lengths": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_KEYWORDS)
+def test_keywords_of_every_estimator_by_name(name):
+    made, called = ADVANTAGE_KEYWORDS[name]
+    cls = advantage.ADVANTAGES[name]
+    assert signature(cls) == made
+    assert signature(cls.__call__) == {"rewards": ..., "num_generations": 1, "group_ids": None} | called
+
+
+def test_every_estimator_has_its_keywords_pinned():
+    assert set(advantage.ADVANTAGES) == {"grpo", "rloo", *ADVANTAGE_KEYWORDS}
 
 
 @pytest.mark.parametrize("cls", [metric.GRPOMetric, metric.GSPOMetric, metric.CISPOMetric])

@@ -23,7 +23,11 @@ pytestmark = pytest.mark.slow
 
 Start = Callable[..., WarmProcess]
 Flags = Callable[..., list[str]]
-VARIANTS = {"full": {}, "lora": {"lora": True, "lora_rank": 4, "beta": 0.01}}
+VARIANTS = {
+    "full": {},
+    "lora": {"lora": True, "lora_rank": 4, "beta": 0.01},
+    "dynamic": {"dynamic_sampling": 2, "retire_solved": 1, "kl_in_reward": 0.01, "kl_target": 0.1, "ref_every": 3},
+}
 
 
 def tensor_hash(folder: Path) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
+from gruppo.advantage import GDPOAdvantage, GRPOAdvantage, RLOOAdvantage
 from gruppo.batch import Totals, is_packed, pack
 from gruppo.errors import InputError
 from gruppo.kernel import logps_and_entropy
@@ -485,13 +485,9 @@ def check_trl_advantage(case):
         weighed = [[None if v is None else v * w for v, w in zip(row, weights, strict=True)] for row in table]
         total = [None if all(v is None for v in row) else sum(v or 0.0 for v in row) for row in weighed]
         advantages = estimate(as_tensor(total), scale=kwargs["scale_rewards"], group_ids=ids)
-    else:  # GDPO: each reward in its own groups, then the sum over the batch
-        columns = [[row[f] for row in table] for f in range(len(weights))]
-        parts = [estimate(as_tensor(column), group_ids=ids).double() for column in columns]
-        summed = sum(w * part for w, part in zip(weights, parts, strict=True)).tolist()
-        abstains = [all(v is None for v in row) for row in table]
-        total = [None if a else s for s, a in zip(summed, abstains, strict=True)]
-        advantages = estimate(as_tensor(total), num_generations=1, scale="batch")
+    else:
+        rows = table if any(v is None for row in table for v in row) else torch.tensor(table, dtype=torch.float64)
+        advantages = GDPOAdvantage(weights=weights, eps=1e-4)(rows, group_ids=ids)
     # A list (needed for None) gives float32. Without None the results are float64 on both sides, but the peer's
     # n / (n - 1) inside its standard deviation is a float32 quotient, wrong by up to 6e-8: hence 1e-7 and not 1e-9.
     is_list = any(v is None for row in table for v in row) or case["dtype"] == "float32"

@@ -1,12 +1,12 @@
 """Groups of rewards and their statistics.
 
 Rewards come as numbers, one per sequence, or as one row per sequence with one column per reward function (the row
-is summed). `None` abstains: the sequence takes no part in any statistic and gets advantage 0. NaN and infinity are
-refused: an abstention is said, not computed.
+is summed, except by `Groups.read_columns`). `None` abstains: the sequence takes no part in any statistic and gets
+advantage 0. NaN and infinity are refused: an abstention is said, not computed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,29 @@ class Groups:
         cls, rewards: Rewards, num_generations: int, group_ids: Sequence[Any] | Tensor | None, scale: str
     ) -> "Groups":
         """Check the arguments of an advantage call and bring them to one form."""
-        values, valid, dtype, device = _read_rewards(rewards)
+        table, valid, dtype, device = _read_table(rewards)
+        return cls._group(table.sum(1), valid.any(1), num_generations, group_ids, scale, dtype, device)
+
+    @classmethod
+    def read_columns(
+        cls, rewards: Rewards, num_generations: int, group_ids: Sequence[Any] | Tensor | None, scale: str
+    ) -> "list[Groups]":
+        """The same for each reward function by itself."""
+        table, valid, dtype, device = _read_table(rewards)
+        pairs = zip(table.unbind(1), valid.unbind(1), strict=True)
+        return [cls._group(*pair, num_generations, group_ids, scale, dtype, device) for pair in pairs]
+
+    @classmethod
+    def _group(
+        cls,
+        values: Tensor,
+        valid: Tensor,
+        num_generations: int,
+        group_ids: Sequence[Any] | Tensor | None,
+        scale: str,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Groups":
         if scale not in ("group", "batch", "none"):
             raise InputError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
         if group_ids is not None:
@@ -59,40 +81,58 @@ class Groups:
 
     def count(self) -> Tensor:
         """Sequences with a reward, per group `[P]` float64."""
-        return self._sum(self.valid.to(torch.float64))
+        return self.sum(torch.ones_like(self.rewards))
 
     def mean(self) -> Tensor:
         """Mean reward of each group `[P]`; 0 for a group without rewards."""
-        return self._sum(self.rewards) / self.count().clamp(min=1)
+        return self.sum(self.rewards) / self.count().clamp(min=1)
+
+    def centered(self) -> Tensor:
+        """Reward minus the mean of its group `[N]`; exactly 0 where all rewards of the group are equal."""
+        return torch.where(self.has_spread()[self.group], self.rewards - self.mean()[self.group], 0)
 
     def std(self, scale: Scale, ddof: int) -> Tensor:
         """Standard deviation that `scale` names, one per sequence `[N]`; 0 where there are too few rewards."""
         if scale == "batch":
-            whole = Groups(self.rewards, self.valid, torch.zeros_like(self.group), 1, self.dtype, self.device)
-            return whole.std("group", ddof)
-        squares = self._sum(torch.where(self.valid, self.rewards - self.mean()[self.group], 0).square())
+            return self.whole().std("group", ddof)
+        squares = self.sum((self.rewards - self.mean()[self.group]).square())
         return (squares / (self.count() - ddof).clamp(min=1)).sqrt()[self.group]
 
     def has_spread(self, tolerance: float = 0.0) -> Tensor:
         """Does the group hold different rewards? `[P]` bool, by max - min: a float std of equal values may not be 0."""
-        highest = self._reduce("amax", torch.where(self.valid, self.rewards, -torch.inf))
-        lowest = self._reduce("amin", torch.where(self.valid, self.rewards, torch.inf))
-        return (highest - lowest) > tolerance
+        lowest = -self.shaped(-self.rewards).highest()
+        return (self.highest() - lowest) > tolerance
 
-    def result(self, advantages: Tensor) -> Tensor:
-        """Advantages in the dtype and on the device of the rewards; exactly 0 without spread or without a reward."""
-        keep = self.valid & self.has_spread()[self.group]
-        return torch.where(keep, advantages, 0).to(self.device, self.dtype)
+    def highest(self, among: Tensor | None = None) -> Tensor:
+        """Largest reward of each group `[P]`, of the sequences `among` if given; -inf for a group without any."""
+        counted = self.valid if among is None else self.valid & among
+        empty = torch.full((self.num_groups,), -torch.inf, dtype=torch.float64)
+        return empty.scatter_reduce(0, self.group, torch.where(counted, self.rewards, -torch.inf), "amax")
 
-    def _sum(self, values: Tensor) -> Tensor:
+    def result(self, advantages: Tensor, where: Tensor | None = None) -> Tensor:
+        """Advantages in the dtype and on the device of the rewards; exactly 0 without a reward, and not `where`.
+
+        `where` is `[N]` bool; None: the sequences of groups with spread.
+        """
+        keep = self.has_spread()[self.group] if where is None else where
+        return torch.where(keep & self.valid, advantages, 0).to(self.device, self.dtype)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of `[N]` values over the sequences with a reward, per group `[P]`."""
+        values = torch.where(self.valid, values.to(torch.float64), 0)
         return torch.zeros(self.num_groups, dtype=torch.float64).index_add(0, self.group, values)
 
-    def _reduce(self, how: Literal["amax", "amin"], values: Tensor) -> Tensor:
-        empty = torch.zeros(self.num_groups, dtype=torch.float64)
-        return empty.scatter_reduce(0, self.group, values, how, include_self=False)
+    def whole(self) -> "Groups":
+        """All sequences as one group."""
+        return replace(self, group=torch.zeros_like(self.group), num_groups=1)
+
+    def shaped(self, rewards: Tensor) -> "Groups":
+        """The same groups with other rewards `[N]`."""
+        return replace(self, rewards=torch.where(self.valid, rewards, 0))
 
 
-def _read_rewards(rewards: Rewards) -> tuple[Tensor, Tensor, torch.dtype, torch.device]:
+def _read_table(rewards: Rewards) -> tuple[Tensor, Tensor, torch.dtype, torch.device]:
+    """Rewards `[N, functions]` in float64 with 0 where one abstained, where none did, dtype and device."""
     dtype, device = torch.float32, torch.device("cpu")
     if isinstance(rewards, Tensor):
         dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
@@ -119,10 +159,9 @@ def _read_rewards(rewards: Rewards) -> tuple[Tensor, Tensor, torch.dtype, torch.
             f"rewards[{', '.join(map(str, where))}] is {table[tuple(where)].item()}; rewards must be finite. "
             "Use None for a sequence that has no reward"
         )
-    table = torch.where(valid, table, 0)
-    if table.dim() == 2:
-        table, valid = table.sum(1), valid.any(1)
-    return table, valid, dtype, device
+    if table.dim() == 1:
+        table, valid = table[:, None], valid[:, None]
+    return torch.where(valid, table, 0), valid, dtype, device
 
 
 def _number_or_nan(value: Any) -> float:

@@ -22,6 +22,7 @@ gruppo: group-relative policy optimization of language models
   gruppo sample --model DIR "47+85="   completions of a prompt
   gruppo export runs/my-run OUT        the trained model for transformers, PEFT or vLLM (--merge folds LoRA in)
   gruppo losses [NAME]                 every loss with its parts and paper, or the formula of one
+  gruppo recipes                       what papers trained with: --recipe dapo, gspo, ... as a start
   gruppo data check FILE               what a data set holds and which rows would be dropped
   gruppo reward check my_module:reward --data FILE
                                        what a reward gives to good, bad, empty and huge completions
@@ -47,6 +48,7 @@ VERBS = {
     ("losses",): ("gruppo.cli.losses", "losses"),
     ("data", "check"): ("gruppo.cli.check", "data_check"),
     ("reward", "check"): ("gruppo.cli.check", "reward_check"),
+    ("recipes",): ("gruppo.cli.recipes", "recipes"),
 }
 
 

@@ -3,6 +3,7 @@
     base.py      the contract: what a reward function is given, and `Reward`
     load.py      from "exact_match", "module:function" or a callable to a `Reward`
     match.py number.py math.py format.py length.py pattern.py     the built-in rewards
+    shape.py     `RewardShape`: penalties on the sum, for being long or cut off
     verifier.py  what the verifiers among them share
     call.py returned.py     one call, and the check of what it returned
     combine.py tally.py budget.py     totals and metrics; failures, and how many are too many
@@ -30,6 +31,7 @@ from gruppo.reward.math import MathMatch, math_match
 from gruppo.reward.number import NumberMatch, number_match
 from gruppo.reward.pattern import PatternMatch, pattern_match
 from gruppo.reward.pool import RewardPool
+from gruppo.reward.shape import RewardShape
 from gruppo.reward.verifier import Verifier
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Reward",
     "RewardPool",
     "RewardResult",
+    "RewardShape",
     "SoftOverlong",
     "TagFormat",
     "Verifier",

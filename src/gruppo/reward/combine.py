@@ -100,6 +100,22 @@ def gather(tallies: Mapping[str, Tally], weights: Mapping[str, float]) -> Reward
     return RewardResult(totals=totals, values=values, metrics=metrics, extras=extras, tracebacks=tracebacks)
 
 
+def merged_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
+    """The metrics of several calls as if they had been one: shares and logged metrics by the number of completions."""
+    if len(results) == 1:
+        return dict(results[0].metrics)
+    metrics: dict[str, float] = {}
+    for key in dict.fromkeys(key for result in results for key in result.metrics):
+        there = [(result.metrics[key], len(result.totals)) for result in results if key in result.metrics]
+        metrics[key] = math.fsum(value * num for value, num in there) / max(sum(num for _, num in there), 1)
+    columns = {"reward": [total for result in results for total in result.totals]}
+    for name in results[0].values if results else ():
+        columns[f"reward/{name}"] = [value for result in results for value in result.values[name]]
+    for name, values in columns.items():
+        metrics |= {f"{name}/{key}": value for key, value in statistics(values).items()}
+    return metrics
+
+
 def _logged_means(tally: Tally) -> dict[str, float]:
     """Each logged metric, averaged over the calls by their number of completions."""
     return {

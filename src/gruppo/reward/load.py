@@ -93,8 +93,11 @@ def load_reward(
     )
 
 
-def import_object(spec: str) -> Any:
-    """The object that `module:name` stands for; the current directory is searched after the installed packages."""
+def import_object(spec: str, what: str = "reward") -> Any:
+    """The object that `module:name` stands for; the current directory is searched after the installed packages.
+
+    `what` it is goes into the error texts.
+    """
     module_name, _, path = spec.partition(":")
     if not module_name or not path or ":" in path:
         raise InputError(f"{spec!r} is not of the form module:function")
@@ -107,19 +110,19 @@ def import_object(spec: str) -> Any:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise InputError(f"{module_name!r} of reward {spec!r} needs a module that is absent: {error}") from error
+            raise InputError(f"{module_name!r} of {what} {spec!r} needs a module that is absent: {error}") from error
         beside = [module.name for module in pkgutil.iter_modules([os.getcwd()])]
         raise InputError(
-            f"no module {error.name!r} for reward {spec!r}{_near(module_name, beside)}; looked in the installed "
+            f"no module {error.name!r} for {what} {spec!r}{_near(module_name, beside)}; looked in the installed "
             "packages and the current directory"
         ) from error
     except Exception as error:
-        raise InputError(f"importing {module_name!r} for reward {spec!r} failed:\n{_last_lines(error)}") from error
+        raise InputError(f"importing {module_name!r} for {what} {spec!r} failed:\n{_last_lines(error)}") from error
     for part in path.split("."):
         if not hasattr(found, part):
             names = [key for key, value in vars(found).items() if callable(value)] if hasattr(found, "__dict__") else []
             where = getattr(found, "__file__", None) or getattr(found, "__name__", module_name)
-            raise InputError(f"{where} has no {part!r} for reward {spec!r}{_near(part, names)}")
+            raise InputError(f"{where} has no {part!r} for {what} {spec!r}{_near(part, names)}")
         found = getattr(found, part)
     return found
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 EPOCH_STREAM = 0
 HOLDOUT_STREAM = 1
+REFILL_STREAM = 2
 
 
 def shuffle(count: int, seed: int, *stream: int) -> "ndarray":
@@ -54,6 +55,18 @@ def prompt_indices(num_prompts: int, step: int, prompts_per_step: int, seed: int
     if missing:
         indices += _epoch_order(num_prompts, epoch + 1, prompts_per_step, seed)[:missing].tolist()
     return indices
+
+
+def refill_indices(num_prompts: int, step: int, seed: int) -> list[int]:
+    """All prompts in the order in which a step takes further ones, when those of `prompt_indices` do not suffice.
+
+    A permutation of its own for each step, so that this too is a function of the step, and the walk through the epochs
+    stays as it is.
+
+    >>> refill_indices(5, 0, seed=0)
+    [1, 3, 0, 4, 2]
+    """
+    return shuffle(num_prompts, seed, REFILL_STREAM, step).tolist()
 
 
 @lru_cache(maxsize=4)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
 from gruppo.errors import InputError
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.loss.composition import check_composition
@@ -70,11 +69,6 @@ def set_correction(loss: PolicyLoss, config: TrainConfig) -> None:
         )
     loss.correction = CORRECTIONS[name] if name in CORRECTIONS else import_object(name)
     check_composition(loss)
-
-
-def build_advantage(config: TrainConfig) -> GRPOAdvantage | RLOOAdvantage:
-    cls = {"grpo": GRPOAdvantage, "rloo": RLOOAdvantage}[config.advantage]
-    return cls(normalization=config.normalization)
 
 
 def build_rewards(config: TrainConfig, on_wait: Any = None) -> RewardPool:
@@ -183,6 +177,8 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
         tokenizer=tokenizer,
     )
     model.set_loss(loss)
+    if config.kl_in_reward:
+        model.reference()  # frozen now: the weights at the start
     options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
     model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
     model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)

@@ -9,17 +9,24 @@ from pathlib import Path
 from gruppo.errors import CheckpointError
 from gruppo.model import TransformersModel
 from gruppo.model.checkpoint import commit_folder, load_training_state, read_manifest, save_training_state
+from gruppo.trainer.memory import Memory
 from gruppo.trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
-    run: RunDir, model: TransformersModel, step: int, keep: int, unfinished: Mapping[str, float] | None = None
+    run: RunDir,
+    model: TransformersModel,
+    step: int,
+    keep: int,
+    unfinished: Mapping[str, float] | None = None,
+    memory: Memory | None = None,
 ) -> None:
     """Write the state after `step`; once it is safe, delete all but the newest `keep`.
 
     `unfinished`: the metrics of the step, if it was interrupted before they were recorded.
+    `memory`: what the run remembers besides weights and optimizer.
     """
     folder = run.checkpoints / f"step-{step:06d}"
     if folder.exists():
@@ -31,6 +38,8 @@ def save_checkpoint(
 
     def write(aside: Path) -> None:
         save_training_state(model.model, model.optimizer, aside)
+        if memory is not None:
+            memory.save(aside)
         (aside / "trainer.json").write_text(
             json.dumps({"step": step, "version": model.version, "unfinished": unfinished})
         )
@@ -40,7 +49,9 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
-def load_newest(run: RunDir, model: TransformersModel) -> tuple[int, dict[str, float] | None]:
+def load_newest(
+    run: RunDir, model: TransformersModel, memory: Memory | None = None
+) -> tuple[int, dict[str, float] | None]:
     """Load the newest checkpoint that is whole; its step and `unfinished` metrics. Never starts over silently."""
     folders = sorted(run.checkpoints.glob("step-*"), reverse=True)
     for folder in folders:
@@ -50,6 +61,8 @@ def load_newest(run: RunDir, model: TransformersModel) -> tuple[int, dict[str, f
             logger.warning("skipping a checkpoint: %s", error)
             continue
         load_training_state(model.model, model.optimizer, folder)
+        if memory is not None:
+            memory.load(folder)
         state = json.loads((folder / "trainer.json").read_text())
         model.version = state["version"]
         return state["step"], state.get("unfinished")

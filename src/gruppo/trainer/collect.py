@@ -1,11 +1,13 @@
-"""Rollouts, rewards and advantages of a step."""
+"""Rewards and advantages of a step, and the step as the model takes it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
+from gruppo.advantage import Advantage
 from gruppo.reward import RewardPool, RewardResult
+from gruppo.reward.shape import RewardShape
 from gruppo.types import Group, InputFeature, Prompt, Rollout, SampledSequence, SampleResponse
 
 
@@ -19,6 +21,23 @@ class Collected:
     @property
     def rollouts(self) -> list[Rollout]:
         return [r for g in self.groups for r in g.rollouts]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """The completions of a prompt with their rewards, not yet compared."""
+
+    prompt: Prompt
+    sequences: tuple[SampledSequence, ...]
+    rewards: tuple[float | None, ...]
+    """Weighted sums."""
+    parts: tuple[Mapping[str, float | None], ...]
+    """Each function's own value."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Are there two different rewards? Shapes and penalties do not count: DAPO looks at the answers."""
+        return len({r for r in self.rewards if r is not None}) > 1
 
 
 def score(
@@ -40,36 +59,71 @@ def score(
     return groups, result
 
 
-def collect(
-    prompts: Sequence[Prompt],
-    responses: Sequence[SampleResponse],
-    pool: RewardPool,
-    estimate: GRPOAdvantage | RLOOAdvantage,
+def scored_groups(
+    prompts: Sequence[Prompt], groups: Sequence[Sequence[SampledSequence]], result: RewardResult
+) -> list[ScoredGroup]:
+    """What `score` gave, group by group."""
+    rows = zip(result.totals, _rows(result.values, len(result.totals)), strict=True)
+    made = []
+    for prompt, sequences in zip(prompts, groups, strict=True):
+        rewards, parts = zip(*(next(rows) for _ in sequences), strict=True)
+        made.append(ScoredGroup(prompt, tuple(sequences), rewards, parts))
+    return made
+
+
+def shaped_rewards(groups: Sequence[ScoredGroup], shape: RewardShape) -> list[float | None]:
+    """The rewards of all sequences as training compares them."""
+    sequences = [s for g in groups for s in g.sequences]
+    rewards = [r for g in groups for r in g.rewards]
+    return shape(rewards, [len(s.tokens) for s in sequences], [s.is_truncated for s in sequences])
+
+
+def estimate_advantages(
+    groups: Sequence[ScoredGroup],
+    rewards: Sequence[float | None],
+    estimate: Advantage,
     *,
-    scale: str,
-    step: int,
-    seed: int,
-) -> Collected:
-    """Score the responses and give each sequence its advantage within its group."""
-    groups, result = score(prompts, responses, pool, step=step, seed=seed)
-    sequences = [s for group in groups for s in group]
-    group_ids = [i for i, group in enumerate(groups) for _ in group]
-    advantages = estimate(result.totals, scale=scale, group_ids=group_ids).tolist()  # type: ignore[arg-type]
-    rollouts = [
-        Rollout(
-            sequence=sequence,
-            reward=result.totals[i],
-            rewards={name: values[i] for name, values in result.values.items()},
-            advantage=advantages[i],
-        )
-        for i, sequence in enumerate(sequences)
-    ]
-    numbered = iter(rollouts)
-    made = tuple(
-        Group(prompt=prompt, rollouts=tuple(next(numbered) for _ in group))
-        for prompt, group in zip(prompts, groups, strict=True)
-    )
-    return Collected(groups=made, metrics=result.metrics | rollout_metrics(made))
+    scale: str | None = None,
+    greedy_rewards: Sequence[float | None] | None = None,
+    is_shaped: bool = False,
+) -> list[float]:
+    """One advantage per sequence, groups one after the other.
+
+    An estimator that takes the functions apart gets their values, and what shaping changed as one more column.
+    """
+    lengths = [len(s.tokens) for g in groups for s in g.sequences]
+    if not lengths:
+        return []
+    inputs = {"lengths": lengths, "greedy_rewards": greedy_rewards}
+    options: dict[str, Any] = {name: inputs[name] for name in getattr(estimate, "needs", ())}
+    if scale is not None:
+        options["scale"] = scale
+    compared: Sequence[Any] = rewards
+    if getattr(estimate, "per_reward", False):
+        compared = [list(part.values()) for g in groups for part in g.parts]
+        if is_shaped:
+            plain = [r for g in groups for r in g.rewards]
+            changes = [None if a is None or b is None else a - b for a, b in zip(rewards, plain, strict=True)]
+            compared = [[*row, change] for row, change in zip(compared, changes, strict=True)]
+    group_ids = [i for i, g in enumerate(groups) for _ in g.sequences]
+    return estimate(compared, group_ids=group_ids, **options).tolist()
+
+
+def make_groups(
+    groups: Sequence[ScoredGroup], rewards: Sequence[float | None], advantages: Sequence[float]
+) -> tuple[Group, ...]:
+    """Groups with their advantages. Where the rewards that were compared are others, they stand beside the rewards."""
+    is_shaped = list(rewards) != [r for g in groups for r in g.rewards]
+    numbers = iter(zip(rewards, advantages, strict=True))
+    made = []
+    for group in groups:
+        rollouts = []
+        for sequence, reward, parts in zip(group.sequences, group.rewards, group.parts, strict=True):
+            shaped, advantage = next(numbers)
+            more = {"shaped": shaped} if is_shaped else {}
+            rollouts.append(Rollout(sequence=sequence, reward=reward, rewards={**parts, **more}, advantage=advantage))
+        made.append(Group(prompt=group.prompt, rollouts=tuple(rollouts)))
+    return tuple(made)
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -108,3 +162,16 @@ def training_rows(collected: Collected, *, mask_truncated: bool) -> dict[str, li
         advantages.append(rollout.advantage)
         sampler_logps.append(logps)
     return {"features": features, "advantages": advantages, "sampler_logps": sampler_logps}
+
+
+def minibatch_parts(groups: Sequence[Group], minibatches: int) -> list[slice]:
+    """The sequences of each minibatch: whole groups, as many in each as there can be, none when there are too few."""
+    ends = [0]
+    for group in groups:
+        ends.append(ends[-1] + len(group.rollouts))
+    cuts = [ends[i * len(groups) // minibatches] for i in range(minibatches + 1)]
+    return [slice(start, end) for start, end in pairwise(cuts)]
+
+
+def _rows(columns: Mapping[str, Sequence[float | None]], num: int) -> Iterator[dict[str, float | None]]:
+    return ({name: values[i] for name, values in columns.items()} for i in range(num))

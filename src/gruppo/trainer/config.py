@@ -74,14 +74,39 @@ class TrainConfig(BaseModel):
     """Coefficient of the entropy bonus."""
     tau: float | tuple[float, float] | None = None
     """Temperature of SAPO's gate, or one for each sign of the advantage."""
-    advantage: Literal["grpo", "rloo"] = "grpo"
-    """Baseline: the group's mean, or the mean of the others."""
-    normalization: Literal["standard", "centered"] = "standard"
-    """Divide by a standard deviation, or not."""
-    scale: Literal["group", "batch", "none"] = "group"
-    """Which standard deviation divides."""
+    advantage: str = "grpo"
+    """grpo, rloo, drgrpo, lite_ppo, reinforce_pp, reinforce_pp_baseline, remax, gdpo, opo, gpg, maxrl, beta_norm,
+    pass_at_k, best_of_group, length_shaped, lead, or your.module:YourAdvantage."""
+    advantage_options: dict[str, int | float | str] = Field(default_factory=dict)
+    """Options of the estimator by name, such as k of pass_at_k, or eps."""
+    normalization: Literal["standard", "centered"] | None = None
+    """For grpo, rloo and best_of_group: divide by a standard deviation, or not; none: standard."""
+    scale: Literal["group", "batch", "none"] | None = None
+    """For grpo and rloo: which standard deviation divides; none: the group's."""
     mask_truncated: bool = False
     """Leave completions that hit the token limit out of the loss (they still count in their group's mean)."""
+
+    # --- what a reward becomes before it is compared ---
+    overlong_cache: Count = 0
+    """DAPO's soft overlong penalty: over the last so many tokens before max_new_tokens it grows from 0 to 1."""
+    truncated_factor: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The reward of a completion that hit the token limit is multiplied by this, unless that would raise it."""
+    kl_in_reward: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the log-ratio to the reference, summed over a completion and subtracted from its reward."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """Move kl_in_reward so that a completion's log-ratio to the reference is about this; none: fixed."""
+    kl_horizon: Positive = 10_000
+    """Completions over which kl_in_reward may change by a fifth."""
+    ref_every: Count = 0
+    """Move the reference towards the policy after every so many steps; 0: it stays the model at the start."""
+    ref_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """How far: 1 copies the policy, less mixes that share of it into the reference."""
+
+    # --- which prompts ---
+    dynamic_sampling: Count = 0
+    """Drop groups whose rewards are all equal and sample further prompts, at most so many batches per step; 0: off."""
+    retire_solved: Count = 0
+    """Draw a prompt no more once all its completions were right on so many visits in a row; 0: never."""
 
     # --- weights and optimizer ---
     lora: bool = False
@@ -167,6 +192,18 @@ class TrainConfig(BaseModel):
             raise ValueError(f"vllm_options are for sampler=vllm or vllm:start, not for sampler={self.sampler!r}")
         if self.eval_samples and not self.eval_prompts:
             raise ValueError("eval_samples needs eval_prompts of at least 1")
+        if self.overlong_cache > self.max_new_tokens:
+            raise ValueError(
+                f"overlong_cache={self.overlong_cache} is more than max_new_tokens={self.max_new_tokens}; lower it"
+            )
+        if self.kl_target is not None and not self.kl_in_reward:
+            raise ValueError("kl_target needs kl_in_reward above 0: the coefficient that it starts from")
+        if self.ref_every and self.lora:
+            raise ValueError(
+                "ref_every needs all weights: with lora the reference is the base model, which cannot move"
+            )
+        if self.ref_every and not (self.beta or self.kl_in_reward):
+            raise ValueError("ref_every moves a reference that nothing uses; set beta or kl_in_reward")
         return self
 
     @property

@@ -11,10 +11,9 @@ from typing import Any
 
 from gruppo.errors import NumericError
 from gruppo.sampler.params import SamplingParams
-from gruppo.task.order import prompt_indices
-from gruppo.trainer import build
+from gruppo.trainer import build, build_credit
 from gruppo.trainer.advice import advice
-from gruppo.trainer.collect import Collected, collect, training_rows
+from gruppo.trainer.collect import Collected, minibatch_parts, training_rows
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.console import RunConsole
 from gruppo.trainer.evaluate import Evaluation, evaluate
@@ -69,7 +68,7 @@ class GRPOTrainer:
             torch.set_num_threads(config.threads)
         # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
         loss = build.build_loss(config)
-        self.estimate = build.build_advantage(config)
+        estimate = build_credit.build_advantage(config)
         self.pool = build.build_rewards(config, on_wait=self.stop.poll)
         tokenizer = load_tokenizer(config.model)
         self.prompts = build.build_prompts(config, tokenizer)
@@ -88,10 +87,15 @@ class GRPOTrainer:
         try:
             self.pool.start()
             self.model = build.build_model(config, loss, tokenizer)
+            self.memory = build_credit.build_memory(config, self.model, len(self.prompts.train))
             self.step_number = self._restore() if resume else 0
             self.trackers = Trackers(config, self.run.path)
             folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
             self.sampler = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
+            self.gatherer = build_credit.build_gatherer(
+                config, self.prompts.train.prompts, self.sampler, self.pool, self.memory
+            )
+            self.credit = build_credit.build_credit(config, estimate, self.model, self.gatherer, self.memory)
         except BaseException:
             self.pool.close()
             if resume:
@@ -105,23 +109,15 @@ class GRPOTrainer:
     def step(self) -> dict[str, float]:
         """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step."""
         number = self.step_number + 1
-        prompts = self._prompts_of(number)
         with self._timed("sync"):
             synced = self.sampler.sync(self.model)
-        with self._timed("sample"):
-            responses = self.sampler.sample(prompts, self.config.group_size, self._sampling(number))
+        params = self._sampling(number)
+        rounds = self.gatherer.gather(number, params, self._timed)
         with self._timed("reward"):
-            collected = collect(
-                prompts,
-                responses,
-                self.pool,
-                self.estimate,
-                scale=self.config.scale,
-                step=number - 1,
-                seed=self.config.seed,
-            )
+            collected = self.credit.give(rounds, number, params)
         with self._timed("train"):
             metrics = synced | collected.metrics | self.update(collected)
+        self.credit.remember(rounds, number, metrics)
         self.step_number = number
         if self.config.completions_every and number % self.config.completions_every == 0:
             with self._timed("write"):
@@ -142,11 +138,10 @@ class GRPOTrainer:
         ref_logps = None
         if updates > 1 and "ref_logps" in self.model.loss.needs:
             ref_logps = self.model.reference_logps(features)
-        size = len(features) // self.config.minibatches
+        parts = minibatch_parts(collected.groups, self.config.minibatches)
         losses, norms, lr, skipped = [], [], 0.0, 0
         for _ in range(self.config.epochs_per_batch):
-            for start in range(0, len(features), size):
-                part = slice(start, start + size)
+            for part in parts:
                 result = self.model.forward_backward(
                     features[part],
                     advantages=advantages[part],
@@ -224,7 +219,7 @@ class GRPOTrainer:
                     self.unfinished = None
                     if number % config.save_every == 0 or is_last or result.status == "done":
                         with self._timed("checkpoint"):
-                            save_checkpoint(run, self.model, number, config.keep_checkpoints)
+                            save_checkpoint(run, self.model, number, config.keep_checkpoints, memory=self.memory)
                         run.log_event("checkpoint", step=number)
                     run.log_timings(number, self.seconds)
                     self.trackers.log(number, metrics)
@@ -233,7 +228,9 @@ class GRPOTrainer:
                     self.stop.poll()
                 result.status = "done"
         except Interrupted as signal_name:
-            save_checkpoint(run, self.model, self.step_number, config.keep_checkpoints, self.unfinished)
+            save_checkpoint(
+                run, self.model, self.step_number, config.keep_checkpoints, self.unfinished, memory=self.memory
+            )
             run.log_event("stop", step=self.step_number, signal=str(signal_name))
             result.status = "stopped"
         except BaseException as error:
@@ -279,11 +276,6 @@ class GRPOTrainer:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _prompts_of(self, number: int) -> list[Any]:
-        prompts = self.prompts.train.prompts
-        indices = prompt_indices(len(prompts), number - 1, self.config.prompts_per_step, self.config.seed)
-        return [prompts[i] for i in indices]
-
     def _sampling(self, step: int) -> SamplingParams:
         config = self.config
         return SamplingParams(
@@ -297,7 +289,7 @@ class GRPOTrainer:
     def _restore(self) -> int:
         from gruppo.trainer.checkpoints import load_newest
 
-        step, self.unfinished = load_newest(self.run, self.model)
+        step, self.unfinished = load_newest(self.run, self.model, self.memory)
         # The first evaluation is made again too, if there was no step after it.
         self.run.forget_after(step, redo_line=step == 0 or self.unfinished is not None)
         self.run.write_config(self.config)  # it may go on to another last step

@@ -1,9 +1,11 @@
 """Rewards and options that cannot be used are refused: what was expected, what came, where, and what to do."""
 
+import inspect
+
 import pytest
 import torch
 
-from gruppo.advantage import GRPOAdvantage, RLOOAdvantage, groups_with_signal
+from gruppo.advantage import ADVANTAGES, GRPOAdvantage, RLOOAdvantage, groups_with_signal
 from gruppo.errors import InputError
 
 both = pytest.mark.parametrize("cls", [GRPOAdvantage, RLOOAdvantage])
@@ -99,3 +101,75 @@ def test_unknown_keyword(cls):
 def test_filters_check_alike():
     refusal(lambda: groups_with_signal([0.0] * 10, num_generations=4), "rewards has 10 values", "pass whole groups")
     refusal(lambda: groups_with_signal([0.0, NAN], num_generations=2), "rewards[1] is nan")
+
+
+# --- the rest of the family -----------------------------------------------------------------------------------------
+
+FOUR = [0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [n for n, c in ADVANTAGES.items() if n not in ("grpo", "rloo")])
+def test_a_scale_that_is_not_in_the_formula_is_refused(name):
+    estimate = ADVANTAGES[name]()
+    own = inspect.signature(estimate.__call__).parameters["scale"].default
+    other = "group" if own != "group" else "batch"
+    refusal(
+        lambda: estimate(FOUR, num_generations=2, scale=other),
+        *(f"{type(estimate).__name__} has scale={own!r}", f"got {other!r}", "leave scale out"),
+    )
+
+
+@pytest.mark.parametrize("name", ["opo", "length_shaped", "lead"])
+def test_lengths_that_are_needed_are_asked_for(name):
+    estimate = ADVANTAGES[name]()
+    refusal(lambda: estimate(FOUR, num_generations=2), f"{type(estimate).__name__} needs lengths", "got None")
+    refusal(
+        lambda: estimate(FOUR, num_generations=2, lengths=[1, 2, 3]),
+        "lengths has shape (3,) for 4 rewards",
+        "one number",
+    )
+    refusal(lambda: estimate(FOUR, num_generations=2, lengths=[1, 2, -3, 4]), "lengths[2] is -3.0", "0 or more")
+
+
+def test_greedy_rewards_are_asked_for():
+    estimate = ADVANTAGES["remax"]()
+    refusal(lambda: estimate(FOUR, num_generations=2), "ReMaxAdvantage needs greedy_rewards", "got None")
+    refusal(
+        lambda: estimate(FOUR, num_generations=2, greedy_rewards=[0.0]), "greedy_rewards has 1 entries for 4 rewards"
+    )
+    refusal(
+        lambda: estimate(FOUR, num_generations=2, greedy_rewards=[0.0, NAN, 0.0, 0.0]),
+        *("greedy_rewards[1] is nan", "None for no reward"),
+    )
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.0, True])
+def test_k_must_be_a_positive_whole_number(k):
+    refusal(lambda: ADVANTAGES["pass_at_k"](k=k), "k must be a whole number of at least 1", f"got {k!r}")
+
+
+def test_k_beyond_the_group():
+    refusal(lambda: ADVANTAGES["pass_at_k"](k=3)(FOUR, num_generations=2), "k=3 is more than the 2 rewards", "lower k")
+
+
+def test_weights_of_gdpo():
+    refusal(
+        lambda: ADVANTAGES["gdpo"](weights=(1.0,))([[0.0, 1.0]] * 2, num_generations=2),
+        *("weights has 1 entries for 2 reward functions", "one each"),
+    )
+
+
+def test_rewards_beyond_the_range_of_beta_norm():
+    refusal(
+        lambda: ADVANTAGES["beta_norm"]()([0.0, 1.0, -1.0, 1.0], num_generations=2),
+        *("rewards[2] is -1", "low=0 to high=1", "set low and high"),
+    )
+    refusal(lambda: ADVANTAGES["beta_norm"](low=1.0, high=1.0), "low must be below high", "1.0 and 1.0")
+
+
+def test_an_unknown_count_of_gpg():
+    refusal(lambda: ADVANTAGES["gpg"](counted="all"), "counted must be 'signal' or 'nonzero'", "got 'all'")
+
+
+def test_a_negative_price_of_length():
+    refusal(lambda: ADVANTAGES["length_shaped"](weight=-0.1), "weight must be 0 or more", "got -0.1")

@@ -21,5 +21,10 @@ def abstains_on_odd_steps(completions: Sequence[str], step: int) -> list[float |
     return [None if step % 2 else float(len(text)) for text in completions]
 
 
-for function in (constant, by_place, later_half, abstains_on_odd_steps):
+def right(completions: Sequence[str]) -> list[float]:
+    """Everybody is right."""
+    return [1.0] * len(completions)
+
+
+for function in (constant, by_place, later_half, abstains_on_odd_steps, right):
     function.isolated = False  # type: ignore[attr-defined]

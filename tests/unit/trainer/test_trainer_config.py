@@ -28,7 +28,7 @@ from gruppo.trainer.build import LOSSES, build_loss
         ({"lr": math.nan}, "run.yaml: lr=nan: Input should be"),
         ({"beta": math.inf}, "run.yaml: beta=inf: Input should be a finite number"),
         ({"temperature": 0}, "run.yaml: temperature=0: Input should be greater than 0"),
-        ({"advantage": "gae"}, "run.yaml: advantage='gae': Input should be 'grpo' or 'rloo'"),
+        ({"normalization": "std"}, "run.yaml: normalization='std': Input should be 'standard' or 'centered'"),
         ({"dtype": "float16"}, "run.yaml: dtype='float16': Input should be 'float32' or 'bfloat16'"),
         ({"lora": "perhaps"}, "run.yaml: lora='perhaps': Input should be a valid boolean"),
         ({"rewards": "exact_match"}, "run.yaml: rewards='exact_match': Input should be a valid tuple"),

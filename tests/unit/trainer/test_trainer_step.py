@@ -523,13 +523,13 @@ def test_a_run_killed_between_record_and_checkpoint_has_each_step_once(
     for when in ("before", "after"):
         trainer = make_trainer(**RUN) if when == "before" else make_trainer(**RUN, resume=True)
 
-        def dying(run: Any, model: Any, step: int, keep: int, unfinished: Any = None, when: str = when) -> None:
+        def dying(run: Any, model: Any, step: int, keep: int, when: str = when, **rest: Any) -> None:
             if when == "after":
-                save(run, model, step, keep, unfinished)
+                save(run, model, step, keep, **rest)
             if step == 4:
                 raise Crash
             if when == "before":
-                save(run, model, step, keep, unfinished)
+                save(run, model, step, keep, **rest)
 
         monkeypatch.setattr(checkpoints, "save_checkpoint", dying)
         with pytest.raises(Crash):

@@ -1,0 +1,143 @@
+"""Estimators that look at how long completions are."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gruppo.advantage.group import Groups, Rewards, Scale
+from gruppo.advantage.inputs import GroupIds, PerSequence, check_deviation, check_scale, read_lengths
+from gruppo.errors import InputError
+
+
+@dataclass(frozen=True)
+class OPOAdvantage:
+    """Reward minus the length-weighted mean of its group: OPO, arXiv:2505.23585.
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j
+
+    The baseline of least variance when the gradient's size grows with the length of a completion.
+
+    >>> OPOAdvantage()([1.0, 0.0], num_generations=2, lengths=[1, 3])
+    tensor([ 0.7500, -0.2500])
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("lengths",)
+
+    def __call__(
+        self,
+        rewards: Rewards,
+        num_generations: int = 1,
+        scale: Scale = "none",
+        group_ids: GroupIds = None,
+        *,
+        lengths: PerSequence | None = None,
+    ) -> Tensor:
+        """One advantage per reward, `[N]`.
+
+        Args:
+            lengths: sampled tokens of each completion.
+            rewards, num_generations, scale, group_ids: as for `GRPOAdvantage`.
+        """
+        check_scale(self, scale, "none")
+        groups = Groups.read(rewards, num_generations, group_ids, scale)
+        length = read_lengths(self, lengths, len(groups.rewards))
+        baseline = groups.sum(length * groups.rewards) / groups.sum(length).clamp(min=1)
+        return groups.result(groups.rewards - baseline[groups.group])
+
+
+@dataclass(frozen=True)
+class LengthShapedAdvantage:
+    """Reward less a price for length that rises with how well the prompt is solved, then centred.
+
+        s_i = r_i - weight * p_g * l_i / max_g l,   A_i = s_i - mean_g(s)
+
+    p_g is the share of right completions, so a prompt that nobody solves yet may be thought about for as long as it
+    takes. A group of right completions of different lengths has a signal. The shape is that of prime-rl's length cost.
+
+    >>> LengthShapedAdvantage(weight=0.5)([1.0, 1.0], num_generations=2, lengths=[10, 20])
+    tensor([ 0.1250, -0.1250])
+    """
+
+    weight: float = 0.1
+    correct_at: float = 1.0
+    """A reward of at least this is right."""
+    needs: ClassVar[tuple[str, ...]] = ("lengths",)
+
+    def __post_init__(self) -> None:
+        if not self.weight >= 0:
+            raise InputError(f"weight must be 0 or more, got {self.weight!r}")
+
+    def __call__(
+        self,
+        rewards: Rewards,
+        num_generations: int = 1,
+        scale: Scale = "none",
+        group_ids: GroupIds = None,
+        *,
+        lengths: PerSequence | None = None,
+    ) -> Tensor:
+        """One advantage per reward, `[N]`; arguments as for `OPOAdvantage`."""
+        check_scale(self, scale, "none")
+        groups = Groups.read(rewards, num_generations, group_ids, scale)
+        length = read_lengths(self, lengths, len(groups.rewards))
+        rate = groups.sum(groups.rewards >= self.correct_at) / groups.count().clamp(min=1)
+        longest = groups.shaped(length).highest().clamp(min=1)
+        shaped = groups.shaped(groups.rewards - self.weight * (rate / longest)[groups.group] * length)
+        return shaped.result(shaped.centered())
+
+
+@dataclass(frozen=True)
+class LEADAdvantage:
+    """Short right answers over long ones, and hard prompts over easy ones: GRPO-LEAD, arXiv:2504.09696.
+
+        s_i = exp(-length_weight * z_i) if right, with z_i = (l_i - mean) / (std + eps) over the right ones of the group
+        s_i = -1                        if wrong
+        B_i = (s_i - mean_g(s)) / (std_g(s) + eps)
+        A_i = B_i * w(p) if B_i > 0 else B_i * w(1 - p),   w(p) = low + (high - low) / (1 + exp(slope (p - middle)))
+
+    p is the share of right completions. A rare success on a hard prompt and a rare failure on an easy one count most.
+
+    >>> LEADAdvantage()([1.0, 0.0], num_generations=2, lengths=[10, 20])
+    tensor([ 1.0017, -1.0017])
+    """
+
+    length_weight: float = 0.05
+    low: float = 0.4
+    high: float = 1.5
+    middle: float = 0.75
+    slope: float = 10.0
+    """Smallest and largest weight of a prompt, and where and how steeply it falls between them: the paper's."""
+    correct_at: float = 1.0
+    """A reward of at least this is right."""
+    ddof: int = 1
+    eps: float = 1e-8
+    needs: ClassVar[tuple[str, ...]] = ("lengths",)
+
+    def __post_init__(self) -> None:
+        check_deviation(self.ddof, self.eps)
+
+    def __call__(
+        self,
+        rewards: Rewards,
+        num_generations: int = 1,
+        scale: Scale = "group",
+        group_ids: GroupIds = None,
+        *,
+        lengths: PerSequence | None = None,
+    ) -> Tensor:
+        """One advantage per reward, `[N]`; arguments as for `OPOAdvantage`."""
+        check_scale(self, scale, "group")
+        groups = Groups.read(rewards, num_generations, group_ids, scale)
+        length = read_lengths(self, lengths, len(groups.rewards))
+        right = groups.valid & (groups.rewards >= self.correct_at)
+        among_right = replace(groups, rewards=torch.where(right, length, 0), valid=right)
+        z = among_right.centered() / (among_right.std("group", self.ddof) + self.eps)
+        shaped = groups.shaped(torch.where(right, (-self.length_weight * z).exp(), -1.0))
+        base = shaped.centered() / (shaped.std("group", self.ddof) + self.eps)
+        rate = (groups.sum(right) / groups.count().clamp(min=1))[groups.group]
+        return shaped.result(base * torch.where(base > 0, self._prompt_weight(rate), self._prompt_weight(1 - rate)))
+
+    def _prompt_weight(self, rate: Tensor) -> Tensor:
+        return self.low + (self.high - self.low) * torch.sigmoid(-self.slope * (rate - self.middle))

@@ -1,0 +1,34 @@
+"""`gruppo recipes`: what papers trained with, as options of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from gruppo.cli.options import parse
+
+
+@dataclass
+class RecipeArguments:
+    name: tyro.conf.Positional[str] = ""
+    """Print this one as a config file; none: list them all."""
+
+
+def recipes(arguments: Sequence[str]) -> int:
+    given = parse(
+        RecipeArguments,
+        arguments,
+        verb="recipes",
+        description="Configurations of published runs. `gruppo recipes` lists them, `gruppo recipes NAME` prints one "
+        "as a config file.\n\n  gruppo recipes dapo > run.yaml\n  gruppo train --recipe dapo --data problems.jsonl",
+    )
+    from gruppo.recipes import RECIPES, recipe
+
+    if given.name:
+        print(recipe(given.name).to_yaml(), end="")
+        return 0
+    longest = max(map(len, RECIPES))
+    for name, entry in RECIPES.items():
+        print(f"{name:{longest}}  arXiv:{entry.paper}  {entry.title}")
+    print("\ngruppo recipes NAME prints the options; gruppo train --recipe NAME uses them")
+    return 0
