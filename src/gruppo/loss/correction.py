@@ -232,6 +232,16 @@ class Normalized:
         return weight_T / inputs.totals.number("correction_mean").to(weight_T.dtype)
 
 
+def _check_bounds(low: float, high: float) -> None:
+    if not 0 <= low < high:
+        raise InputError(f"bounds must satisfy 0 <= low < high, got low={low:g}, high={high:g}")
+
+
+def _check_level(level: str) -> None:
+    if level not in _WORDS:
+        raise InputError(f"level must be 'token' or 'sequence' (or 'sequence_sum'), got {level!r}")
+
+
 CORRECTIONS: dict[str, Callable[[LossInputs], Tensor]] = {
     "truncate": TruncatedWeight(),
     "truncate_sequence": TruncatedWeight(level="sequence"),
@@ -242,13 +252,3 @@ CORRECTIONS: dict[str, Callable[[LossInputs], Tensor]] = {
     "off_policy_mask": OffPolicySequenceMask(),
 }
 """Corrections by the name that `TrainConfig.correction` takes."""
-
-
-def _check_bounds(low: float, high: float) -> None:
-    if not 0 <= low < high:
-        raise InputError(f"bounds must satisfy 0 <= low < high, got low={low:g}, high={high:g}")
-
-
-def _check_level(level: str) -> None:
-    if level not in _WORDS:
-        raise InputError(f"level must be 'token' or 'sequence' (or 'sequence_sum'), got {level!r}")
