@@ -8,6 +8,7 @@
     rounds.py    prompts of a step, sampled and scored; dynamic sampling
     credit.py    from rewards to advantages: shapes, KL in the reward, the estimator
     collect.py   the steps of that, as functions
+    entropy_bonus.py  the entropy bonus, and the target that moves it
     reward_kl.py KL to the reference in the reward, and its controller
     solved.py    prompts that are solved and drawn no more
     memory.py    what a run remembers besides weights and optimizer

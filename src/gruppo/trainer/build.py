@@ -43,6 +43,10 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
             options[name] = value
     if "max_completion_length" in parameters:
         options["max_completion_length"] = config.max_new_tokens
+    clashes = sorted(options.keys() & config.loss_options.keys())
+    if clashes:
+        raise InputError(f"loss_options has {clashes[0]!r}, which is an option of its own: give {clashes[0]}=...")
+    options |= config.loss_options
     try:
         loss = cls(**options)
     except TypeError as error:

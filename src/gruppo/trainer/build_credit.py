@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import InputError
+from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.reward import RewardPool
 from gruppo.reward.load import import_object
 from gruppo.reward.shape import RewardShape
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.credit import Credit
+from gruppo.trainer.entropy_bonus import EntropyBonus
 from gruppo.trainer.memory import Memory
 from gruppo.trainer.reward_kl import RewardKL
 from gruppo.trainer.rounds import Gatherer
@@ -83,8 +85,15 @@ def build_memory(config: TrainConfig, model: "TransformersModel", num_prompts: i
     return Memory(
         solved=SolvedPrompts(after=config.retire_solved, num_prompts=num_prompts, keep=config.prompts_per_step),
         kl=RewardKL(config.kl_in_reward, config.kl_target, config.kl_horizon),
+        entropy=EntropyBonus(config.entropy_coef, config.entropy_coef, _entropy_rule(config)),
         reference=model.reference() if config.ref_every else None,
     )
+
+
+def _entropy_rule(config: TrainConfig) -> AdaptiveEntropy | None:
+    if config.entropy_target is None:
+        return None
+    return AdaptiveEntropy(target=config.entropy_target, change=config.entropy_change)
 
 
 def build_gatherer(

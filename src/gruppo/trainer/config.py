@@ -63,15 +63,21 @@ class TrainConfig(BaseModel):
 
     # --- loss and advantage ---
     loss: str = "grpo"
-    """A name that `gruppo losses` lists (grpo, gspo, dapo, cispo, gmpo, ...), or your.module:YourLoss."""
+    """grpo, gspo, sapo, cispo, bnpo, drgrpo, dapo, ... (`gruppo losses` lists all), or your.module:YourLoss."""
+    loss_options: dict[str, int | float | str | bool] = Field(default_factory=dict)
+    """Options of the loss by name, such as threshold of m2po, or share of top_entropy."""
     clip_range: float | tuple[float, float] | None = None
     """Distance from 1 that the ratio may move, or low and high; none: the loss's own default."""
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the KL penalty towards the model at the start."""
-    kl_estimator: Literal[0, 1, 2, 3] = 2
-    """0 k1, 1 k2, 2 k3, 3 ratio*k1."""
+    kl_estimator: int | str = 2
+    """0 k1, 1 k2, 2 k3, 3 ratio*k1, or a name: absolute, ratio_k3, k3_straight_through."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Let the bonus act only while the policy's entropy is at most this, and grow then; none: fixed."""
+    entropy_change: Annotated[float, Field(gt=0)] = 0.005
+    """How much entropy_coef grows or shrinks in a step under entropy_target."""
     tau: float | tuple[float, float] | None = None
     """Temperature of SAPO's gate, or one for each sign of the advantage."""
     advantage: str = "grpo"
@@ -140,7 +146,7 @@ class TrainConfig(BaseModel):
     correction: str = "auto"
     """Weights for what sampler and trainer disagree on: none, truncate, mask, and more (docs/losses.md), or
     your.module:your_function; auto: truncate with vllm, unless the loss does it itself."""
-    vllm_options: dict[str, str | int | float | bool] = {}
+    vllm_options: dict[str, int | float | str | bool] = Field(default_factory=dict)
     """Further arguments for vLLM where it is started here, e.g. gpu_memory_utilization 0.5."""
 
     # --- evaluation ---

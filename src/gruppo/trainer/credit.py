@@ -69,6 +69,9 @@ class Credit:
             metrics["dynamic/prompts_retired"] = float(len(memory.solved.retired))
         if config.kl_in_reward:
             memory.kl.follow(metrics["reward/kl"], sum(len(g.sequences) for g in rounds.kept))
+        if memory.entropy.rule is not None and "train/entropy" in metrics:
+            metrics["policy/entropy_coef"] = memory.entropy.applied
+            memory.entropy.follow(metrics["train/entropy"])
         if memory.reference is not None and number % config.ref_every == 0:
             memory.reference.refresh(config.ref_mix)
 

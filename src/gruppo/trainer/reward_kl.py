@@ -10,19 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gruppo.loss.adaptive import AdaptiveKL
 from gruppo.types import InputFeature, SampledSequence
-
-_LARGEST_ERROR = 0.2
-"""The controller sees a KL that is off by more than this share as off by this share."""
 
 
 @dataclass(slots=True)
 class RewardKL:
-    """The coefficient, and the controller that moves it.
-
-        coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * completions / horizon
-
-    *Fine-Tuning Language Models from Human Preferences*, arXiv:1909.08593, section 2.2.
+    """The coefficient, and the target that `AdaptiveKL` moves it towards.
 
     >>> kl = RewardKL(coefficient=0.1, target=2.0, horizon=100)
     >>> kl.follow(6.0, completions=50)  # far too high: the error counts as 0.2
@@ -37,8 +31,7 @@ class RewardKL:
     def follow(self, kl: float, completions: int) -> None:
         """Move the coefficient after a step whose completions had this mean KL."""
         if self.target is not None:
-            error = min(max(kl / self.target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
-            self.coefficient *= 1.0 + error * completions / self.horizon
+            self.coefficient = AdaptiveKL(self.target, self.horizon).next(self.coefficient, kl, completions)
 
 
 def sequence_kl(sequences: Sequence[SampledSequence], model: Any) -> list[float]:

@@ -109,6 +109,7 @@ class GRPOTrainer:
     def step(self) -> dict[str, float]:
         """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step."""
         number = self.step_number + 1
+        self.model.loss.entropy_coef = self.memory.entropy.applied
         with self._timed("sync"):
             synced = self.sampler.sync(self.model)
         params = self._sampling(number)

@@ -278,3 +278,45 @@ def test_options_of_an_estimator_survive_yaml(tmp_path: Path) -> None:
     config = TrainConfig(advantage="gpg", advantage_options={"counted": "nonzero", "a": 2, "b": 0.5})
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     assert TrainConfig.from_yaml(tmp_path / "run.yaml") == config
+
+
+# --- a bonus that follows the entropy ---------------------------------------------------------------------------------
+
+
+def test_the_entropy_bonus_of_a_run_follows_its_target(make_trainer: Make) -> None:
+    """The base has an entropy of about 0.14 per token: above a target of 0.01, below one of 1."""
+    low = make_trainer(entropy_coef=0.02, entropy_target=0.01, entropy_change=0.004)
+    first, second = low.step(), low.step()
+    assert first["policy/entropy_coef"] == 0.02  # nothing was measured yet
+    assert second["policy/entropy_coef"] == 0.0 == low.model.loss.entropy_coef
+    assert low.memory.entropy.remembered == pytest.approx(0.012)
+    high = make_trainer(entropy_coef=0.02, entropy_target=1.0, entropy_change=0.004)
+    coefs = [high.step()["policy/entropy_coef"] for _ in range(3)]
+    assert coefs == pytest.approx([0.02, 0.024, 0.028])
+    assert high.model.loss.entropy_coef == pytest.approx(0.028)
+
+
+def test_options_of_a_loss_reach_it_and_clash_with_none_of_the_configs() -> None:
+    from gruppo.loss import M2POLoss
+    from gruppo.trainer.build import build_loss
+
+    built = build_loss(TrainConfig(loss="m2po", loss_options={"threshold": 0.1}, kl_estimator="absolute", beta=0.1))
+    assert repr(built) == repr(M2POLoss(threshold=0.1, kl_estimator="absolute", beta=0.1))
+    with pytest.raises(InputError, match="loss_options has 'beta', which is an option of its own"):
+        build_loss(TrainConfig(loss="grpo", loss_options={"beta": 0.1}))
+    with pytest.raises(InputError, match="thresholt"):
+        build_loss(TrainConfig(loss="m2po", loss_options={"thresholt": 0.1}))
+
+
+def test_the_correction_is_the_samplers_business_unless_it_is_named() -> None:
+    from gruppo.loss import MaskedWeight, TruncatedWeight
+    from gruppo.trainer.build import build_loss
+
+    assert build_loss(TrainConfig()).correction is None
+    assert build_loss(TrainConfig(sampler="vllm")).correction == TruncatedWeight()
+    assert build_loss(TrainConfig(sampler="vllm", correction="none")).correction is None
+    assert build_loss(TrainConfig(correction="mask_sequence")).correction == MaskedWeight(level="sequence")
+    # its ratio is over the sampler already: a second weight would count the gap twice
+    assert build_loss(TrainConfig(sampler="vllm", loss="dppo_tv")).correction is None
+    with pytest.raises(InputError, match="correction='tis' is unknown; use auto, none, truncate"):
+        build_loss(TrainConfig(correction="tis"))
