@@ -155,7 +155,7 @@ def test_recipes_page_lists_every_recipe_with_its_loss_and_advantage():
     from gruppo.recipes import RECIPES
 
     text = (DOCS / "recipes.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\d{4}\.\d{5}) \| `(\w+)` \| `(\w+)` \| .+ \|$", text, re.M)
+    rows = re.findall(r"^\| `(\w+)` \| (\d{4}\.\d{5}|blog) \| `(\w+)` \| `(\w+)` \| .+ \|$", text, re.M)
     assert rows == [(n, r.paper, r.values["loss"], r.values["advantage"]) for n, r in RECIPES.items()]
 
 

@@ -29,6 +29,6 @@ def recipes(arguments: Sequence[str]) -> int:
         return 0
     longest = max(map(len, RECIPES))
     for name, entry in RECIPES.items():
-        print(f"{name:{longest}}  arXiv:{entry.paper}  {entry.title}")
+        print(f"{name:{longest}}  {entry.reference:16}  {entry.title}")
     print("\ngruppo recipes NAME prints the options; gruppo train --recipe NAME uses them")
     return 0

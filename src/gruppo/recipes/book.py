@@ -130,6 +130,29 @@ _ALL = (
         differs=("batch sizes and learning rate are chosen, the four updates after GSPO",),
     ),
     Recipe(
+        name="tis",
+        title="Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (truncated importance sampling)",
+        paper="blog",
+        source="Yao et al., 2025",
+        stated={
+            "correction": "truncate",
+        },
+        chosen={"loss": "grpo", "advantage": "grpo", "normalization": "standard"},
+        differs=("the weight is capped at 2; it matters with a sampler other than torch, where it is the default",),
+    ),
+    Recipe(
+        name="icepop",
+        title="Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model (IcePop)",
+        paper="2510.18855",
+        source="its bounds 0.5 and 5",
+        stated={
+            "loss": "grpo",
+            "correction": "mask",
+        },
+        chosen={"advantage": "grpo", "normalization": "standard"},
+        differs=("batch sizes and learning rate are left to the run",),
+    ),
+    Recipe(
         name="lite_ppo",
         title="Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning (Lite PPO)",
         paper="2508.08221",

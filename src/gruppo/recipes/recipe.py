@@ -18,7 +18,7 @@ class Recipe:
     name: str
     title: str
     paper: str
-    """arXiv id."""
+    """arXiv id, or "blog"."""
     source: str
     """Where the stated values were read."""
     stated: Mapping[str, Any]
@@ -35,6 +35,10 @@ class Recipe:
         object.__setattr__(self, "chosen", MappingProxyType(dict(self.chosen)))
 
     @property
+    def reference(self) -> str:
+        return "blog" if self.paper == "blog" else f"arXiv:{self.paper}"
+
+    @property
     def values(self) -> dict[str, Any]:
         """The options that it sets."""
         return dict(self.stated) | dict(self.chosen)
@@ -47,7 +51,7 @@ class Recipe:
         """A config file with these options; the reader's own lines may follow."""
         import yaml
 
-        lines = [f"# {self.title}", f"# arXiv:{self.paper}; {self.source}"]
+        lines = [f"# {self.title}", f"# {self.reference}; {self.source}"]
         lines += [f"# here: {sentence}" for sentence in self.differs]
         for heading, values in (("stated there", self.stated), ("left open there, chosen here", self.chosen)):
             if values:

@@ -9,6 +9,7 @@ from gruppo.advantage import ADVANTAGES
 from gruppo.cli.main import run
 from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
+from gruppo.loss import MaskedWeight, TruncatedWeight
 from gruppo.recipes import RECIPES, Recipe, recipe
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.build import LOSSES, build_loss
@@ -54,6 +55,9 @@ def test_numbers_of_the_papers() -> None:
     assert (math.optimizer_steps == math.steps, math.max_new_tokens) == (True, 1024)
     assert (recipe("gspo").config().clip_range, recipe("gspo").config().minibatches) == ((3e-4, 4e-4), 4)
     assert recipe("sapo").config().tau == (1.0, 1.05)
+    assert build_loss(recipe("tis").config()).correction == TruncatedWeight(high=2.0)
+    assert build_loss(recipe("icepop").config()).correction == MaskedWeight(low=0.5, high=5.0)
+    assert [r.reference for r in (recipe("tis"), recipe("dapo"))] == ["blog", "arXiv:2503.14476"]
     drgrpo = recipe("drgrpo").config()
     assert (drgrpo.group_size, drgrpo.max_new_tokens, drgrpo.beta, drgrpo.lr) == (8, 3000, 0.0, 1e-6)
 
@@ -80,7 +84,7 @@ def test_a_recipe_that_is_not_there_is_named_with_those_that_are() -> None:
 def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[: len(RECIPES)]] == [[n, f"arXiv:{r.paper}"] for n, r in RECIPES.items()]
+    assert [line.split()[:2] for line in lines[: len(RECIPES)]] == [[n, r.reference] for n, r in RECIPES.items()]
 
 
 def test_a_recipe_cannot_be_changed_and_own_options_win() -> None:
