@@ -283,14 +283,14 @@ def test_options_of_an_estimator_survive_yaml(tmp_path: Path) -> None:
 # --- a bonus that follows the entropy ---------------------------------------------------------------------------------
 
 
-def test_the_entropy_bonus_of_a_run_follows_its_target(make_trainer: Make) -> None:
+def test_the_entropy_bonus_of_a_run_follows_its_target(make_trainer: Make, tmp_path: Path) -> None:
     """The base has an entropy of about 0.14 per token: above a target of 0.01, below one of 1."""
     low = make_trainer(entropy_coef=0.02, entropy_target=0.01, entropy_change=0.004)
     first, second = low.step(), low.step()
     assert first["policy/entropy_coef"] == 0.02  # nothing was measured yet
     assert second["policy/entropy_coef"] == 0.0 == low.model.loss.entropy_coef
     assert low.memory.entropy.remembered == pytest.approx(0.012)
-    high = make_trainer(entropy_coef=0.02, entropy_target=1.0, entropy_change=0.004)
+    high = make_trainer(entropy_coef=0.02, entropy_target=1.0, entropy_change=0.004, output=str(tmp_path / "high"))
     coefs = [high.step()["policy/entropy_coef"] for _ in range(3)]
     assert coefs == pytest.approx([0.02, 0.024, 0.028])
     assert high.model.loss.entropy_coef == pytest.approx(0.028)
@@ -317,6 +317,6 @@ def test_the_correction_is_the_samplers_business_unless_it_is_named() -> None:
     assert build_loss(TrainConfig(sampler="vllm", correction="none")).correction is None
     assert build_loss(TrainConfig(correction="mask_sequence")).correction == MaskedWeight(level="sequence")
     # its ratio is over the sampler already: a second weight would count the gap twice
-    assert build_loss(TrainConfig(sampler="vllm", loss="dppo_tv")).correction is None
+    assert build_loss(TrainConfig(sampler="vllm", loss="prime")).correction is None
     with pytest.raises(InputError, match="correction='tis' is unknown; use auto, none, truncate"):
         build_loss(TrainConfig(correction="tis"))
