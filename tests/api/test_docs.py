@@ -182,3 +182,11 @@ def test_loss_on_paper_agrees_with_itself():
     assert table == {"GRPO": "-0.107671", "GSPO": "-0.163619", "Dr. GRPO": "-0.312500"}
     assert re.search(r"= loss +-0\.107671$", ran.stdout, re.M)
     assert len(script.read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_losses_page_lists_every_correction_by_name():
+    from gruppo.loss import CORRECTIONS
+
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    listed = text.split("In a run, `correction` takes a name: ")[1].split(", or `your.module")[0]
+    assert re.findall(r"`(\w+)`", listed) == list(CORRECTIONS)
