@@ -247,7 +247,7 @@ def test_a_run_that_stopped_before_its_first_checkpoint_does_not_start_over_sile
     shutil.copytree(stopped, run)
     shutil.rmtree(run / "checkpoints")
     before = tree_hash(run)
-    assert exit_code(["resume", str(run)]) in (2, 6)
+    assert exit_code(["resume", str(run)]) == 2
     assert "has no checkpoint to resume from" in capsys.readouterr().err
     assert tree_hash(run) == before
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from gruppo.errors import CheckpointError
+from gruppo.errors import CheckpointError, InputError
 from gruppo.model import TransformersModel
 from gruppo.model.checkpoint import commit_folder, load_training_state, read_manifest, save_training_state
 from gruppo.trainer.memory import Memory
@@ -70,6 +70,4 @@ def load_newest(
         raise CheckpointError(
             f"none of the {len(folders)} checkpoints in {run.checkpoints} is whole; nothing was changed"
         )
-    raise CheckpointError(
-        f"{run.path} has no checkpoint to resume from: it stopped before its first one; start it anew"
-    )
+    raise InputError(f"{run.path} has no checkpoint to resume from: it stopped before its first one; start it anew")

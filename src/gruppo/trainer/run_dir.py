@@ -13,12 +13,13 @@ lock               the process that owns the directory
 """
 
 import json
+import logging
 import os
 import platform
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from math import isfinite
 from pathlib import Path
@@ -28,6 +29,8 @@ from gruppo import __version__
 from gruppo.errors import InputError
 from gruppo.trainer.config import TrainConfig
 from gruppo.types import Group
+
+logger = logging.getLogger(__name__)
 
 Status = Literal["running", "done", "stopped", "failed"]
 
@@ -39,6 +42,8 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        self.dropped = 0
+        """Records that could not be written. A full disk stops no run; it stops at a checkpoint that fails."""
 
     @classmethod
     def create(cls, config: TrainConfig) -> "RunDir":
@@ -68,6 +73,16 @@ class RunDir:
         run.take_lock()
         return run
 
+    def environment_changes(self) -> list[str]:
+        """What is not as it was when the run began, where it could change the last digits."""
+        try:
+            before = json.loads((self.path / "env.json").read_text())
+        except (OSError, ValueError):
+            return ["env.json cannot be read"]
+        then, now = _flat(before), _flat(environment())
+        return [f"{name} {then.get(name)} -> {now.get(name)}" for name in sorted(then.keys() | now.keys())
+                if then.get(name) != now.get(name)]  # fmt: skip
+
     def config(self) -> TrainConfig:
         """The config of the run, with the directory where it now lies."""
         return TrainConfig.from_yaml(self.path / "config.yaml", {"output": str(self.path)})
@@ -89,7 +104,7 @@ class RunDir:
     def take_lock(self) -> None:
         """Own the directory, unless a living process does."""
         lock = self.path / "lock"
-        mine = {"pid": os.getpid(), "host": socket.gethostname()}
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
         try:
             descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
@@ -99,7 +114,7 @@ class RunDir:
                 owner = None
             if not isinstance(owner, dict):
                 owner = {}
-            if owner.get("host") == mine["host"] and not _is_alive(owner.get("pid")):
+            if owner.get("host") == mine["host"] and not _is_alive(owner.get("pid"), owner.get("started")):
                 lock.unlink(missing_ok=True)  # its process is gone
                 return self.take_lock()
             raise InputError(
@@ -116,6 +131,8 @@ class RunDir:
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         # JSON has no NaN; null says that there was no number, and the run goes on to its own guard.
+        dropped = {"log/dropped": float(self.dropped)} if self.dropped else {}
+        metrics = {**metrics, **dropped}
         values = {k: metrics[k] if isfinite(metrics[k]) else None for k in sorted(metrics)}
         self._append("metrics.jsonl", {"step": step, **values})
 
@@ -145,8 +162,9 @@ class RunDir:
 
     def set_status(self, status: Status, step: int, **facts: Any) -> None:
         aside = self.path / "status.json.tmp"
-        aside.write_text(json.dumps({"status": status, "step": step, **facts}, indent=1))
-        aside.replace(self.path / "status.json")
+        with self._dropping("status.json"):
+            aside.write_text(json.dumps({"status": status, "step": step, **facts}, indent=1))
+            aside.replace(self.path / "status.json")
 
     def write_completions(self, step: int, groups: tuple[Group, ...]) -> None:
         """All rollouts of a step, one row each."""
@@ -169,14 +187,37 @@ class RunDir:
         }
         for name in sorted({n for _, _, r in rows for n in r.rewards}):
             columns[f"reward/{name}"] = [r.rewards.get(name) for _, _, r in rows]
-        folder = self.path / "completions"
-        folder.mkdir(exist_ok=True)
-        pq.write_table(pa.table(columns), folder / f"step-{step:06d}.parquet")
+        file = self.path / "completions" / f"step-{step:06d}.parquet"
+        with self._dropping(file.name):
+            file.parent.mkdir(exist_ok=True)
+            try:
+                pq.write_table(pa.table(columns), file)
+            except OSError:
+                file.unlink(missing_ok=True)  # half a file would look like a whole one
+                raise
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         # Opened for each line: what was written is on its way to the disk whatever happens next.
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+        path = self.path / name
+        with self._dropping(name):
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(_line(record))
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(path, size)  # half a line would hide all that follow
+                raise
+
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """A record that cannot be written is counted and dropped, with one warning."""
+        try:
+            yield
+        except OSError as error:
+            if not self.dropped:
+                logger.warning("%s cannot be written (%s); the run goes on without such records", name, error)
+            self.dropped += 1
 
 
 def environment() -> dict[str, Any]:
@@ -191,6 +232,10 @@ def environment() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cores": os.cpu_count(),
     }
+
+
+def _flat(environment: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in environment.items() if k != "packages"} | environment.get("packages", {})
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -212,7 +257,8 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _is_alive(pid: Any) -> bool:
+def _is_alive(pid: Any, started: Any) -> bool:
+    """Does the process still run, and is it the same one? Numbers are given out again, in containers soon."""
     if not isinstance(pid, int):
         return False
     try:
@@ -221,4 +267,14 @@ def _is_alive(pid: Any) -> bool:
         return False
     except PermissionError:
         return True
-    return True
+    return started is None or started == _started(pid)
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, as the kernel counts: boot and tick. None where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The name in parentheses may hold anything; the start is the 20th field after it.
+        return f"{boot}-{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except (OSError, IndexError):
+        return None

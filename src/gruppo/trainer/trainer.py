@@ -1,5 +1,6 @@
 """GRPOTrainer: the algorithm, one method per stage."""
 
+import logging
 import shutil
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.run_dir import RunDir
 from gruppo.trainer.signals import Interrupted, StopFlag
 from gruppo.trainer.tracker import Trackers
+
+logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 3
 """Steps in a row whose gradient was not finite before the run stops."""
@@ -294,6 +297,10 @@ class GRPOTrainer:
         # The first evaluation is made again too, if there was no step after it.
         self.run.forget_after(step, redo_line=step == 0 or self.unfinished is not None)
         self.run.write_config(self.config)  # it may go on to another last step
+        changes = self.run.environment_changes()
+        if changes:
+            logger.warning("resuming elsewhere, so not bit for bit: %s", ", ".join(changes))
+            self.run.log_event("environment", step=step, changes=changes)
         return step
 
     def _count_skipped(self, skipped: bool, culprit: str | None) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -191,3 +192,55 @@ def test_the_status_is_replaced_as_a_whole(run: RunDir) -> None:
     run.set_status("done", 20)
     assert json.loads((run.path / "status.json").read_text()) == {"status": "done", "step": 20}
     assert not (run.path / "status.json.tmp").exists()
+
+
+# --- a disk that is full, a process that is gone, a machine that is another -------------------------------------------
+
+
+def test_records_that_cannot_be_written_are_counted_and_stop_nothing(tmp_path: Path, caplog) -> None:
+    run = RunDir(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    run.log_metrics(1, {"a": 1.0})
+    run.log_metrics(2, {"a": 2.0})
+    assert run.dropped == 2
+    assert [r.message.split(" (")[0] for r in caplog.records] == ["metrics.jsonl cannot be written"]
+    (tmp_path / "metrics.jsonl").unlink()
+    run.log_metrics(3, {"a": 3.0})
+    assert run.metrics() == [{"step": 3, "a": 3.0, "log/dropped": 2.0}]
+
+
+def test_half_a_line_does_not_hide_the_next(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.log_metrics(1, {"a": 1.0})
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+    try:
+        run.log_metrics(2, {"a": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "metrics.jsonl").stat().st_size == size
+    run.log_metrics(3, {"a": 3.0})
+    assert [line["step"] for line in run.metrics()] == [1, 3]
+
+
+def test_a_lock_of_an_earlier_process_with_our_number_is_not_ours(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.take_lock()
+    mine = json.loads((tmp_path / "lock").read_text())
+    with pytest.raises(InputError, match=f"in use by process {mine['pid']}"):
+        run.take_lock()
+    (tmp_path / "lock").write_text(json.dumps(mine | {"started": "before the container was restarted"}))
+    run.take_lock()
+    assert json.loads((tmp_path / "lock").read_text()) == mine
+
+
+def test_what_changed_since_the_run_began_is_named(tmp_path: Path) -> None:
+    run = RunDir.create(TrainConfig(output=str(tmp_path / "run")))
+    assert run.environment_changes() == []
+    file = run.path / "env.json"
+    env = json.loads(file.read_text())
+    now = env["threads"], env["packages"]["torch"]
+    env["threads"], env["packages"]["torch"] = 77, "2.0.0"
+    file.write_text(json.dumps(env))
+    assert run.environment_changes() == [f"threads 77 -> {now[0]}", f"torch 2.0.0 -> {now[1]}"]
