@@ -1,11 +1,15 @@
 """The tensors of one forward."""
 
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gruppo.batch.segments import IGNORE_INDEX, Segments
+
+if TYPE_CHECKING:
+    from gruppo.batch.shared import SharedPrompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,7 @@ class PackedBatch:
     ref_logps: Tensor | None = None  # [T] float32, 0 where not scored
     distinct: Tensor | None = None  # [U] int64: sequences with different input_ids, the first of each kind
     kind: Tensor | None = None  # [S] int64: which of `distinct` a sequence has the input_ids of
+    shared: "SharedPrompts | None" = None  # the rows in which the body computes each prompt once
 
     @property
     def num_sequences(self) -> int:
@@ -44,11 +49,13 @@ class PackedBatch:
         return Segments.from_offsets(self.labels != IGNORE_INDEX, self.cu_seqlens)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        moved = {
+        moved: dict[str, Any] = {
             f.name: getattr(self, f.name).to(device, non_blocking=True)
             for f in fields(self)
             if isinstance(getattr(self, f.name), Tensor)
         }
+        if self.shared is not None:
+            moved["shared"] = self.shared.to(device)
         return replace(self, **moved)
 
     def loss_inputs(self) -> dict[str, Tensor]:

@@ -3,17 +3,18 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from gruppo.batch import PackedBatch, Totals, pack, split_by_tokens, split_padded
+from gruppo.batch import PackedBatch, Totals
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.metric import PolicyMetric
 from gruppo.model import source
+from gruppo.model.batches import Batches
 from gruppo.model.forward import HeadChoice, Layout, Scorer
 from gruppo.model.head_step import loss_and_backward
 from gruppo.model.lora import LoraSpec, add_lora
@@ -43,7 +44,8 @@ class TransformersModel:
         tokens_per_microbatch: tokens of one forward; for memory only, no result depends on it. None: all at once.
         temperature: at which tokens were sampled and are scored.
         gradient_checkpointing: recompute activations in the backward: less memory, more time.
-        layout: "padded" rows (any attention), or "packed" into one row (attention that knows boundaries).
+        layout: "padded" rows (any attention), "packed" into one row (attention that knows boundaries), "shared" prompts
+            (each computed once per group), or "auto": shared where that is worth it, else padded.
         head: "walk" over windows of tokens without holding all logits, "plain" autograd, or "auto" by size.
         attn_implementation, revision: handed to transformers.
     """
@@ -58,7 +60,7 @@ class TransformersModel:
         tokens_per_microbatch: int | None = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
-        layout: Layout = "padded",
+        layout: Layout = "auto",
         head: HeadChoice = "auto",
         attn_implementation: str | None = None,
         revision: str | None = None,
@@ -66,6 +68,8 @@ class TransformersModel:
     ) -> None:
         if dtype not in DTYPES:
             raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if layout not in get_args(Layout):
+            raise InputError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
         if isinstance(model_id, str):
             model: nn.Module = source.load_model(
                 model_id, dtype=DTYPES[dtype], attn_implementation=attn_implementation, revision=revision
@@ -87,6 +91,7 @@ class TransformersModel:
         self.version = 0
         """How many optimizer steps the weights have seen."""
         self.scorer = Scorer(self.model, temperature=temperature, layout=layout, head=head)
+        self.batches = Batches(self.scorer)
         self.loss: PolicyLoss = GRPOLoss()
         self.metrics: list[PolicyMetric] = []
         self._gap = torch.zeros(3, dtype=torch.float64, device=self.device)  # sampler gap: sum, count, max
@@ -157,8 +162,9 @@ class TransformersModel:
 
     def _score(self, scorer: Scorer, inputs: Sequence[InputFeature]) -> dict[str, list[Tensor]]:
         results: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(inputs) for name in ("logps", "entropies")}
+        _check_features(inputs)
         with torch.no_grad():
-            for part, batch in self._microbatches(inputs):
+            for part, batch in self.batches.make(inputs, self.tokens_per_microbatch):
                 outputs = scorer(batch)
                 counts = batch.segments.length.tolist()
                 scored_T = batch.labels != IGNORE_INDEX
@@ -212,7 +218,7 @@ class TransformersModel:
         loss = torch.zeros((), device=self.device)
         terms: dict[str, Tensor] = {}
         on_policy = True
-        for part, batch in self._microbatches(inputs):
+        for part, batch in self.batches.make(inputs, self.tokens_per_microbatch):
             from_features = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps, "sampler_logps": None}
             aligned = {n: from_features[n] if v is None else _select(v, part) for n, v in given.items()}
             aligned["advantages"] = _select(advantages, part)
@@ -265,16 +271,6 @@ class TransformersModel:
         load_pretrained(self.model, Path(folder))
 
     # --- inside ---------------------------------------------------------------------------------------------------
-
-    def _microbatches(self, inputs: Sequence[InputFeature]) -> list[tuple[list[int], PackedBatch]]:
-        _check_features(inputs)
-        lengths = [max(len(f.prompt_ids) + len(f.completion_ids) - 1, 1) for f in inputs]
-        if self.tokens_per_microbatch is None:
-            parts = [list(range(len(inputs)))] if inputs else []
-        else:
-            split = split_padded if self.scorer.layout == "padded" else split_by_tokens
-            parts = split(lengths, self.tokens_per_microbatch)
-        return [(part, pack([inputs[i] for i in part]).to(self.device)) for part in parts]
 
     def _observe(self, batch: PackedBatch, outputs: dict[str, Tensor], aligned: dict[str, Any]) -> None:
         observed = {name: values.detach() for name, values in outputs.items()}
