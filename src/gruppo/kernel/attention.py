@@ -141,7 +141,11 @@ def block_mask(rows: SharedPrompts, window: int | None) -> Any:
         return ((own[b, q] <= k) & (k <= q)) | ((start[b, q] <= k) & (k < stop[b, q]))
 
     rows.masks[name] = BlockMask.from_kv_blocks(
-        *_listed(partial_RQK), *_listed(full_RQK), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(rows.row_length,) * 2
+        *_listed(partial_RQK),
+        *_listed(full_RQK),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(rows.row_length, rows.row_length),
     )
     return rows.masks[name]
 

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 WORTH_IT = 1.2
 """Share when the estimate says that repeating costs so many times as much."""
+SMALL = 1 << 16
+"""Slots x hidden size below which a CPU spends more on the bookkeeping than on the slots."""
 SHORT_ROW = 64
 """Shorter rows of a masked attention gain nothing."""
 
@@ -63,7 +65,9 @@ def plan_rows(prompts: Sequence[int], completions: Sequence[Sequence[int]], *, h
     slots = 0
     for p, group in zip(prompts, completions, strict=True):
         slots += -(-sum(group) // max(row - p, 1)) * p + sum(group) if sum(group) else p
-    return Rows(row_slots=row, multiple_of=1, saving=cost(sequences * longest, longest) / cost(slots, row))
+    saving = cost(sequences * longest, longest) / cost(slots, row)
+    is_small = sequences * longest * hidden_size < SMALL
+    return Rows(row_slots=row, multiple_of=1, saving=min(saving, 1.0) if is_small else saving)
 
 
 def rows_for(features: Sequence[InputFeature], *, hidden_size: int, is_cuda: bool) -> Rows:
