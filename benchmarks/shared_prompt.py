@@ -266,23 +266,20 @@ def draw_chart(rows, path):
     values = []
     for row in rows:
         if row["what"] != "one group a forward" and row["method"] == "shared, flex":
-            name = "{} + {} x {}".format(*row["shape"][:2], row["shape"][2])
-            values += [
-                {"shape": name, "what": "tokens", "times": row["tokens"]},
-                {"shape": name, "what": "speed", "times": row["ms_ratio"]},
-                {"shape": name, "what": "memory", "times": row["gib_ratio"]},
-            ]
+            shape = "{} + {} x {}".format(*row["shape"])
+            for what, key in (("tokens", "tokens"), ("speed", "ms_ratio"), ("memory", "gib_ratio")):
+                values.append({"shape": shape, "what": what, "times": row[key]})
+    order = {"shape": list(dict.fromkeys(v["shape"] for v in values)), "what": ["tokens", "speed", "memory"]}
     base = alt.Chart(alt.Data(values=values)).encode(
-        x=alt.X("what:N", sort=["tokens", "speed", "memory"], title=None),
+        x=alt.X("shape:N", sort=order["shape"], title="prompt + completion x G", axis=alt.Axis(labelAngle=0)),
+        xOffset=alt.XOffset("what:N", sort=order["what"]),
         y=alt.Y("times:Q", title="repeated over shared"),
     )
-    colors = alt.Scale(domain=["tokens", "speed", "memory"], range=["#b8bfc9", "#1f5fa8", "#c44e1a"])
-    bars = base.mark_bar().encode(color=alt.Color("what:N", scale=colors, legend=None))
-    labels = base.mark_text(dy=-6, color="#444444").encode(text=alt.Text("times:Q", format=".2f"))
-    panel = alt.layer(bars, labels).properties(width=95, height=220)
-    order = list(dict.fromkeys(v["shape"] for v in values))
-    chart = panel.facet(column=alt.Column("shape:N", sort=order, title="prompt + completion x G"))
-    path.write_bytes(vlc.vegalite_to_png(chart.to_dict(), scale=1.5))
+    colors = alt.Scale(domain=order["what"], range=["#b8bfc9", "#1f5fa8", "#c44e1a"])
+    bars = base.mark_bar().encode(color=alt.Color("what:N", scale=colors, title=None))
+    labels = base.mark_text(dy=-6, color="#444444", fontSize=9).encode(text=alt.Text("times:Q", format=".2f"))
+    chart = alt.layer(bars, labels).properties(width=760, height=240)
+    path.write_bytes(vlc.vegalite_to_png(chart.to_dict(), scale=1.2))
 
 
 def main():

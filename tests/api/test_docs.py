@@ -14,7 +14,7 @@ from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = ["losses.md", "advantages.md", "metrics.md", "dataflow.md"]
+PAGES = ["losses.md", "advantages.md", "metrics.md", "dataflow.md", "shared_prompts.md"]
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
 OUTPUT_BLOCK = re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S)
