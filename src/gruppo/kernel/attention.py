@@ -7,7 +7,7 @@ Two routes, same numbers:
 
 What a slot sees is two ranges of slots, and stays two ranges under a sliding window; no route needs more than that.
 Torch's flash kernel, once over each segment and once from the completions to their prompts, joined by log-sum-exp, was
-tried and took 8 to 12 % more of a whole step on an H200 than flex attention.
+tried and took 9 to 12 % more of a whole step on an H200 than flex attention.
 """
 
 from functools import cache
