@@ -14,7 +14,15 @@ from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = ["losses.md", "extending.md", "advantages.md", "metrics.md", "dataflow.md", "recipes.md"]
+PAGES = [
+    "losses.md",
+    "extending.md",
+    "advantages.md",
+    "metrics.md",
+    "dataflow.md",
+    "recipes.md",
+    "shared_prompts.md",
+]
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
 OUTPUT_BLOCK = re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S)

@@ -126,13 +126,17 @@ NAMES = {
         "IGNORE_INDEX",
         "PackedBatch",
         "Segments",
+        "SharedPrompts",
         "Totals",
         "is_packed",
         "pack",
         "pack_rows",
+        "pack_shared",
         "pad_tokens",
+        "prompt_groups",
         "split_by_tokens",
         "split_padded",
+        "split_shared",
     },
     "gruppo.recipes": {"RECIPES", "Recipe", "recipe"},
     "gruppo.kernel": {"chunked_linear_logps_and_entropy", "linear_logps_and_entropy", "logps_and_entropy"},
@@ -384,6 +388,7 @@ def test_metric_keywords(cls):
 
 def test_batch_calls():
     assert signature(batch.pack) == {"features": ...}
+    assert signature(batch.pack_shared) == {"features": ..., "*row_slots": None, "*multiple_of": 1}
     assert signature(batch.split_by_tokens) == {"lengths": ..., "tokens_per_microbatch": ...}
     assert signature(batch.pack_rows) == {"values_BL": ..., "attention_BL": ...}
     assert signature(batch.pad_tokens) == {"values_T": ..., "cu_seqlens": ..., "fill": ...}

@@ -2,6 +2,7 @@
 
     segments.py    Segments: which slot belongs to which sequence, and sums over a sequence
     pack.py        features -> PackedBatch; the only shift by one in the code base is here
+    shared.py      the same with each prompt computed once per group: SharedPrompts, the rows the body runs on
     batch.py       PackedBatch: the tensors of one forward
     padded.py      padded [B, L] <-> packed [T]
     microbatch.py  which sequences share a forward, under a token budget
@@ -12,21 +13,26 @@
 """
 
 from gruppo.batch.batch import PackedBatch
-from gruppo.batch.microbatch import split_by_tokens, split_padded
+from gruppo.batch.microbatch import split_by_tokens, split_padded, split_shared
 from gruppo.batch.pack import pack
 from gruppo.batch.padded import is_packed, pack_rows, pad_tokens
 from gruppo.batch.segments import IGNORE_INDEX, Segments
+from gruppo.batch.shared import SharedPrompts, pack_shared, prompt_groups
 from gruppo.batch.totals import Totals
 
 __all__ = [
     "IGNORE_INDEX",
     "PackedBatch",
     "Segments",
+    "SharedPrompts",
     "Totals",
     "is_packed",
     "pack",
     "pack_rows",
+    "pack_shared",
     "pad_tokens",
+    "prompt_groups",
     "split_by_tokens",
     "split_padded",
+    "split_shared",
 ]

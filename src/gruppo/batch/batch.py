@@ -1,11 +1,15 @@
 """The tensors of one forward."""
 
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gruppo.batch.segments import IGNORE_INDEX, Segments
+
+if TYPE_CHECKING:
+    from gruppo.batch.shared import SharedPrompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,7 @@ class PackedBatch:
     distinct: Tensor | None = None  # [U] int64: sequences with different input_ids, the first of each kind
     kind: Tensor | None = None  # [S] int64: which of `distinct` a sequence has the input_ids of
     sequence_ids: Tensor | None = None  # [S] int64: which sequence of the step each is, for losses that draw tokens
+    shared: "SharedPrompts | None" = None  # the rows in which the body computes each prompt once
 
     @property
     def num_sequences(self) -> int:
@@ -45,11 +50,13 @@ class PackedBatch:
         return Segments.from_offsets(self.labels != IGNORE_INDEX, self.cu_seqlens)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        moved = {
+        moved: dict[str, Any] = {
             f.name: getattr(self, f.name).to(device, non_blocking=True)
             for f in fields(self)
             if isinstance(getattr(self, f.name), Tensor)
         }
+        if self.shared is not None:
+            moved["shared"] = self.shared.to(device)
         return replace(self, **moved)
 
     def loss_inputs(self) -> dict[str, Tensor]:

@@ -57,6 +57,40 @@ def split_padded(lengths: Sequence[int], tokens_per_microbatch: int) -> list[lis
     return [sorted(part) for part in parts]
 
 
+def split_shared(
+    groups: Sequence[int], prompt_slots: Sequence[int], own_slots: Sequence[int], tokens_per_microbatch: int
+) -> list[list[int]]:
+    """Split for prompts that are computed once per group and micro-batch.
+
+    A group stays together as long as its prompt and all its completions fit the budget; a larger one is split into
+    as few parts as fit, and each part computes the prompt again. The budget counts what is computed.
+
+    Args:
+        groups: the group of each sequence.
+        prompt_slots: slots of each sequence's prompt.
+        own_slots: slots of each sequence beside its prompt.
+        tokens_per_microbatch: the budget.
+
+    >>> split_shared([0, 0, 1, 1], [4, 4, 4, 4], [2, 2, 5, 6], tokens_per_microbatch=10)
+    [[0, 1], [2], [3]]
+    """
+    if tokens_per_microbatch < 1:
+        raise InputError(f"tokens_per_microbatch must be at least 1, got {tokens_per_microbatch}")
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    parts: list[list[int]] = []
+    sizes: list[int] = []
+    for indices in members.values():
+        prompt = prompt_slots[indices[0]]
+        room = max(tokens_per_microbatch - prompt, 1)  # a completion that does not fit beside its prompt goes alone
+        own = [own_slots[i] for i in indices]
+        pieces = [list(range(len(own)))] if sum(own) <= room else split_by_tokens(own, room)
+        parts += [[indices[j] for j in piece] for piece in pieces]
+        sizes += [prompt + sum(own[j] for j in piece) for piece in pieces]
+    return sorted(sorted(i for p in bin_ for i in parts[p]) for bin_ in split_by_tokens(sizes, tokens_per_microbatch))
+
+
 def _fill(order: Sequence[int], lengths: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     load = [0] * num_bins

@@ -2,7 +2,8 @@
 
 The body of the model runs on rows padded on the right: a causal model never looks to the right, so the padding needs
 no attention mask and changes nothing. (`layout="packed"` runs one long row instead, for attention kernels that know
-sequence boundaries.) Only the scored slots reach the head, in float32.
+sequence boundaries.) A batch with `shared` rows runs on those: each prompt once. Only the scored slots reach the head,
+in float32.
 """
 
 import copy
@@ -16,14 +17,15 @@ from gruppo.batch.batch import PackedBatch
 from gruppo.batch.padded import pad_tokens
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.kernel import reference
-from gruppo.kernel.gather import take_rows
+from gruppo.kernel.gather import gather_rows, take_rows
 from gruppo.kernel.head import Head, best_route
 from gruppo.kernel.whole import whole_logps_and_entropy
+from gruppo.model.attention import call_keywords, set_shared_attention
 from gruppo.model.output import find_output_layer
 
 logger = logging.getLogger(__name__)
 
-Layout = Literal["padded", "packed"]
+Layout = Literal["auto", "padded", "packed", "shared"]
 HeadChoice = Literal["auto", "walk", "plain"]
 
 SMALL_LOGITS = 1 << 25
@@ -42,7 +44,7 @@ class Scorer:
         model: nn.Module,
         *,
         temperature: float = 1.0,
-        layout: Layout = "padded",
+        layout: Layout = "auto",
         head: HeadChoice = "auto",
     ) -> None:
         reference.check_temperature(temperature)
@@ -50,6 +52,7 @@ class Scorer:
         self.temperature = temperature
         self.layout: Layout = layout
         self.head: HeadChoice = head
+        self.base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
         self.output = find_output_layer(model)
         if self.output is None:
             logger.info("%s: logits come from the whole model, not from body and head", type(model).__name__)
@@ -97,6 +100,10 @@ class Scorer:
 
     def _run(self, module: nn.Module, batch: PackedBatch, output: str, scored: Tensor) -> Tensor:
         """The module's output at the scored slots, `[N, ...]`."""
+        if batch.shared is not None:
+            set_shared_attention(self.base)
+            values_RWD = getattr(module(**call_keywords(batch.shared)), output)
+            return gather_rows(values_RWD.flatten(0, 1), batch.shared.slot_of[scored])
         if self.layout == "packed":
             result = module(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
             return take_rows(getattr(result, output)[0], scored)
@@ -112,7 +119,7 @@ class Scorer:
         row_T = torch.repeat_interleave(row_S, batch.cu_seqlens.diff(), output_size=batch.num_slots)
         index_N = (row_T * rows_SL.shape[1] + batch.position_ids)[scored]
         values_TD = values_SLD.flatten(0, 1)
-        return values_TD.index_select(0, index_N) if has_repeats else take_rows(values_TD, index_N)
+        return gather_rows(values_TD, index_N) if has_repeats else take_rows(values_TD, index_N)
 
 
 def place(values_N: Tensor, scored: Tensor, batch: PackedBatch) -> Tensor:

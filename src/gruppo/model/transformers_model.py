@@ -4,22 +4,24 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from gruppo.batch import PackedBatch, Totals, pack, split_by_tokens, split_padded
+from gruppo.batch import PackedBatch, Totals
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.metric import MismatchMetric, PolicyMetric
 from gruppo.model import source
+from gruppo.model.batches import Batches
 from gruppo.model.forward import HeadChoice, Layout, Scorer
 from gruppo.model.head_step import loss_and_backward
 from gruppo.model.lora import LoraSpec, add_lora
 from gruppo.model.optim import Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.reference import Reference
+from gruppo.model.step_survey import survey_step
 from gruppo.types import InputFeature
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ class TransformersModel:
         tokens_per_microbatch: tokens of one forward; for memory only, no result depends on it. None: all at once.
         temperature: at which tokens were sampled and are scored.
         gradient_checkpointing: recompute activations in the backward: less memory, more time.
-        layout: "padded" rows (any attention), or "packed" into one row (attention that knows boundaries).
+        layout: "padded" rows (any attention), "packed" into one row (attention that knows boundaries), "shared" prompts
+            (each computed once per group), or "auto": shared where that is worth it, else padded.
         head: "walk" over windows of tokens without holding all logits, "plain" autograd, or "auto" by size.
         attn_implementation, revision: handed to transformers.
     """
@@ -59,7 +62,7 @@ class TransformersModel:
         tokens_per_microbatch: int | None = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
-        layout: Layout = "padded",
+        layout: Layout = "auto",
         head: HeadChoice = "auto",
         attn_implementation: str | None = None,
         revision: str | None = None,
@@ -67,6 +70,8 @@ class TransformersModel:
     ) -> None:
         if dtype not in DTYPES:
             raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if layout not in get_args(Layout):
+            raise InputError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
         if isinstance(model_id, str):
             model: nn.Module = source.load_model(
                 model_id, dtype=DTYPES[dtype], attn_implementation=attn_implementation, revision=revision
@@ -88,6 +93,7 @@ class TransformersModel:
         self.version = 0
         """How many optimizer steps the weights have seen."""
         self.scorer = Scorer(self.model, temperature=temperature, layout=layout, head=head)
+        self.batches = Batches(self.scorer)
         self.loss: PolicyLoss = GRPOLoss()
         self.metrics: list[PolicyMetric] = []
         self.mismatch = MismatchMetric()
@@ -166,8 +172,9 @@ class TransformersModel:
 
     def _score(self, scorer: Scorer, inputs: Sequence[InputFeature]) -> dict[str, list[Tensor]]:
         results: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(inputs) for name in ("logps", "entropies")}
+        _check_features(inputs)
         with torch.no_grad():
-            for part, batch in self._microbatches(inputs):
+            for part, batch in self.batches.make(inputs, self.tokens_per_microbatch):
                 outputs = scorer(batch)
                 counts = batch.segments.length.tolist()
                 scored_T = batch.labels != IGNORE_INDEX
@@ -218,7 +225,17 @@ class TransformersModel:
             if values is not None:
                 self._check_count(name, values, inputs)
         if self.loss.surveys:
-            totals = self._survey(inputs, advantages, given, totals, is_whole_step=is_whole_step)
+            totals = survey_step(
+                self.loss,
+                self.forward_only,
+                inputs,
+                advantages=advantages,
+                old_logps=old_logps,
+                sampler_logps=sampler_logps,
+                totals=totals,
+                is_whole_step=is_whole_step,
+                device=self.device,
+            )
         live = _live(self.loss, advantages)
         if live is not None:
             inputs, advantages = [inputs[i] for i in live], _select(advantages, live)
@@ -226,7 +243,7 @@ class TransformersModel:
         loss = torch.zeros((), device=self.device)
         terms: dict[str, Tensor] = {}
         on_policy = True
-        for part, batch in self._microbatches(inputs):
+        for part, batch in self.batches.make(inputs, self.tokens_per_microbatch):
             if self.loss.draws_tokens:
                 ids = part if live is None else [live[i] for i in part]
                 batch = replace(batch, sequence_ids=torch.tensor(ids, device=self.device))
@@ -284,49 +301,6 @@ class TransformersModel:
         load_pretrained(self.model, Path(folder))
 
     # --- inside ---------------------------------------------------------------------------------------------------
-
-    def _microbatches(self, inputs: Sequence[InputFeature]) -> list[tuple[list[int], PackedBatch]]:
-        _check_features(inputs)
-        lengths = [max(len(f.prompt_ids) + len(f.completion_ids) - 1, 1) for f in inputs]
-        if self.tokens_per_microbatch is None:
-            parts = [list(range(len(inputs)))] if inputs else []
-        else:
-            split = split_padded if self.scorer.layout == "padded" else split_by_tokens
-            parts = split(lengths, self.tokens_per_microbatch)
-        return [(part, pack([inputs[i] for i in part]).to(self.device)) for part in parts]
-
-    def _survey(
-        self,
-        inputs: Sequence[InputFeature],
-        advantages: PerSequence,
-        given: dict[str, Any],
-        totals: Totals,
-        *,
-        is_whole_step: bool,
-    ) -> Totals:
-        """The totals with what the loss must know of the whole step: a scoring pass before the first backward."""
-        if totals.survey is not None and not self.loss.draws_tokens:
-            return totals
-        if not is_whole_step:
-            raise InputError(
-                f"{type(self.loss).__name__} looks at all tokens of a step: hand the whole step to one call"
-                + ("" if self.loss.draws_tokens else ", or give totals made by loss.survey(...) over all of it")
-            )
-        batch = pack(inputs).to(self.device)
-        scored = batch.labels != IGNORE_INDEX
-        lengths = batch.segments.length
-        outputs = {"logps": torch.zeros(int(scored.sum()), device=self.device)}
-        if self.loss.surveys_policy and inputs:
-            outputs = {name: torch.cat(rows) for name, rows in self.forward_only(inputs).items()}
-        old = given["old_logps"]
-        return self.loss.survey(
-            {"labels": batch.labels[scored], "cu_seqlens": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])},
-            outputs,
-            advantages=advantages,
-            old_logps=batch.old_logps[scored] if old is None and batch.old_logps is not None else old,
-            sampler_logps=given["sampler_logps"],
-            totals=totals,
-        )
 
     def _observe(self, batch: PackedBatch, outputs: dict[str, Tensor], aligned: dict[str, Any]) -> None:
         observed = {name: values.detach() for name, values in outputs.items()}

@@ -178,6 +178,7 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
         tokens_per_microbatch=config.tokens_per_microbatch,
         temperature=config.temperature,
         gradient_checkpointing=config.gradient_checkpointing,
+        layout=config.layout,
         tokenizer=tokenizer,
     )
     model.set_loss(loss)

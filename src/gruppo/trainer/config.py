@@ -50,6 +50,8 @@ class TrainConfig(BaseModel):
     """Completions per prompt; at least 2, since a group is compared with itself."""
     tokens_per_microbatch: Positive | None = None
     """Tokens of one forward. For memory only: no result depends on it. None: all at once."""
+    layout: Literal["auto", "padded", "packed", "shared"] = "auto"
+    """Rows a forward runs on. shared: each prompt once per group; auto: that, where it is worth it, else padded."""
 
     # --- how long ---
     steps: Positive = 200

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from gruppo.kernel.sizes import memory_estimate
 from gruppo.model.forward import SMALL_LOGITS
+from gruppo.model.layout import WORTH_IT, plan_rows
 from gruppo.trainer.config import TrainConfig
 
 MiB = 2**20
@@ -24,14 +25,23 @@ class Plan:
     trainable: int
     memory: int
     """Bytes: weights, gradients, optimizer, reference, one micro-batch's activations. A rough estimate."""
+    prompt_copies: int
+    """How often the prompt of a group is computed in a step: its completions, or less when they share it."""
+    computed_tokens: int
+    """Tokens that the body of the model computes in a step, at most."""
 
     def lines(self, config: TrainConfig) -> list[str]:
         share = f"{self.trainable:,} of {self.parameters:,} parameters train"
+        shared = (
+            f"layout {config.layout}: prompt tokens computed {self.prompt_copies}x instead of {config.group_size}x, "
+            f"up to {self.tokens_per_step / self.computed_tokens:.1f}x fewer tokens"
+        )
         return [
             f"{config.prompts_per_step} prompts x {config.group_size} completions = {self.sequences_per_step} "
             f"sequences per step, at most {self.tokens_per_step:,} tokens, in {self.microbatches} micro-batch(es)",
             f"{config.steps} steps x {config.epochs_per_batch} epoch(s) x {config.minibatches} minibatch(es) = "
             f"{self.optimizer_steps} optimizer steps; each prompt is seen {self.epochs:.2g} time(s)",
+            *([shared] if self.prompt_copies < config.group_size else []),
             f"{share}; about {self.memory / MiB:,.0f} MiB of memory (estimate)",
         ]
 
@@ -46,11 +56,14 @@ def make_plan(
     hidden_size: int,
     num_layers: int,
     vocabulary: int,
+    is_cuda: bool = False,
 ) -> Plan:
     """Derive the plan."""
     sequences = config.prompts_per_step * config.group_size
     tokens = int(sequences * (mean_prompt_tokens + config.max_new_tokens))
-    micro = tokens if config.tokens_per_microbatch is None else min(tokens, config.tokens_per_microbatch)
+    copies = _prompt_copies(config, mean_prompt_tokens, hidden_size, is_cuda)
+    computed = tokens - int(config.prompts_per_step * (config.group_size - copies) * mean_prompt_tokens)
+    micro = computed if config.tokens_per_microbatch is None else min(computed, config.tokens_per_microbatch)
     bytes_per = 4 if config.dtype == "float32" else 2
     # A layer keeps about 16 vectors of the hidden size per token for its backward; with recomputation one.
     kept = 1 if config.gradient_checkpointing else 16
@@ -62,10 +75,26 @@ def make_plan(
     return Plan(
         sequences_per_step=sequences,
         tokens_per_step=tokens,
-        microbatches=-(-tokens // micro),
+        microbatches=-(-computed // micro),
         optimizer_steps=config.optimizer_steps,
         epochs=config.steps * config.prompts_per_step / num_prompts,
         parameters=parameters,
         trainable=trainable,
         memory=memory,
+        prompt_copies=copies,
+        computed_tokens=computed,
     )
+
+
+def _prompt_copies(config: TrainConfig, mean_prompt_tokens: float, hidden_size: int, is_cuda: bool) -> int:
+    """As `model/batches.py` would decide for a step of mean prompts and longest completions."""
+    group, prompt, own = config.group_size, max(round(mean_prompt_tokens), 1), config.max_new_tokens - 1
+    if config.layout not in ("auto", "shared"):
+        return group
+    every = config.prompts_per_step
+    rows = plan_rows([prompt] * every, [[own] * group] * every, hidden_size=hidden_size or 1024, is_cuda=is_cuda)
+    if config.layout == "auto" and rows.saving < WORTH_IT:
+        return group
+    # A group that exceeds a micro-batch, or a row, is split; each part computes the prompt.
+    rooms = [limit - prompt for limit in (config.tokens_per_microbatch, rows.row_slots) if limit is not None]
+    return min(max([1, *(-(-group // max(room // max(own, 1), 1)) for room in rooms)]), group)

@@ -269,6 +269,7 @@ class GRPOTrainer:
             hidden_size=getattr(config, "hidden_size", 0),
             num_layers=getattr(config, "num_hidden_layers", 0),
             vocabulary=getattr(config, "vocab_size", 0),
+            is_cuda=self.model.device.type == "cuda",
         )
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from gruppo.kernel import linear_logps_and_entropy
 from gruppo.kernel.whole import whole_logps_and_entropy
 from gruppo.loss import GRPOLoss, GSPOLoss
-from gruppo.model import TransformersModel, transformers_model
+from gruppo.model import TransformersModel, batches
 from gruppo.types import InputFeature
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
@@ -20,7 +20,7 @@ ADVANTAGES = [1.0, -0.5, 0.25, 2.0, -1.0, 0.5]
 
 def gradients(loss):
     torch.manual_seed(0)
-    model = TransformersModel(AutoModelForCausalLM.from_config(Qwen3Config(**SIZES)), device="cpu")
+    model = TransformersModel(AutoModelForCausalLM.from_config(Qwen3Config(**SIZES)), device="cpu", layout="padded")
     model.set_loss(loss)
     features = [
         InputFeature(prompt_ids=p, completion_ids=c, old_logps=tuple(-3.0 - 0.1 * i for i in range(len(c))))
@@ -33,14 +33,14 @@ def gradients(loss):
 @pytest.mark.parametrize("loss", [GRPOLoss(), GSPOLoss(beta=0.1, entropy_coef=0.01)], ids=["grpo", "gspo, kl, entropy"])
 def test_repeated_sequences_give_the_loss_and_gradients_of_running_each(monkeypatch, loss):
     once = gradients(loss)
-    whole_pack = transformers_model.pack
+    whole_pack = batches.pack
 
     def without_kinds(features):
         batch = whole_pack(features)
         object.__setattr__(batch, "distinct", None)
         return batch
 
-    monkeypatch.setattr(transformers_model, "pack", without_kinds)
+    monkeypatch.setattr(batches, "pack", without_kinds)
     each = gradients(loss)
     assert once[0].item() == pytest.approx(each[0].item(), abs=1e-6)
     torch.testing.assert_close(once[1], each[1], rtol=1e-5, atol=1e-7)
@@ -48,7 +48,7 @@ def test_repeated_sequences_give_the_loss_and_gradients_of_running_each(monkeypa
 
 
 def test_pack_counts_four_kinds_of_rows():
-    batch = transformers_model.pack([InputFeature(prompt_ids=p, completion_ids=c) for p, c in ROWS])
+    batch = batches.pack([InputFeature(prompt_ids=p, completion_ids=c) for p, c in ROWS])
     assert batch.distinct.tolist() == [0, 2, 4]
     assert batch.kind.tolist() == [0, 0, 1, 0, 2, 2]
 

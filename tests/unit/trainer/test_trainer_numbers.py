@@ -226,6 +226,21 @@ def test_the_plan_in_words() -> None:
     assert lines[2].startswith("1,000,000 of 1,000,000 parameters train; about 20 MiB of memory")
 
 
+def test_the_plan_counts_a_shared_prompt_once() -> None:
+    """2 prompts of 1000 tokens, 8 completions of 500: 24,000 tokens repeated, 10,000 shared."""
+    config = TrainConfig(prompts_per_step=2, group_size=8, max_new_tokens=500, tokens_per_microbatch=6000)
+    given = PLAN | {"mean_prompt_tokens": 1000.0, "hidden_size": 1024, "is_cuda": True}
+    plan = make_plan(config, **given)
+    assert (plan.tokens_per_step, plan.computed_tokens, plan.prompt_copies, plan.microbatches) == (24_000, 10_000, 1, 2)
+    expected = "layout auto: prompt tokens computed 1x instead of 8x, up to 2.4x fewer tokens"
+    assert plan.lines(config)[2] == expected
+    # 3000 tokens hold the prompt and four completions: each group in two parts, and twice its prompt
+    split = make_plan(config.model_copy(update={"tokens_per_microbatch": 3000}), **given)
+    assert (split.computed_tokens, split.prompt_copies, split.microbatches) == (12_000, 2, 4)
+    padded = make_plan(config.model_copy(update={"layout": "padded"}), **given)
+    assert (padded.computed_tokens, padded.prompt_copies, padded.microbatches) == (24_000, 8, 4)
+
+
 # --- advice -------------------------------------------------------------------------------------------------------
 
 HEALTHY = {

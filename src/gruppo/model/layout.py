@@ -1,0 +1,119 @@
+"""When prompts are shared: what a step would cost in either layout, and whether the model can do it.
+
+The layout is for speed and memory only; no result depends on it.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gruppo.batch import pack, pack_shared, prompt_groups
+from gruppo.batch.shared import own_slots
+from gruppo.kernel.attention import BLOCK
+from gruppo.model.attention import refusal, set_shared_attention
+from gruppo.model.forward import Scorer
+from gruppo.types import InputFeature
+
+logger = logging.getLogger(__name__)
+
+WORTH_IT = 1.2
+"""Share when the estimate says that repeating costs so many times as much."""
+SMALL = 1 << 16
+"""Slots x hidden size below which a CPU spends more on the bookkeeping than on the slots."""
+SHORT_ROW = 64
+"""Shorter rows of a masked attention gain nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """How to lay out the rows of shared prompts."""
+
+    row_slots: int | None
+    """Longest row; None: one row for everything."""
+    multiple_of: int
+    saving: float
+    """Estimated cost of repeating the prompts over that of sharing them."""
+
+
+def plan_rows(prompts: Sequence[int], completions: Sequence[Sequence[int]], *, hidden_size: int, is_cuda: bool) -> Rows:
+    """The rows for these groups, and what they save.
+
+    Flex attention on CUDA visits only what is visible: there cost is slots, in one row. A masked attention forms all
+    W x W scores of a row, each of which costs about 1 / (3 x hidden size) of a slot (measured on a CPU, hidden sizes 64
+    and 256). There a large group may be cheaper in several rows, with its prompt repeated.
+
+    Args:
+        prompts: tokens of each group's prompt.
+        completions: of each group, the slots of each of its distinct completions.
+    """
+    longest = max((p + max(own, default=0) for p, own in zip(prompts, completions, strict=True)), default=1)
+    sequences = sum(max(len(own), 1) for own in completions)
+    if is_cuda:
+        shared = sum(prompts) + sum(sum(own) for own in completions)
+        return Rows(row_slots=None, multiple_of=BLOCK, saving=sequences * longest / max(shared, 1))
+
+    def cost(slots: float, length: float) -> float:
+        return slots * (1 + length / (3 * hidden_size))
+
+    prompt, own = max(zip(prompts, map(sum, completions), strict=True), key=sum)
+    most = max((len(own) for own in completions), default=1)
+    parts = [m for m in (1, 2, 4, 8, 16) if m == 1 or 2 * m <= most]
+    best = min(parts, key=lambda m: cost(m * prompt + own, prompt + own / m))
+    row = max(prompt + -(-own // best), SHORT_ROW, longest)
+    slots = 0
+    for p, group in zip(prompts, completions, strict=True):
+        slots += -(-sum(group) // max(row - p, 1)) * p + sum(group) if sum(group) else p
+    saving = cost(sequences * longest, longest) / cost(slots, row)
+    is_small = sequences * longest * hidden_size < SMALL
+    return Rows(row_slots=row, multiple_of=1, saving=min(saving, 1.0) if is_small else saving)
+
+
+def rows_for(features: Sequence[InputFeature], *, hidden_size: int, is_cuda: bool) -> Rows:
+    """The rows for these sequences; equal ones count once, since no layout computes them twice."""
+    distinct = list({f.input_ids[:-1]: f for f in features}.values())
+    groups = prompt_groups(distinct)
+    prompts = {g: len(f.prompt_ids) for g, f in zip(groups, distinct, strict=True)}
+    completions: dict[int, list[int]] = {}
+    for group, feature in zip(groups, distinct, strict=True):
+        completions.setdefault(group, []).append(own_slots(feature))
+    return plan_rows(list(prompts.values()), list(completions.values()), hidden_size=hidden_size, is_cuda=is_cuda)
+
+
+def can_share(scorer: Scorer) -> bool:
+    """Can this model share prompts? Its class and config are asked first; a comparison on a few tokens decides."""
+    name = type(scorer.base).__name__
+    reason = refusal(scorer.base)
+    if reason is None:
+        before = scorer.base.config._attn_implementation  # type: ignore[union-attr]
+        set_shared_attention(scorer.base)
+        try:
+            reason = _disagreement(scorer)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = f"it fails with {type(error).__name__}: {error}"
+        if reason is not None:
+            scorer.base.set_attn_implementation(before)  # type: ignore[operator]  # transformers'
+    if reason is not None:
+        logger.warning("%s: prompts are not shared, since %s; the layout is padded", name, reason)
+    return reason is None
+
+
+@torch.no_grad()
+def _disagreement(scorer: Scorer) -> str | None:
+    """Compare two groups in one row with their sequences in rows of their own."""
+    vocabulary = scorer.base.config.get_text_config().vocab_size  # type: ignore[union-attr]
+    device = next(scorer.model.parameters()).device
+    tokens = [7 * i % vocabulary for i in range(1, 40)]
+    features = [
+        InputFeature(prompt_ids=tuple(tokens[:9]), completion_ids=tuple(tokens[9:20])),
+        InputFeature(prompt_ids=tuple(tokens[3:7]), completion_ids=tuple(tokens[20:30])),
+        InputFeature(prompt_ids=tuple(tokens[:9]), completion_ids=tuple(tokens[30:35])),
+    ]
+    alone = scorer(pack(features).to(device))["logps"]
+    shared = scorer(pack_shared(features, multiple_of=BLOCK if device.type == "cuda" else 1).to(device))["logps"]
+    gap = float((shared - alone).abs().max())
+    half = next(scorer.model.parameters()).element_size() == 2
+    if gap <= (0.2 if half else 1e-3):
+        return None
+    return f"its log-probs differ by {gap:.2g} from those of sequences on their own"
