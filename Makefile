@@ -1,22 +1,29 @@
 # make demo   set up, then train the embedded model for about a minute
 # make test   set up, then run all tests
-# make check  format, lint, types, tests with warnings as errors
+# make lint   format, lint, types
+# make check  both: lint and test
+# make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
 # make bench  measure against peers, in an environment of its own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format bench figures clean
+.PHONY: demo test test-vllm lint check format bench figures clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
-check: $(INSTALLED)
+lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -W error
+
+check: lint test
+
+test-vllm:
+	PYTHON=$(PYTHON) tests/vllm/setup_env.sh .venv-vllm
+	.venv-vllm/bin/python -m pytest tests/vllm
 
 demo: $(INSTALLED)
 	$(BIN)/gruppo demo
@@ -39,4 +46,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-vllm .pytest_cache .ruff_cache .hypothesis

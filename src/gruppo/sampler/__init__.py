@@ -8,7 +8,8 @@
     engine.py         what it asks of an engine
     vllm_inside.py    an engine in this process
     vllm_server.py    an engine behind HTTP
-    vllm_launch.py    a server of our own that cannot outlive us
+    vllm_launch.py    a server of our own
+    vllm_guard.py     ends it when we are gone
     vllm_worker.py    what we add to vLLM's worker: loading with a receipt
     handover.py       weights in a folder, and what is in it
     proof.py          the canary: do both sides score fixed tokens alike?

@@ -46,6 +46,10 @@ class Engine(Protocol):
 
     name: str
 
+    def wait_until_ready(self, deadline_s: float) -> None:
+        """Return once it answers."""
+        ...
+
     def generate(
         self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
     ) -> list[list[Completion]]:

@@ -45,12 +45,13 @@ def stored(folder: Path) -> Stored:
             with file.open("rb") as opened:
                 (length,) = struct.unpack("<Q", opened.read(8))
                 header: dict[str, Any] = json.loads(opened.read(length))
+            header.pop("__metadata__", None)
+            found = {n: (tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0]) for n, e in header.items()}
+            if file.stat().st_size != 8 + length + sum(size for _, size in found.values()):
+                raise ValueError("it is cut short")
         except (OSError, struct.error, ValueError) as error:
             raise SamplerError(f"{file} is not a safetensors file: {error}") from error
-        for name, entry in header.items():
-            if name != "__metadata__":
-                first, end = entry["data_offsets"]
-                tensors[name] = (tuple(entry["shape"]), end - first)
+        tensors |= found
     return Stored(tensors)
 
 

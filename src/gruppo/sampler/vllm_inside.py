@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,27 +66,29 @@ class InsideEngine:
         self.poll = poll
         self.adapter: Any = None
         self.counter = 0
-        self.is_asleep = False
         self.llm: Any = None
         self._start()
 
     def _start(self) -> None:
-        for name, value in SETTINGS.items():
+        for name, value in (SETTINGS | platform_settings()).items():
             os.environ.setdefault(name, value)
-        if self.arguments.get("enforce_eager") and self.arguments.get("device") != "cuda" and not _has_gpu():
-            # On a CPU compiling the log-prob gather takes longer than all that it could save.
-            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         try:
             from vllm import LLM  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError:
             raise require("vllm", "vllm", "sampler=vllm") from None
         import torch
 
-        with torch.random.fork_rng():  # vLLM seeds torch's global generator
+        self.is_asleep = False
+        # vLLM seeds torch's global generator, and asks torch for names that will go
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
             try:
                 self.llm = LLM(**self.arguments)
             except (ValueError, TypeError) as error:
                 raise InputError(f"vLLM does not take this model or these options: {error}") from error
+
+    def wait_until_ready(self, deadline_s: float) -> None:
+        """It is, once made."""
 
     def generate(
         self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
@@ -150,7 +153,7 @@ class InsideEngine:
     def _receive(self, method: str, folder: Path) -> Received:
         self._wake()
         try:
-            (counted,) = self.llm.collective_rpc(method, kwargs={"folder": str(folder)})
+            counted, *_ = self.llm.collective_rpc(method, kwargs={"folder": str(folder)})  # each worker reads it all
         except Exception as error:  # vLLM raises whatever the file made it raise
             raise SamplerError(f"vLLM could not read {folder}: {type(error).__name__}: {error}") from error
         self.llm.reset_prefix_cache()
@@ -170,25 +173,28 @@ class InsideEngine:
                 params.output_kind = RequestOutputKind.FINAL_ONLY
                 self.counter += 1
                 name = str(self.counter)
-                engine.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=self.adapter)
+                try:
+                    engine.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=self.adapter)
+                except ValueError as error:  # vLLM's word for a request it does not take
+                    raise SamplerError(f"{self.name} refuses a request: {error}") from error
                 waiting[name] = i
             while waiting:
                 self.poll()
                 if time.monotonic() > ends:
                     raise EngineLost(f"{self.name} had not finished {len(waiting)} requests after {deadline_s:g} s")
-                for output in engine.step():
+                for output in self._step():
                     if output.finished:
                         outputs[waiting.pop(output.request_id)] = output
-        except (EngineLost, InputError):
-            raise
-        except ValueError as error:  # vLLM's word for a request it does not take
-            raise SamplerError(f"{self.name} refuses a request: {error}") from error
-        except RuntimeError as error:
-            raise EngineLost(f"{self.name} failed: {error}") from error
         finally:
             if waiting:
                 engine.abort_request(list(waiting))
         return outputs
+
+    def _step(self) -> list[Any]:
+        try:
+            return self.llm.llm_engine.step()
+        except Exception as error:  # a model that fails in the middle of a step leaves an engine that is no good
+            raise EngineLost(f"{self.name} failed: {type(error).__name__}: {error}") from error
 
     def _wake(self) -> None:
         if self.is_asleep:
@@ -209,6 +215,11 @@ def platform_arguments() -> dict[str, Any]:
     if _has_gpu():
         return {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
     return {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+
+
+def platform_settings() -> dict[str, str]:
+    """On a CPU vLLM would compile the gather of log-probs, which takes longer than all that it could save."""
+    return {} if _has_gpu() else {"TORCH_COMPILE_DISABLE": "1"}
 
 
 def _has_gpu() -> bool:

@@ -1,22 +1,19 @@
-"""A `vllm serve` of our own that cannot outlive us.
+"""A `vllm serve` of our own that cannot outlive us: `vllm_guard.py` stands between and kills it when we are gone."""
 
-A small guard process stands between: it starts the server in a process group of its own and reads from a pipe that we
-hold open. When the pipe closes, because we closed it or because we are dead, it kills the group, server, engine and
-workers alike.
-"""
-
+import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from gruppo.errors import SamplerError, require
-from gruppo.sampler.vllm_inside import next_rank, platform_arguments
+from gruppo.sampler.vllm_guard import PATIENCE_S
+from gruppo.sampler.vllm_inside import next_rank, platform_arguments, platform_settings
 from gruppo.sampler.vllm_worker import EXTENSION
 
 SETTINGS = {
@@ -66,14 +63,14 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start it, again if it was started before, at the same address."""
-        try:
-            import vllm  # noqa: F401  # pyright: ignore[reportMissingImports]  # the child would fail less clearly
-        except ImportError:
-            raise require("vllm", "vllm", "sampler=vllm:start") from None
+        found = importlib.util.find_spec("vllm")
+        if found is None or found.origin is None:  # none, or a folder of that name; the child would say it less clearly
+            raise require("vllm", "vllm", "sampler=vllm:start")
         self.close()
-        command = [sys.executable, "-m", __name__, *_flags(self.arguments), "--host", "127.0.0.1"]
+        guard = Path(__file__).with_name("vllm_guard.py")
+        command = [sys.executable, "-P", str(guard), *_flags(self.arguments), "--host", "127.0.0.1"]
         command += ["--port", str(self.port)]
-        environment = SETTINGS | dict(os.environ)
+        environment = SETTINGS | platform_settings() | dict(os.environ)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -91,11 +88,11 @@ class ServerProcess:
             return
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=PATIENCE_S + 2)
+        with suppress(ProcessLookupError):  # as it should be: the guard has done it
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.process.wait()
         self.process = None
 
 
@@ -115,22 +112,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def guard(arguments: list[str], pipe: IO[bytes]) -> int:
-    """Run the server until it ends or the pipe does; then nothing of the process group is left."""
-    # The module and not the `vllm` script: the script wants a distribution named vllm, which CPU builds are not.
-    server = subprocess.Popen([sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments])
-
-    def wait_for_the_end_of_the_pipe() -> None:
-        pipe.read()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=wait_for_the_end_of_the_pipe, daemon=True).start()
-    server.wait()
-    os.killpg(0, signal.SIGKILL)  # what the server left behind, and ourselves
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(guard(sys.argv[1:], sys.stdin.buffer))

@@ -4,9 +4,9 @@ import logging
 import math
 import shutil
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,17 @@ class vLLMSampler:
         self._handed_over: Path | None = None
         self._expected: np.ndarray | None = None
         self._restarts: dict[str, int] = {}
-        self.engines: list[Engine] = _engines(
-            servers, {"model": folder, "dtype": dtype, "max_model_len": length, "options": options or {}}
-            | _adapter_options(model_id, lora), poll=poll, deadline_s=deadline_s,
-        )  # fmt: skip
-        for engine in self.engines:
-            self._check_temperature(engine)
+        self.engines: list[Engine] = []
+        own = {"model": folder, "dtype": dtype, "max_model_len": length, "options": options or {}}
+        try:
+            for engine in _engines(servers, own | _adapter_options(model_id, lora), poll=poll):
+                self.engines.append(engine)
+            for engine in self.engines:
+                engine.wait_until_ready(deadline_s)  # several start at the same time
+                self._check_temperature(engine)
+        except BaseException:
+            self.close()
+            raise
 
     def sample(
         self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
@@ -102,17 +107,16 @@ class vLLMSampler:
         if not requests:
             return []
         shares = [requests[i :: len(self.engines)] for i in range(len(self.engines))]
-        with ThreadPoolExecutor(
-            len(self.engines)
-        ) as pool:  # the first engine works in this thread, which may be polled
-            later = [
-                pool.submit(self._ask, e, s, params) for e, s in zip(self.engines[1:], shares[1:], strict=True) if s
-            ]
+        with ThreadPoolExecutor(len(self.engines)) as pool:  # an engine inside the process works in this thread
+            others = zip(self.engines[1:], shares[1:], strict=True)
+            later = [pool.submit(self._ask, engine, share, params) for engine, share in others if share]
             answers = [self._ask(self.engines[0], shares[0], params), *(f.result() for f in later)]
         for engine in self.engines:
             engine.sleep()
         ordered = [answers[i % len(self.engines)][i // len(self.engines)] for i in range(len(requests))]
-        return [self._response(r, completions, params) for r, completions in zip(requests, ordered, strict=True)]
+        responses = [self._response(r, completions, params) for r, completions in zip(requests, ordered, strict=True)]
+        copies = num_samples // requests[0].num_samples
+        return [SampleResponse(sequences=r.sequences * copies) for r in responses]
 
     def sync(self, model: TransformersModel) -> dict[str, float]:
         """Hand the model's weights over and prove that they arrived; does nothing when the engines have them.
@@ -121,7 +125,6 @@ class vLLMSampler:
         """
         if self._handed_over is not None and model.version == self.version:
             return {}
-        started = time.monotonic()
         expected = self.canary.score(model)
         folder = self.sync_folder / f"version-{model.version}"
         fault = None
@@ -135,12 +138,12 @@ class vLLMSampler:
                 f"the weights of version {model.version} did not reach the sampler, tried twice: {fault}. Nothing was "
                 f"sampled from them; the files are in {folder}"
             )
-        if self._handed_over is not None and self._handed_over != folder:
-            shutil.rmtree(self._handed_over, ignore_errors=True)
+        for other in self.sync_folder.glob("version-*"):  # also what a killed run left
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
         self._handed_over, self._expected, self.version = folder, expected, model.version
         size = handover.stored(folder)
         return {
-            "sync/seconds": time.monotonic() - started,
             "sync/tensors": float(len(size.tensors)),
             "sync/bytes": float(size.bytes),
             "sync/canary_gap": gap,
@@ -152,6 +155,8 @@ class vLLMSampler:
             engine.close()
         if self._handed_over is not None:
             shutil.rmtree(self._handed_over, ignore_errors=True)
+        with suppress(OSError):  # somebody else has put something there
+            self.sync_folder.rmdir()
         if self._own_folder is not None:
             self._own_folder.cleanup()
 
@@ -179,6 +184,7 @@ class vLLMSampler:
                 "the trainer's over all of them, and their ratio would be wrong. Use top_k=0, top_p=1, min_p=0, or "
                 "sampler=torch, which reports log-probs over all tokens"
             )
+        drawn = 1 if params.temperature == 0 else num_samples  # vLLM refuses several greedy ones: they are the same
         requests = []
         for i, prompt in enumerate(batch):
             ids = token_ids(prompt, self.tokenizer)
@@ -190,7 +196,7 @@ class vLLMSampler:
                     f"max_model_len={self.length}"
                 )
             key = row_keys(params.seed, params.step, np.array([prompt_index(prompt, i)]), np.zeros(1, dtype=np.int64))
-            requests.append(Request(prompt_ids=ids, num_samples=num_samples, seed=int(key[0] >> np.uint64(2))))
+            requests.append(Request(prompt_ids=ids, num_samples=drawn, seed=int(key[0] >> np.uint64(2))))
         return requests
 
     def _ask(self, engine: Engine, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
@@ -200,36 +206,42 @@ class vLLMSampler:
                 answers = engine.generate(requests, params, self.stop_ids, self.deadline_s)
                 if len(answers) != len(requests):
                     raise SamplerError(f"{engine.name} answered {len(answers)} of {len(requests)} requests")
-                self._check_same_weights(engine)
+                fault = self._fault(engine)
+                if fault is None:
+                    self._restarts[engine.name] = 0
+                    return answers
+                # A server that was restarted behind our back has the weights of its start: nothing else would show it.
+                reason = f"{engine.name} no longer has the weights it was given: {fault}"
             except EngineLost as error:
-                self._bring_back(engine, error)
-                continue
-            self._restarts[engine.name] = 0
-            return answers
+                reason = str(error)
+            self._bring_back(engine, reason)  # the error is gone by now, and with it what it held of the dead engine
 
-    def _check_same_weights(self, engine: Engine) -> None:
-        """A server that was restarted behind our back has the weights of its start: nothing else would show it."""
+    def _fault(self, engine: Engine) -> str | None:
+        """What the canary has against the weights that an engine was given last; None: nothing."""
         if self._expected is None:
-            return
-        verdict = self.canary.judge(engine.name, self._expected, engine.logps_of(self.canary.rows, self.deadline_s))
-        if verdict.fault is not None:
-            raise EngineLost(f"{engine.name} no longer has the weights it was given: {verdict.fault}")
+            return None
+        answered = engine.logps_of(self.canary.rows, self.deadline_s)
+        return self.canary.judge(engine.name, self._expected, answered).fault
 
-    def _bring_back(self, engine: Engine, error: EngineLost) -> None:
-        count = self._restarts[engine.name] = self._restarts.get(engine.name, 0) + 1
-        if count > RESTARTS:
-            raise SamplerError(f"{engine.name} was lost {count} times in a row: {error}") from error
-        logger.warning("%s; bringing it back, try %d of %d", error, count, RESTARTS)
-        engine.revive(self.deadline_s)
-        self.canary.forget(engine.name)
-        if self._handed_over is None or self._expected is None:
-            return
-        self._load(engine, self._handed_over, self.version)
-        verdict = self.canary.judge(engine.name, self._expected, engine.logps_of(self.canary.rows, self.deadline_s))
-        if verdict.fault is not None:
-            raise SamplerError(
-                f"{engine.name} came back without the weights of version {self.version}: {verdict.fault}"
-            )
+    def _bring_back(self, engine: Engine, reason: str) -> None:
+        """Start it again and give it the weights that it had; a loss on the way is the next loss in the row."""
+        while True:
+            count = self._restarts[engine.name] = self._restarts.get(engine.name, 0) + 1
+            if count > RESTARTS:
+                raise SamplerError(f"{engine.name} was lost {count} times in a row: {reason}")
+            logger.warning("%s; bringing it back, try %d of %d", reason, count, RESTARTS)
+            self.canary.forget(engine.name)
+            try:
+                engine.revive(self.deadline_s)
+                if self._handed_over is not None:
+                    self._load(engine, self._handed_over, self.version)
+                fault = self._fault(engine)
+            except EngineLost as error:
+                reason = str(error)
+                continue
+            if fault is None:
+                return
+            raise SamplerError(f"{engine.name} came back without the weights of version {self.version}: {fault}")
 
     def _response(self, request: Request, completions: list[Completion], params: SamplingParams) -> SampleResponse:
         if len(completions) != request.num_samples:
@@ -283,14 +295,16 @@ class vLLMSampler:
         size = handover.stored(folder)
         gap, moved = 0.0, math.nan
         for engine in self.engines:
+            received, answered, is_lost = None, [], False
             try:
                 received = self._load(engine, folder, model.version)
                 answered = engine.logps_of(self.canary.rows, self.deadline_s)
-            except EngineLost as error:
-                self._bring_back(engine, error)
-                return math.nan, math.nan, str(error)
             except SamplerError as error:
-                return math.nan, math.nan, str(error)
+                problem, is_lost = str(error), isinstance(error, EngineLost)
+            if problem is not None:
+                if is_lost:
+                    self._bring_back(engine, problem)
+                return math.nan, math.nan, problem
             if received is not None and (received.tensors, received.bytes) != (len(size.tensors), size.bytes):
                 return (
                     math.nan,
@@ -316,23 +330,23 @@ class vLLMSampler:
         return engine.load_weights(folder, self.deadline_s)
 
 
-def _engines(servers: Sequence[str], options: dict[str, Any], *, poll: Poll, deadline_s: float) -> list[Engine]:
+def _engines(servers: Sequence[str], own: dict[str, Any], *, poll: Poll) -> Iterator[Engine]:
+    """The engines one by one, each started; `own` is for those that are ours."""
     if not servers:
         from gruppo.sampler.vllm_inside import InsideEngine
 
-        return [InsideEngine(**options, poll=poll)]
+        yield InsideEngine(**own, poll=poll)
     from gruppo.sampler.vllm_launch import ServerProcess
     from gruppo.sampler.vllm_server import ServerEngine
 
-    engines: list[Engine] = []
     for address in servers:
-        if address != "start" and options["options"]:
-            raise InputError(f"options {sorted(options['options'])} are for an engine started here, not for {address}")
-        process = ServerProcess(**options) if address == "start" else None
-        engine = ServerEngine(address if process is None else process.address, process=process, poll=poll)
-        engines.append(engine)
-        engine.wait_until_ready(deadline_s)
-    return engines
+        if address == "start":
+            process = ServerProcess(**own)
+            yield ServerEngine(process.address, process=process, poll=poll)
+        elif own["options"]:
+            raise InputError(f"options {sorted(own['options'])} are for an engine started here, not for {address}")
+        else:
+            yield ServerEngine(address, poll=poll)
 
 
 def _adapter_options(model_id: str, lora: LoraSpec | None) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 import http.client
 import json
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from operator import index
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +26,14 @@ AT_ONCE = 64
 """Requests on their way to one server."""
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+
+
+class Refused(SamplerError):
+    """The server lives and says no."""
+
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status
 
 
 class ServerEngine:
@@ -96,17 +107,17 @@ class ServerEngine:
         received = self._receipt("gruppo_load_weights", folder, deadline_s)
         if received is None:
             arguments = {"weights_path": str(folder)}
-            self._post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, deadline_s, DEV_MODE)
-        self._post("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
+            self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, deadline_s, DEV_MODE)
+        self._command("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
         return received
 
     def load_adapter(self, folder: Path, version: int, deadline_s: float) -> Received | None:
         body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
-        self._post("/v1/load_lora_adapter", body, deadline_s, LORA)
+        self._command("/v1/load_lora_adapter", body, deadline_s, LORA)
         self.has_adapter = True
         received = self._receipt("gruppo_count", folder, deadline_s)
         if self.gives_receipts:
-            self._post("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
+            self._command("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
         return received
 
     def sleep(self) -> None:
@@ -150,12 +161,10 @@ class ServerEngine:
             return None
         body = {"method": method, "kwargs": {"folder": str(folder)}}
         try:
-            answer = self._post("/collective_rpc", body, deadline_s, DEV_MODE)
-        except SamplerError as error:
-            if isinstance(error, EngineLost) or method not in str(error):
-                if "404" in str(error) and method == "gruppo_count":
-                    self.gives_receipts = False  # adapters need no dev mode
-                    return None
+            answer = self._command("/collective_rpc", body, deadline_s, DEV_MODE)
+        except Refused as error:
+            is_shut = error.status == 404 and method == "gruppo_count"  # no dev mode, which adapters do not need
+            if not is_shut and f"no attribute '{method}'" not in str(error):
                 raise
             logger.warning(
                 "%s cannot say what it reads (start it with --worker-extension-cls "
@@ -167,11 +176,14 @@ class ServerEngine:
         counted = answer["results"][0]
         return Received(tensors=int(counted["tensors"]), bytes=int(counted["bytes"]))
 
-    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], deadline_s: float) -> list[Any]:
+    def _command(self, path: str, body: dict[str, Any], deadline_s: float, remedy: str) -> Any:
+        return self._post_all(path, [body], deadline_s, remedy)[0]
+
+    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], deadline_s: float, remedy: str = "") -> list[Any]:
         """All answers in order; on any way out no request is left behind."""
         ends = time.monotonic() + deadline_s
         executor = ThreadPoolExecutor(min(len(bodies), AT_ONCE) or 1)
-        futures = [executor.submit(self._post, path, body, deadline_s) for body in bodies]
+        futures = [executor.submit(self._exchange, "POST", path, body, deadline_s, remedy) for body in bodies]
         try:
             waiting = set(futures)
             while waiting:
@@ -179,19 +191,24 @@ class ServerEngine:
                 done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()  # raises what the request raised
-                if time.monotonic() > ends:
+                if waiting and time.monotonic() > ends:
                     raise EngineLost(f"{self.name} had not answered {len(waiting)} requests after {deadline_s:g} s")
             return [future.result() for future in futures]
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
+            self._drop([future for future in futures if not future.cancelled()])
+
+    def _drop(self, sent: Sequence[Future[Any]]) -> None:
+        """Cut the connections that are still open: the server then stops working on their requests."""
+        for _ in range(20):  # one that was only being opened is cut the next time round
             for connection in list(self._open):
-                connection.close()
+                with suppress(OSError, AttributeError):  # closed already, or not open yet
+                    connection.sock.shutdown(socket.SHUT_RDWR)  # close() would wait for the thread that reads from it
+            if not wait(sent, timeout=0.1).not_done:
+                return
 
     def _get(self, path: str, timeout: float) -> Any:
         return self._exchange("GET", path, None, timeout, "")
-
-    def _post(self, path: str, body: dict[str, Any], timeout: float, remedy: str = "") -> Any:
-        return self._exchange("POST", path, body, timeout, remedy)
 
     def _exchange(self, verb: str, path: str, body: dict[str, Any] | None, timeout: float, remedy: str) -> Any:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
@@ -214,16 +231,17 @@ class ServerEngine:
         said = f"{self.name} answered {path} with {response.status}: {text[:300]}"
         if response.status == 404 and body is not None and body.get("model") == ADAPTER:
             raise EngineLost(f"{self.name} does not know the adapter it was given")
-        if response.status in (502, 503, 504):
+        # A server whose engine has died answers requests with 500 for a while; commands it answers so when they fail.
+        if response.status in (502, 503, 504) or (response.status >= 500 and not remedy):
             raise EngineLost(said)
-        raise SamplerError(f"{said}; {remedy}" if remedy and response.status in (403, 404, 405) else said)
+        raise Refused(f"{said}; {remedy}" if remedy and response.status in (403, 404, 405) else said, response.status)
 
 
 def _completions(answer: Any, request: Request, name: str) -> list[Completion]:
     """The choices of an answer, in order; what is missing is named."""
     read: Callable[[Any], Completion] = lambda c: Completion(  # noqa: E731
-        tokens=tuple(c["token_ids"]),
-        logps=tuple(c["logprobs"]["token_logprobs"]),
+        tokens=tuple(map(index, c["token_ids"])),
+        logps=tuple(map(float, c["logprobs"]["token_logprobs"])),
         text=c["text"],
         stop_reason="stop" if c["finish_reason"] == "stop" else "length",
     )

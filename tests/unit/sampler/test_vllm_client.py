@@ -1,0 +1,481 @@
+"""vLLMSampler against a stub of the server: answers that cannot be used, losses, restarts, several servers."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stub_vllm import Answer, StubServer
+
+from gruppo.errors import InputError, SamplerError
+from gruppo.model import LoraSpec, TransformersModel
+from gruppo.sampler import SamplingParams, handover, vLLMSampler
+from gruppo.sampler.vllm_launch import _flags
+from gruppo.types import InputFeature, Prompt, SampleResponse
+
+PROMPTS = ["47+85=", "12+9=", "99+1=", "5+5=", "30+31="]
+PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
+LORA = LoraSpec(rank=4)
+VOCABULARY = 16  # of the embedded model
+MakeStub = Callable[..., StubServer]
+MakeSampler = Callable[..., vLLMSampler]
+
+
+@pytest.fixture
+def stubs() -> Iterator[MakeStub]:
+    made: list[StubServer] = []
+
+    def make(**options: Any) -> StubServer:
+        made.append(StubServer(**options))
+        return made[-1]
+
+    yield make
+    for stub in made:
+        stub.close()
+
+
+@pytest.fixture
+def samplers() -> Iterator[MakeSampler]:
+    made: list[vLLMSampler] = []
+
+    def make(*stubs: StubServer, **options: Any) -> vLLMSampler:
+        made.append(vLLMSampler("builtin", servers=[s.address for s in stubs], max_model_len=24, **options))
+        return made[-1]
+
+    yield make
+    for sampler in made:
+        sampler.close()
+
+
+def trained(steps: int = 1, **options: Any) -> TransformersModel:
+    """The embedded model after some large steps in an arbitrary direction."""
+    model = TransformersModel("builtin", device="cpu", **options)
+    model.set_optimizer("AdamW", lr=0.01)
+    features = [
+        InputFeature(prompt_ids=(4, 5), completion_ids=(6, 7)),
+        InputFeature(prompt_ids=(8,), completion_ids=(9,)),
+    ]
+    for _ in range(steps):
+        model.forward_backward(features, advantages=[1.0, -1.0])
+        model.clip_grad_and_step()
+    return model
+
+
+def tokens(responses: list[SampleResponse]) -> list[list[tuple[int, ...]]]:
+    return [[s.tokens for s in r.sequences] for r in responses]
+
+
+def largest_gap(model: TransformersModel, responses: list[SampleResponse], temperature: float) -> float:
+    sequences = [s for r in responses for s in r.sequences]
+    logps = model.forward_only([s.new_input_feature for s in sequences], temperature=temperature)["logps"]
+    return max(
+        abs(a - b) for s, row in zip(sequences, logps, strict=True) for a, b in zip(s.logps, row.tolist(), strict=True)
+    )
+
+
+def assert_sampled_by(model: TransformersModel, responses: list[SampleResponse]) -> None:
+    assert largest_gap(model, responses, PARAMS.temperature) < 1e-5
+    base = TransformersModel("builtin", device="cpu")
+    assert largest_gap(base, responses, PARAMS.temperature) > 0.01  # not a test that any model passes
+
+
+# --- what goes out and what comes back ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_after_a_hand_over_samples_and_logps_are_those_of_the_trained_weights(
+    lora: LoraSpec | None, stubs: MakeStub, samplers: MakeSampler
+) -> None:
+    sampler, model = samplers(stubs(lora=lora), lora=lora), trained(3, lora=lora)
+    reported = sampler.sync(model)
+    responses = sampler.sample(PROMPTS, 3, PARAMS)
+    assert_sampled_by(model, responses)
+    assert {s.policy_version for r in responses for s in r.sequences} == {3}
+    weights = [p for p in model.model.parameters() if p.requires_grad]
+    assert reported.keys() == {"sync/tensors", "sync/bytes", "sync/canary_gap"}
+    assert reported["sync/bytes"] == 4 * sum(p.numel() for p in weights)
+    assert reported["sync/tensors"] == len(weights)
+    assert reported["sync/canary_gap"] < 1e-5
+    assert sampler.sync(model) == {}  # they have them
+
+
+def test_a_prompts_samples_depend_on_its_row_seed_and_step_and_on_nothing_else(
+    stubs: MakeStub, samplers: MakeSampler
+) -> None:
+    sampler = samplers(stubs())
+    prompts = [Prompt(token_ids=tuple(sampler.tokenizer(p)["input_ids"]), index=i) for i, p in enumerate(PROMPTS)]
+    together = tokens(sampler.sample(prompts, 4, PARAMS))
+    assert tokens(sampler.sample(prompts[::-1], 4, PARAMS)) == together[::-1]
+    assert [tokens(sampler.sample([p], 4, PARAMS))[0] for p in prompts] == together
+    assert tokens(sampler.sample(prompts, 3, PARAMS)) == [rows[:3] for rows in together]
+    for other in (replace(PARAMS, step=3), replace(PARAMS, seed=4)):
+        assert tokens(sampler.sample(prompts, 4, other)) != together
+
+
+def test_no_prompts_ask_nothing(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    before = stub.started
+    assert sampler.sample([], 2, PARAMS) == []
+    assert stub.started == before
+
+
+@pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_filters_are_refused_with_the_reason(option: dict[str, Any], stubs: MakeStub, samplers: MakeSampler) -> None:
+    sampler = samplers(stubs())
+    with pytest.raises(
+        InputError, match=r"top_k, top_p and min_p are refused.*over the tokens that were kept.*sampler=torch"
+    ):
+        sampler.sample(PROMPTS, 2, SamplingParams(max_new_tokens=4, **option))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([(4, 5), ()], "prompt 1 has no tokens"),
+        (
+            [tuple(range(4, 13)) * 3],
+            r"prompt 0 has 27 tokens; with max_new_tokens=4 that is more than max_model_len=24",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_named(
+    prompts: list[tuple[int, ...]], said: str, stubs: MakeStub, samplers: MakeSampler
+) -> None:
+    with pytest.raises(InputError, match=said):
+        samplers(stubs()).sample(prompts, 1, PARAMS)
+
+
+# --- answers that cannot be used ----------------------------------------------------------------------------------
+
+
+def change(field: str, value: Any) -> Callable[[Answer], Answer]:
+    """Set a field of the first choice; a function changes what is there."""
+
+    def spoil(answer: Answer) -> Answer:
+        choice = answer["choices"][0]
+        choice[field] = value(choice[field]) if callable(value) else value
+        return answer
+
+    return spoil
+
+
+def logprobs(value: Callable[[list[float]], list[Any]]) -> Callable[[Answer], Answer]:
+    return change("logprobs", lambda old: {"token_logprobs": value(old["token_logprobs"])})
+
+
+def cut_early(answer: Answer) -> Answer:
+    choice = answer["choices"][0]
+    choice |= {"token_ids": choice["token_ids"][:1], "finish_reason": "length"}
+    choice["logprobs"] = {"token_logprobs": choice["logprobs"]["token_logprobs"][:1]}
+    return answer
+
+
+def too_long(answer: Answer) -> Answer:
+    answer["choices"][0] |= {"token_ids": [4] * 5, "logprobs": {"token_logprobs": [-1.0] * 5}}
+    return answer
+
+
+UNUSABLE: dict[str, tuple[Callable[[Answer], Answer | None], str]] = {
+    "too few": (lambda a: {"choices": a["choices"][1:]}, "gave 2 completions where 3 were asked for"),
+    "too many": (lambda a: {"choices": a["choices"] * 2}, "gave 6 completions where 3 were asked for"),
+    "foreign id": (change("token_ids", lambda t: [*t[:-1], VOCABULARY]), f"outside the vocabulary of {VOCABULARY}"),
+    "negative id": (change("token_ids", lambda t: [-1, *t[1:]]), f"outside the vocabulary of {VOCABULARY}"),
+    "id as text": (change("token_ids", lambda t: [str(x) for x in t]), "answered without what was asked for"),
+    "no ids": (change("token_ids", None), "answered without what was asked for"),
+    "no tokens": (change("token_ids", []), "it is empty, though the end token would be in it"),
+    "no logprobs": (change("logprobs", None), "answered without what was asked for"),
+    "a logprob too few": (logprobs(lambda x: x[:-1]), "it lacks log-probs"),
+    "null": (logprobs(lambda x: [None, *x[1:]]), "answered without what was asked for"),
+    "nan": (logprobs(lambda x: [float("nan"), *x[1:]]), "a log-prob is not finite, or above 0"),
+    "-inf": (logprobs(lambda x: [float("-inf"), *x[1:]]), "a log-prob is not finite, or above 0"),
+    "positive": (logprobs(lambda x: [0.5, *x[1:]]), "a log-prob is not finite, or above 0"),
+    "too long": (too_long, "it is longer than max_new_tokens=4"),
+    "cut early": (cut_early, "it was cut before max_new_tokens=4"),
+    "another prompt": (change("prompt_token_ids", [4, 4, 4]), "continued another prompt than it was given"),
+    "no choices": (lambda a: {}, "answered without what was asked for"),
+    "not JSON": (lambda a: None, "answered without what was asked for"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_an_answer_that_cannot_be_used_stops_the_run_and_says_why(
+    name: str, stubs: MakeStub, samplers: MakeSampler
+) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    before = stub.started
+    stub.spoil, said = UNUSABLE[name]
+    with pytest.raises(SamplerError, match=said):
+        sampler.sample(PROMPTS[:1], 3, PARAMS)
+    assert stub.started == before + 1  # asking again would hide it
+
+
+# --- losses -------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_never_answers_is_lost_four_times_and_then_the_run_stops(
+    stubs: MakeStub, samplers: MakeSampler
+) -> None:
+    stub = stubs()
+    sampler = samplers(stub, deadline_s=5.0)
+    sampler.sync(trained())
+    sampler.deadline_s, before = 0.4, stub.started
+    stub.hangs = True
+    with pytest.raises(SamplerError, match=r"was lost 4 times in a row: .* had not answered 2 requests after 0.4 s"):
+        sampler.sample(PROMPTS[:2], 2, PARAMS)
+    assert stub.started - before == 4 * 2
+    assert wait_for(lambda: stub.dropped == 8)  # none of them stays in the server
+
+
+def test_a_server_that_hangs_once_is_asked_again_with_the_same_seeds(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler, model = samplers(stub), trained()
+    sampler.sync(model)
+    undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
+    sampler.deadline_s = 1.0
+    stub.hangs = True
+    threading.Timer(0.5, lambda: wait_for(lambda: stub.dropped > 0) and setattr(stub, "hangs", False)).start()
+    assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+    assert stub.dropped > 0
+    assert_sampled_by(model, undisturbed)
+
+
+def test_a_server_whose_engine_died_answers_500_and_is_brought_back(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler, model = samplers(stub), trained()
+    sampler.sync(model)
+    undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
+    stub.failures = 1
+    stub.restart()
+    assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+    assert stub.failures == 0
+
+
+def test_a_server_that_always_answers_500_stops_the_run_with_its_words(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    stub.failures = 10**6
+    with pytest.raises(SamplerError, match=r"lost 4 times in a row: .*with 500: .*EngineCore encountered an issue"):
+        sampler.sample(PROMPTS, 3, PARAMS)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_a_server_that_was_restarted_behind_our_back_is_noticed_after_the_batch(
+    lora: LoraSpec | None, stubs: MakeStub, samplers: MakeSampler, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub = stubs(lora=lora)
+    sampler, model = samplers(stub, lora=lora), trained(lora=lora)
+    sampler.sync(model)
+    undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
+    stub.restart()
+    with caplog.at_level(logging.WARNING):
+        assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+    assert_sampled_by(model, undisturbed)
+    said = "no longer has the weights it was given" if lora is None else "does not know the adapter it was given"
+    assert [said in record.message for record in caplog.records] == [True]
+
+
+def test_a_server_that_is_gone_is_waited_for_and_given_its_weights(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler, model = samplers(stub), trained()
+    sampler.sync(model)
+    undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
+    port = stub.http.server_port
+    stub.close()
+    back: list[StubServer] = []
+    threading.Timer(0.7, lambda: back.append(stubs(port=port))).start()
+    assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+    assert "/collective_rpc" in back[0].seen
+
+
+def test_a_server_that_does_not_come_back_stops_the_run(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    stub.close()
+    sampler.deadline_s = 0.6
+    with pytest.raises(SamplerError, match=r"did not answer within 0.6 s; is `vllm serve` running there\?"):
+        sampler.sample(PROMPTS, 3, PARAMS)
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_stop_leaves_at_once_and_drops_the_requests(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stubs_, asked = [stubs(), stubs()], threading.Event()
+
+    def poll() -> None:
+        if asked.is_set():
+            raise Stop
+
+    sampler = samplers(*stubs_, poll=poll)
+    before = sum(s.started for s in stubs_)
+    for stub in stubs_:
+        stub.hangs = True
+    threading.Timer(0.5, asked.set).start()
+    started = time.monotonic()
+    with pytest.raises(Stop):
+        sampler.sample(PROMPTS, 2, PARAMS)
+    assert time.monotonic() - started < 2.0  # and not the deadline of ten minutes
+    assert sum(s.started for s in stubs_) - before == len(PROMPTS)
+    assert wait_for(lambda: sum(s.dropped for s in stubs_) == len(PROMPTS))
+
+
+def wait_for(is_true: Callable[[], bool], seconds: float = 5.0) -> bool:
+    ends = time.monotonic() + seconds
+    while not is_true() and time.monotonic() < ends:
+        time.sleep(0.01)
+    return is_true()
+
+
+# --- several servers ----------------------------------------------------------------------------------------------
+
+
+def test_several_servers_share_a_batch_and_give_what_one_gives(stubs: MakeStub, samplers: MakeSampler) -> None:
+    model, many = trained(), [stubs() for _ in range(3)]
+    one, three = samplers(stubs()), samplers(*many)
+    one.sync(model)
+    three.sync(model)
+    for stub in many:
+        stub.prompts.clear()
+    assert three.sample(PROMPTS, 3, PARAMS) == one.sample(PROMPTS, 3, PARAMS)
+    ids = [tuple(one.tokenizer(p)["input_ids"]) for p in PROMPTS]
+    assert [sorted(stub.prompts) for stub in many] == [sorted(ids[i::3]) for i in range(3)]
+    assert three.sample(PROMPTS[:1], 2, PARAMS) == one.sample(PROMPTS[:1], 2, PARAMS)  # fewer prompts than servers
+
+
+def test_one_of_two_servers_is_restarted_and_the_batch_is_the_same(stubs: MakeStub, samplers: MakeSampler) -> None:
+    model, two = trained(), [stubs(), stubs()]
+    sampler = samplers(*two)
+    sampler.sync(model)
+    undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
+    two[1].restart()
+    assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+
+
+# --- servers that were started with the wrong flags ---------------------------------------------------------------
+
+
+def test_raw_logprobs_are_refused_at_the_start_with_the_flag(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    stub.raw_logprobs = True
+    with pytest.raises(SamplerError, match="start it with --logprobs-mode processed_logprobs"):
+        samplers(stub)
+
+
+def test_full_weights_without_dev_mode_are_refused_with_the_setting(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    stub.has_dev_mode = False
+    with pytest.raises(SamplerError, match="VLLM_SERVER_DEV_MODE=1"):
+        samplers(stub).sync(trained())
+
+
+def test_adapters_need_no_dev_mode(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub, model = stubs(lora=LORA), trained(lora=LORA)
+    stub.has_dev_mode = False
+    sampler = samplers(stub, lora=LORA)
+    sampler.sync(model)
+    assert_sampled_by(model, sampler.sample(PROMPTS, 3, PARAMS))
+
+
+def test_without_the_extension_the_canary_alone_is_the_proof(
+    stubs: MakeStub, samplers: MakeSampler, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub, model = stubs(), trained()
+    stub.has_extension = False
+    sampler = samplers(stub)
+    with caplog.at_level(logging.WARNING):
+        sampler.sync(model)
+    assert ["--worker-extension-cls" in r.message for r in caplog.records] == [True]
+    assert_sampled_by(model, sampler.sample(PROMPTS, 3, PARAMS))
+
+
+# --- hand-overs that go wrong -------------------------------------------------------------------------------------
+
+
+def test_a_hand_over_that_fails_once_is_made_again(
+    stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, model, old = samplers(stubs()), trained(), trained(0)
+    write = handover.write
+    answers = iter([old, model])
+    monkeypatch.setattr(handover, "write", lambda _, folder: write(next(answers), folder))
+    assert sampler.sync(model)["sync/canary_gap"] < 1e-5
+    assert_sampled_by(model, sampler.sample(PROMPTS, 3, PARAMS))
+
+
+def test_a_stale_file_stops_the_run_with_the_names_of_its_tensors(
+    stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, model = samplers(stubs()), trained()
+    sampler.sync(model)
+    newer = trained()
+    with torch.no_grad():
+        newer.model.get_parameter("model.norm.weight").mul_(1.5)
+    newer.version = 2
+    write = handover.write
+    monkeypatch.setattr(handover, "write", lambda _, folder: write(model, folder))
+    with pytest.raises(
+        SamplerError, match=r"version 2 did not reach .*differs from the model in \['model.norm.weight'\]"
+    ):
+        sampler.sync(newer)
+    assert {s.policy_version for r in sampler.sample(PROMPTS, 1, PARAMS) for s in r.sequences} == {1}
+
+
+def test_an_engine_that_takes_nothing_is_told_from_a_wrong_file(
+    stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    monkeypatch.setattr("stub_vllm._put", lambda model, tensors: None)
+    with pytest.raises(SamplerError, match="the file holds the model's weights, so the engine did not take them"):
+        sampler.sync(trained())
+
+
+def test_a_server_that_reads_less_than_the_file_holds_is_at_fault(
+    stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub, model = stubs(), trained()
+    sampler = samplers(stub)
+    command = stub.command
+
+    def lose_one(method: str, arguments: dict[str, str]) -> tuple[int, Any]:
+        status, answer = command(method, arguments)
+        answer["results"][0]["tensors"] -= 1
+        return status, answer
+
+    monkeypatch.setattr(stub, "command", lose_one)
+    count = len(list(model.model.parameters()))
+    with pytest.raises(SamplerError, match=rf"read {count - 1} tensors and [\d,]+ bytes of {count} and"):
+        sampler.sync(model)
+
+
+def test_folders_of_older_versions_and_of_a_killed_run_are_deleted(
+    stubs: MakeStub, samplers: MakeSampler, tmp_path: Path
+) -> None:
+    folder = tmp_path / "sync"
+    (folder / "version-77").mkdir(parents=True)
+    sampler = samplers(stubs(), sync_folder=folder)
+    sampler.sync(trained(1))
+    assert [p.name for p in folder.iterdir()] == ["version-1"]
+    sampler.sync(trained(2))
+    assert [p.name for p in folder.iterdir()] == ["version-2"]
+    sampler.close()
+    assert not folder.exists()
+
+
+def test_options_are_refused_for_a_server_that_runs_already(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    with pytest.raises(InputError, match=rf"options \['seed'\] are for an engine started here, not for {stub.address}"):
+        samplers(stub, options={"seed": 1})
+
+
+def test_flags_of_a_server_are_written_as_its_command_line_takes_them() -> None:
+    options = {"model": "m", "max-model-len": 32, "enable-lora": True, "no": False, "targets": ["q", "k"], "none": None}
+    assert _flags(options) == ["--model", "m", "--max-model-len", "32", "--enable-lora", "--targets", "q", "k"]

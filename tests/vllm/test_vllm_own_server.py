@@ -1,0 +1,93 @@
+"""A server of our own: it is brought back when it dies, and it dies with us."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from small_runs import options
+
+from gruppo.trainer import GRPOTrainer
+
+LORA = {"lora": True, "lora_rank": 4}
+
+
+class Command:
+    """`gruppo train` in a process of its own."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.log = run, run.with_suffix(".log")
+        words = []
+        for name, value in options(run, sampler="vllm:start", **LORA, steps=100_000).items():
+            flag = name.replace("_", "-")
+            words += (
+                [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+            )
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gruppo", "train", *words], stdout=log, stderr=log, start_new_session=True
+            )
+
+    def server(self) -> list[psutil.Process]:
+        """All processes of the server, its guard first."""
+        children = psutil.Process(self.process.pid).children()
+        guards = [c for c in children if any("vllm_guard" in word for word in c.cmdline())]
+        return [p for guard in guards for p in (guard, *guard.children(recursive=True))]
+
+    def wait_for_step(self, step: int, seconds: float = 400.0) -> None:
+        ends = time.monotonic() + seconds
+        while not (self.run / "completions" / f"step-{step:06d}.parquet").exists():
+            assert self.process.poll() is None and time.monotonic() < ends, self.log.read_text()
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    made = Command(tmp_path / "run")
+    yield made
+    made.close()
+
+
+def is_running(process: psutil.Process) -> bool:
+    """A zombie is not: it waits for a parent to take note."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_it_comes_back_when_it_is_killed_and_ends_when_the_trainer_is(
+    command: Command, trainers: Callable[..., GRPOTrainer]
+) -> None:
+    inside = trainers(sampler="vllm", **LORA, steps=6)  # while the server starts
+    inside.train()
+    command.wait_for_step(3)
+    first = command.server()
+    os.killpg(first[0].pid, signal.SIGKILL)
+    command.wait_for_step(6)
+    assert not any(is_running(p) for p in first)
+    second = command.server()
+    assert len(second) == len(first) >= 4  # guard, server, engine, worker
+    assert "bringing it back, try 1 of 3" in command.log.read_text()
+
+    command.process.kill()
+    command.process.wait()
+    time.sleep(5)
+    assert [p for p in second if is_running(p)] == []
+
+    # What was sampled is what would have been sampled: by the engine inside this process, which nobody disturbed.
+    for step in range(1, 6):
+        name = f"step-{step:06d}.parquet"
+        assert (command.run / "completions" / name).read_bytes() == (
+            inside.run.path / "completions" / name
+        ).read_bytes()
