@@ -71,6 +71,7 @@ class ServerProcess:
         command = [sys.executable, "-P", str(guard), *_flags(self.arguments), "--host", "127.0.0.1"]
         command += ["--port", str(self.port)]
         environment = SETTINGS | platform_settings() | dict(os.environ)
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an engine inside this process may have set it
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True

@@ -36,6 +36,7 @@ class StubServer:
         self.raw_logprobs = False
         self.has_extension = True
         self.has_dev_mode = True
+        self.unknown = "Method {!r} is not implemented."
         self.started = 0
         """Sampling requests that came."""
         self.dropped = 0
@@ -128,8 +129,7 @@ class StubServer:
 
     def command(self, method: str, arguments: dict[str, str]) -> tuple[int, Any]:
         if method.startswith("gruppo_") and not self.has_extension:
-            message = f"Call to collective_rpc method failed: 'CPUWorker' object has no attribute '{method}'"
-            return 500, {"error": {"message": message}}
+            return 500, {"error": {"message": f"Call to collective_rpc method failed: {self.unknown.format(method)}"}}
         folder = Path(arguments["weights_path" if method == "reload_weights" else "folder"])
         tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
         if method != "gruppo_count":
