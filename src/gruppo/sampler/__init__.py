@@ -6,6 +6,8 @@
     torch_sampler.py  TorchSampler: KV-cache decoding of a transformers model in this process
     vllm_sampler.py   vLLMSampler: rollouts from vLLM, hand-over of weights, recovery
     engine.py         what it asks of an engine
+    start.py          from names of servers to engines
+    answer.py         what an engine answered, checked
     vllm_inside.py    an engine in this process
     vllm_server.py    an engine behind HTTP
     vllm_launch.py    a server of our own

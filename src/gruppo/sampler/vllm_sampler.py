@@ -4,7 +4,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,12 +17,14 @@ from gruppo.model import source
 from gruppo.model.lora import LoraSpec
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.sampler import handover
+from gruppo.sampler.answer import check_answer, response
 from gruppo.sampler.base import PromptLike, prompt_index, token_ids
 from gruppo.sampler.engine import Completion, Engine, EngineLost, Poll, Request
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.proof import BOUNDS, Canary
 from gruppo.sampler.randomness import row_keys
-from gruppo.types import SampledSequence, SampleResponse
+from gruppo.sampler.start import adapter_options, start_engines
+from gruppo.types import SampleResponse
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class vLLMSampler:
         self.engines: list[Engine] = []
         own = {"model": folder, "dtype": dtype, "max_model_len": length, "options": options or {}}
         try:
-            for engine in _engines(servers, own | _adapter_options(model_id, lora), poll=poll):
+            for engine in start_engines(servers, own | adapter_options(model_id, lora), poll=poll):
                 self.engines.append(engine)
             for engine in self.engines:
                 engine.wait_until_ready(deadline_s)  # several start at the same time
@@ -114,9 +116,13 @@ class vLLMSampler:
         for engine in self.engines:
             engine.sleep()
         ordered = [answers[i % len(self.engines)][i // len(self.engines)] for i in range(len(requests))]
-        responses = [self._response(r, completions, params) for r, completions in zip(requests, ordered, strict=True)]
-        copies = num_samples // requests[0].num_samples
-        return [SampleResponse(sequences=r.sequences * copies) for r in responses]
+        responses = []
+        for request, completions in zip(requests, ordered, strict=True):
+            check_answer(request, completions, params, self.vocabulary)
+            responses.append(
+                response(request, completions, copies=num_samples // len(completions), version=self.version)
+            )
+        return responses
 
     def sync(self, model: TransformersModel) -> dict[str, float]:
         """Hand the model's weights over and prove that they arrived; does nothing when the engines have them.
@@ -243,45 +249,6 @@ class vLLMSampler:
                 return
             raise SamplerError(f"{engine.name} came back without the weights of version {self.version}: {fault}")
 
-    def _response(self, request: Request, completions: list[Completion], params: SamplingParams) -> SampleResponse:
-        if len(completions) != request.num_samples:
-            raise SamplerError(f"vLLM gave {len(completions)} completions where {request.num_samples} were asked for")
-        for c in completions:
-            problem = self._problem(c, params)
-            if problem is not None:
-                raise SamplerError(
-                    f"vLLM's answer cannot be used: {problem}; it has {len(c.tokens)} tokens {c.tokens[:8]} and "
-                    f"{len(c.logps)} log-probs {c.logps[:4]}, stop_reason={c.stop_reason!r}"
-                )
-        return SampleResponse(
-            sequences=tuple(
-                SampledSequence(
-                    prompt_ids=request.prompt_ids,
-                    tokens=c.tokens,
-                    logps=c.logps,
-                    text=c.text,
-                    stop_reason=c.stop_reason,
-                    policy_version=self.version,
-                )
-                for c in completions
-            )
-        )
-
-    def _problem(self, c: Completion, params: SamplingParams) -> str | None:
-        if not c.tokens:
-            return "it is empty, though the end token would be in it"
-        if len(c.logps) != len(c.tokens):
-            return "it lacks log-probs"
-        if not all(math.isfinite(x) and x < 1e-3 for x in c.logps):
-            return "a log-prob is not finite, or above 0"
-        if not all(0 <= t < self.vocabulary for t in c.tokens):
-            return f"a token is outside the vocabulary of {self.vocabulary}"
-        if len(c.tokens) > params.max_new_tokens:
-            return f"it is longer than max_new_tokens={params.max_new_tokens}"
-        if c.stop_reason == "length" and len(c.tokens) < params.max_new_tokens:
-            return f"it was cut before max_new_tokens={params.max_new_tokens}"
-        return None
-
     # --- handing over ---------------------------------------------------------------------------------------------
 
     def _hand_over(
@@ -306,14 +273,9 @@ class vLLMSampler:
                     self._bring_back(engine, problem)
                 return math.nan, math.nan, problem
             if received is not None and (received.tensors, received.bytes) != (len(size.tensors), size.bytes):
-                return (
-                    math.nan,
-                    math.nan,
-                    (
-                        f"{engine.name} read {received.tensors} tensors and {received.bytes:,} bytes of "
-                        f"{len(size.tensors)} and {size.bytes:,}"
-                    ),
-                )
+                read = f"{received.tensors} tensors and {received.bytes:,} bytes"
+                there = f"{len(size.tensors)} and {size.bytes:,}"
+                return math.nan, math.nan, f"{engine.name} read {read} of {there}"
             verdict = self.canary.judge(engine.name, expected, answered)
             if verdict.fault is not None:
                 differ = handover.differing(model, folder)
@@ -328,29 +290,3 @@ class vLLMSampler:
         if self.lora is not None:
             return engine.load_adapter(folder, version, self.deadline_s)
         return engine.load_weights(folder, self.deadline_s)
-
-
-def _engines(servers: Sequence[str], own: dict[str, Any], *, poll: Poll) -> Iterator[Engine]:
-    """The engines one by one, each started; `own` is for those that are ours."""
-    if not servers:
-        from gruppo.sampler.vllm_inside import InsideEngine
-
-        yield InsideEngine(**own, poll=poll)
-    from gruppo.sampler.vllm_launch import ServerProcess
-    from gruppo.sampler.vllm_server import ServerEngine
-
-    for address in servers:
-        if address == "start":
-            process = ServerProcess(**own)
-            yield ServerEngine(process.address, process=process, poll=poll)
-        elif own["options"]:
-            raise InputError(f"options {sorted(own['options'])} are for an engine started here, not for {address}")
-        else:
-            yield ServerEngine(address, poll=poll)
-
-
-def _adapter_options(model_id: str, lora: LoraSpec | None) -> dict[str, Any]:
-    if lora is None:
-        return {}
-    targets = source.linear_layers(model_id) if lora.targets == "all-linear" else lora.targets
-    return {"lora_rank": lora.rank, "lora_targets": tuple([targets] if isinstance(targets, str) else targets)}
