@@ -68,6 +68,11 @@ class vLLMSampler:
         poll: Poll = lambda: None,
     ) -> None:
         folder = source.resolve(model_id)
+        if (Path(folder) / "adapter_config.json").is_file():
+            raise InputError(
+                f"model {model_id!r} is an adapter, which vLLM cannot start from; fold it into its base first: "
+                f"gruppo export {model_id} FOLDER --merge"
+            )
         length = max_model_len or source.context_length(model_id)
         if length is None:
             raise InputError(f"max_model_len is needed: the config of {model_id!r} does not tell the model's own")

@@ -478,6 +478,12 @@ def test_options_are_refused_for_a_server_that_runs_already(stubs: MakeStub, sam
         samplers(stub, options={"seed": 1})
 
 
+def test_an_adapter_to_start_from_is_refused_with_the_way_round(tmp_path: Path) -> None:
+    trained(lora=LORA).save(tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"is an adapter, .*gruppo export .*/adapter FOLDER --merge"):
+        vLLMSampler(str(tmp_path / "adapter"), servers=("http://127.0.0.1:9",))
+
+
 def test_flags_of_a_server_are_written_as_its_command_line_takes_them() -> None:
     options = {"model": "m", "max-model-len": 32, "enable-lora": True, "no": False, "targets": ["q", "k"], "none": None}
     assert _flags(options) == ["--model", "m", "--max-model-len", "32", "--enable-lora", "--targets", "q", "k"]
