@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ class Command:
 
     def __init__(self, run: Path) -> None:
         self.run, self.log = run, run.with_suffix(".log")
+        self.seen: list[psutil.Process] = []
         words = []
         for name, value in options(run, sampler="vllm:start", **LORA, steps=100_000).items():
             flag = name.replace("_", "-")
@@ -37,7 +39,8 @@ class Command:
         """All processes of the server, its guard first."""
         children = psutil.Process(self.process.pid).children()
         guards = [c for c in children if any("vllm_guard" in word for word in c.cmdline())]
-        return [p for guard in guards for p in (guard, *guard.children(recursive=True))]
+        self.seen += (found := [p for guard in guards for p in (guard, *guard.children(recursive=True))])
+        return found
 
     def wait_for_step(self, step: int, seconds: float = 400.0) -> None:
         ends = time.monotonic() + seconds
@@ -49,6 +52,9 @@ class Command:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        for process in self.seen:
+            with suppress(psutil.NoSuchProcess):  # as it should be
+                process.kill()
 
 
 @pytest.fixture
