@@ -6,7 +6,7 @@
 # gruppo itself (editable) with its development tools, and vLLM's build for CPUs, both under constraints-vllm.txt. vLLM
 # comes without its dependencies, which are then read from its metadata: those on torch name one build of it, and
 # torchvision, torchaudio and torchcodec are not needed for text. Nothing here reaches .venv, whose numpy is too new for
-# vLLM. 2 GB, some minutes. A second call does nothing until this file, pyproject.toml or constraints-vllm.txt changes.
+# vLLM. 4 GB, some minutes. A second call does nothing until this file, pyproject.toml or constraints-vllm.txt changes.
 set -euo pipefail
 
 if [ $# -ne 1 ] || [ "${1#-}" != "$1" ]; then
