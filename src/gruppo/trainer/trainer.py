@@ -80,6 +80,7 @@ class GRPOTrainer:
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
         self.collected: Collected | None = None
         self.seconds: dict[str, float] = {}
+        self.synced: dict[str, float] = {}
         self.skipped_in_a_row = 0
         try:
             build.try_rewards(self.pool, self.prompts.train.prompts)
@@ -113,14 +114,13 @@ class GRPOTrainer:
         """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step."""
         number = self.step_number + 1
         self.model.loss.entropy_coef = self.memory.entropy.applied
-        with self._timed("sync"):
-            synced = self.sampler.sync(self.model)
+        self._sync()
         params = self._sampling(number)
         rounds = self.gatherer.gather(number, params, self._timed)
         with self._timed("reward"):
             collected = self.credit.give(rounds, number, params)
         with self._timed("train"):
-            metrics = synced | collected.metrics | self.update(collected)
+            metrics = self.synced | collected.metrics | self.update(collected)
         self.credit.remember(rounds, number, metrics)
         self.step_number = number
         if self.config.completions_every and number % self.config.completions_every == 0:
@@ -173,8 +173,7 @@ class GRPOTrainer:
         """The held-out score of the weights as they are; None without held-out prompts."""
         if not len(self.prompts.held_out):
             return None
-        with self._timed("sync"):
-            self.sampler.sync(self.model)
+        self._sync()
         with self._timed("eval"):
             return evaluate(
                 self.prompts.held_out.prompts,
@@ -280,6 +279,11 @@ class GRPOTrainer:
         self.run.release_lock()
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _sync(self) -> None:
+        """The newest weights to the sampler; what it reports stays until the next hand-over."""
+        with self._timed("sync"):
+            self.synced = self.sampler.sync(self.model) or self.synced
 
     def _sampling(self, step: int) -> SamplingParams:
         config = self.config
