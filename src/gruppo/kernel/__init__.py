@@ -2,6 +2,7 @@
 
     reference.py      a few plain lines in float32: what every kernel is checked against
     head.py           Head: the walk over windows of tokens, with any loss; no [N, V] tensor is ever held
+    chunked.py        the same for autograd, where the loss is not known in the forward
     sizes.py          how many rows are held at a time; the memory of a step before it is taken
     rows.py           row operations on a chunk of logits in torch ops: CPU, and any GPU without Triton
     triton_rows.py    the same in Triton
@@ -12,7 +13,8 @@
 To add a kernel, write it beside its reference with the same signature and a test that compares the two.
 """
 
-from gruppo.kernel.head import Head, chunked_linear_logps_and_entropy
+from gruppo.kernel.chunked import chunked_linear_logps_and_entropy
+from gruppo.kernel.head import Head
 from gruppo.kernel.reference import linear_logps_and_entropy, logps_and_entropy
 from gruppo.kernel.rows import LogitShape
 from gruppo.kernel.sizes import memory_estimate
