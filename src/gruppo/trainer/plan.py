@@ -36,12 +36,17 @@ class Plan:
             f"layout {config.layout}: prompt tokens computed {self.prompt_copies}x instead of {config.group_size}x, "
             f"up to {self.tokens_per_step / self.computed_tokens:.1f}x fewer tokens"
         )
+        refill = (
+            f"dynamic sampling: groups without signal are replaced, by at most {config.dynamic_sampling} batch(es) of "
+            "prompts per step, the first included"
+        )
         return [
             f"{config.prompts_per_step} prompts x {config.group_size} completions = {self.sequences_per_step} "
             f"sequences per step, at most {self.tokens_per_step:,} tokens, in {self.microbatches} micro-batch(es)",
             f"{config.steps} steps x {config.epochs_per_batch} epoch(s) x {config.minibatches} minibatch(es) = "
             f"{self.optimizer_steps} optimizer steps; each prompt is seen {self.epochs:.2g} time(s)",
             *([shared] if self.prompt_copies < config.group_size else []),
+            *([refill] if config.dynamic_sampling else []),
             f"{share}; about {self.memory / MiB:,.0f} MiB of memory (estimate)",
         ]
 

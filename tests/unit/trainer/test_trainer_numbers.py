@@ -241,6 +241,12 @@ def test_the_plan_counts_a_shared_prompt_once() -> None:
     assert (padded.computed_tokens, padded.prompt_copies, padded.microbatches) == (24_000, 8, 4)
 
 
+def test_the_plan_says_that_dynamic_sampling_takes_further_prompts() -> None:
+    config = CONFIG.model_copy(update={"dynamic_sampling": 10})
+    assert any("at most 10 batch(es) of prompts per step" in line for line in make_plan(config, **PLAN).lines(config))
+    assert not any("dynamic" in line for line in make_plan(CONFIG, **PLAN).lines(CONFIG))
+
+
 # --- advice -------------------------------------------------------------------------------------------------------
 
 HEALTHY = {
