@@ -28,4 +28,4 @@ def test_held_out_accuracy_rises_from_0_3_to_0_95(
     handed_over = [line for line in taken if "sync/canary_gap" in line]
     assert len(handed_over) == steps
     assert max(line["sync/canary_gap"] for line in handed_over) < 1e-4
-    assert max(line["sync/canary_moved"] for line in handed_over) > 0.1
+    assert max(line["sync/canary_moved"] for line in handed_over[1:]) > 0.1  # the first has nothing to have moved from
