@@ -5,6 +5,7 @@
     surrogate.py     what is done with ratio and advantage
     kl.py            the penalty towards the reference policy
     aggregate.py     the weight of a token, from the totals of the step
+    base.py          the policy that a part compares with: old, or the sampler
     correction.py    weights for the gap between sampler and trainer
     select.py        which tokens the policy term acts on, judged over the whole step
     trust_region.py  selections by how far a token's probability has moved

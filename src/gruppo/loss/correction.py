@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gruppo.errors import InputError
+from gruppo.loss.base import AgainstBase, Base, check_base
 from gruppo.loss.inputs import LossInputs
 from gruppo.loss.part import describe, fact
 
@@ -27,7 +28,6 @@ _WORDS = {
     "sequence": "exp(mean_t(old - sampler))",
     "sequence_sum": "exp(sum_t(old - sampler))",
 }
-_SAMPLER = frozenset({"sampler_logps"})
 
 
 def log_rho(inputs: LossInputs) -> Tensor:
@@ -46,16 +46,14 @@ def rho_at(level: RhoLevel, inputs: LossInputs) -> Tensor:
     return log_rho_T.exp()
 
 
-@dataclass(frozen=True)
-class TruncatedWeight:
-    """Truncated importance sampling: rho, kept within bounds."""
+class _BoundedRho:
+    """What corrections with bounds on rho share: fields `low`, `high` and `level`."""
 
-    needs: ClassVar[frozenset[str]] = _SAMPLER
-    weighs_by_rho: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"sampler_logps"})
 
-    high: float = 2.0
-    low: float = 0.0
-    level: RhoLevel = "token"
+    low: float
+    high: float
+    level: RhoLevel
 
     @property
     def is_per_token(self) -> bool:
@@ -64,6 +62,17 @@ class TruncatedWeight:
     def __post_init__(self) -> None:
         _check_bounds(self.low, self.high)
         _check_level(self.level)
+
+
+@dataclass(frozen=True)
+class TruncatedWeight(_BoundedRho):
+    """Truncated importance sampling: rho, kept within bounds."""
+
+    weighs_by_rho: ClassVar[bool] = True
+
+    high: float = 2.0
+    low: float = 0.0
+    level: RhoLevel = "token"
 
     def __str__(self) -> str:
         return f"clip(rho, {self.low:g}, {self.high:g}), rho = {_WORDS[self.level]}"
@@ -73,27 +82,18 @@ class TruncatedWeight:
 
 
 @dataclass(frozen=True)
-class MaskedWeight:
+class MaskedWeight(_BoundedRho):
     """IcePop, arXiv:2510.18855: rho where it lies within bounds, else 0.
 
     With `level="sequence"` a token's rho is the geometric mean over its sequence, with "sequence_sum" the product; the
     sequence is then kept or dropped whole.
     """
 
-    needs: ClassVar[frozenset[str]] = _SAMPLER
     weighs_by_rho: ClassVar[bool] = True
 
     low: float = 0.5
     high: float = 5.0
     level: RhoLevel = "token"
-
-    @property
-    def is_per_token(self) -> bool:
-        return self.level == "token"
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.low, self.high)
-        _check_level(self.level)
 
     def __str__(self) -> str:
         return f"rho where it is in [{self.low:g}, {self.high:g}], else 0; rho = {_WORDS[self.level]}"
@@ -104,25 +104,15 @@ class MaskedWeight:
 
 
 @dataclass(frozen=True)
-class KeepWithin:
+class KeepWithin(_BoundedRho):
     """1 where rho lies within bounds, else 0: a mask alone, to be used with another weight or none.
 
     Sequence-masked TIS is `Product((TruncatedWeight(), KeepWithin(0.999, 1.002, "sequence")))`.
     """
 
-    needs: ClassVar[frozenset[str]] = _SAMPLER
-
     low: float = 0.5
     high: float = 2.0
     level: RhoLevel = "token"
-
-    @property
-    def is_per_token(self) -> bool:
-        return self.level == "token"
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.low, self.high)
-        _check_level(self.level)
 
     def __str__(self) -> str:
         return f"1 where rho is in [{self.low:g}, {self.high:g}], else 0; rho = {_WORDS[self.level]}"
@@ -133,7 +123,7 @@ class KeepWithin:
 
 
 @dataclass(frozen=True)
-class OffPolicySequenceMask:
+class OffPolicySequenceMask(AgainstBase):
     """OPSM, arXiv:2512.02556: drop a sequence with A < 0 once the policy has moved away from it.
 
     It has when mean_t(base - logp) exceeds the threshold; `base` is the sampler, or the trainer's old policy.
@@ -142,24 +132,17 @@ class OffPolicySequenceMask:
     is_per_token: ClassVar[bool] = False
 
     threshold: float = 0.1
-    base: Literal["sampler", "old"] = "sampler"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return _SAMPLER if self.base == "sampler" else frozenset()
+    base: Base = "sampler"
 
     def __post_init__(self) -> None:
-        if self.base not in ("sampler", "old"):
-            raise InputError(f"base must be 'sampler' or 'old', got {self.base!r}")
+        check_base(self.base)
 
     def __str__(self) -> str:
         return f"0 where A < 0 and mean_t({self.base} - logp) > {self.threshold:g}, else 1"
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        base_T = inputs.sampler_logps if self.base == "sampler" else inputs.old_logps
-        assert base_T is not None
         segments = inputs.segments
-        moved_T = segments.spread(segments.mean(base_T - inputs.logps.detach()))
+        moved_T = segments.spread(segments.mean(self.base_logps(inputs) - inputs.logps.detach()))
         return 1 - ((inputs.advantages < 0) & (moved_T > self.threshold)).to(moved_T.dtype)
 
 

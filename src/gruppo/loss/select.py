@@ -8,12 +8,13 @@ for itself. The KL penalty and the entropy bonus act on every token.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gruppo.errors import InputError
+from gruppo.loss.base import AgainstBase, Base, check_base
 from gruppo.loss.draw import uniforms
 from gruppo.loss.inputs import LossInputs
 
@@ -185,24 +186,19 @@ class SecondMoment(TokenMask):
 
 
 @dataclass(frozen=True)
-class VariationBudget(TokenMask):
+class VariationBudget(AgainstBase, TokenMask):
     """VACO, arXiv:2603.01365: once the step's mean |ratio - 1| exceeds the budget, outward tokens are left out.
 
     The ratio is the policy over the sampler, or over the trainer's old policy.
     """
 
     budget: float = 0.1
-    base: Literal["old", "sampler"] = "old"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"sampler_logps"} if self.base == "sampler" else ())
+    base: Base = "old"
 
     def __post_init__(self) -> None:
         if not self.budget > 0:
             raise InputError(f"budget must be positive, got {self.budget!r}")
-        if self.base not in ("old", "sampler"):
-            raise InputError(f"base must be 'old' or 'sampler', got {self.base!r}")
+        check_base(self.base)
 
     def __str__(self) -> str:
         return f"keeps all while the step's mean |p/{self.base} - 1| <= {self.budget:g}, else what moves back"
@@ -215,9 +211,7 @@ class VariationBudget(TokenMask):
         return ~_outward(self._log_ratio(inputs), inputs) | (inputs.totals.number("variation") <= self.budget)
 
     def _log_ratio(self, inputs: LossInputs) -> Tensor:
-        base_T = inputs.sampler_logps if self.base == "sampler" else inputs.old_logps
-        assert base_T is not None
-        return (inputs.logps.detach() - base_T).clamp(-20, 20)
+        return (inputs.logps.detach() - self.base_logps(inputs)).clamp(-20, 20)
 
 
 def _outward(log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:

@@ -5,29 +5,23 @@ These look at the change of the probability, p - base, where `base` is the train
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gruppo.errors import InputError
+from gruppo.loss.base import AgainstBase, Base, check_base
 from gruppo.loss.inputs import LossInputs
 from gruppo.loss.select import TokenMask
 
-Base = Literal["old", "sampler"]
-
 
 @dataclass(frozen=True)
-class TVRegion(TokenMask):
+class TVRegion(AgainstBase, TokenMask):
     """DPPO-TV, arXiv:2602.04879: leaves out a token that has moved too far the way its advantage pushes."""
 
     low: float = 0.2
     high: float = 0.2
     base: Base = "old"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return _needs(self.base)
 
     def __post_init__(self) -> None:
         _check(self.base, self.low, self.high)
@@ -36,21 +30,17 @@ class TVRegion(TokenMask):
         return f"keeps p - {self.base} <= {self.high:g} where A > 0, >= -{self.low:g} elsewhere; p = exp(logp)"
 
     def keep(self, log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
-        moved_T = inputs.logps.detach().exp() - _base(self.base, inputs).exp()
+        moved_T = inputs.logps.detach().exp() - self.base_logps(inputs).exp()
         return torch.where(inputs.advantages > 0, moved_T <= self.high, moved_T >= -self.low)
 
 
 @dataclass(frozen=True)
-class KLRegion(TokenMask):
+class KLRegion(AgainstBase, TokenMask):
     """DPPO-KL, arXiv:2602.04879: as `TVRegion`, by the KL of "this token or any other" between base and policy."""
 
     low: float = 0.05
     high: float = 0.05
     base: Base = "old"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return _needs(self.base)
 
     def __post_init__(self) -> None:
         _check(self.base, self.low, self.high)
@@ -62,7 +52,7 @@ class KLRegion(TokenMask):
         )
 
     def keep(self, log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
-        logps_T, base_T = inputs.logps.detach(), _base(self.base, inputs)
+        logps_T, base_T = inputs.logps.detach(), self.base_logps(inputs)
         # -expm1(logp) is 1 - p without cancellation; 1e-8 keeps the logarithm of a certain token finite
         rest_T, base_rest_T = -logps_T.expm1() + 1e-8, -base_T.expm1() + 1e-8
         kl_T = base_T.exp() * (base_T - logps_T) + (base_rest_T - 1e-8) * (base_rest_T / rest_T).log()
@@ -72,15 +62,11 @@ class KLRegion(TokenMask):
 
 
 @dataclass(frozen=True)
-class ProbabilityBand(TokenMask):
+class ProbabilityBand(AgainstBase, TokenMask):
     """Leaves out a token whose probability has moved by more than the threshold, whichever way (prime-rl's IPO)."""
 
     threshold: float = 0.1
     base: Base = "old"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return _needs(self.base)
 
     def __post_init__(self) -> None:
         _check(self.base, self.threshold, self.threshold)
@@ -89,22 +75,11 @@ class ProbabilityBand(TokenMask):
         return f"keeps |p - {self.base}| <= {self.threshold:g}, p = exp(logp)"
 
     def keep(self, log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
-        moved_T = inputs.logps.detach().exp() - _base(self.base, inputs).exp()
+        moved_T = inputs.logps.detach().exp() - self.base_logps(inputs).exp()
         return moved_T.abs() <= self.threshold
 
 
-def _base(base: Base, inputs: LossInputs) -> Tensor:
-    base_T = inputs.sampler_logps if base == "sampler" else inputs.old_logps
-    assert base_T is not None, "PolicyLoss checks `needs` before it calls a selection"
-    return base_T
-
-
-def _needs(base: Base) -> frozenset[str]:
-    return frozenset({"sampler_logps"} if base == "sampler" else ())
-
-
 def _check(base: str, low: float, high: float) -> None:
-    if base not in ("old", "sampler"):
-        raise InputError(f"base must be 'old' or 'sampler', got {base!r}")
+    check_base(base)
     if not (low >= 0 and high >= 0):
         raise InputError(f"bounds must be 0 or more, got {low!r} and {high!r}")
