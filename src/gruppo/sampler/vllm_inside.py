@@ -49,19 +49,8 @@ class InsideEngine:
         options: dict[str, Any] | None = None,
         poll: Poll = lambda: None,
     ) -> None:
-        arguments: dict[str, Any] = {
-            "model": model,
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer scores them
-            "generation_config": "vllm",  # no sampling defaults from the model's folder
-            "worker_extension_cls": EXTENSION,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-        }
-        if lora_rank is not None:
-            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next_rank(lora_rank)}
-            arguments["lora_target_modules"] = list(lora_targets) or None
+        arguments = engine_arguments(model, dtype, max_model_len, lora_rank, lora_targets)
+        arguments["use_tqdm_on_load"] = False
         self.arguments = arguments | platform_arguments() | (options or {})
         self.poll = poll
         self.adapter: Any = None
@@ -200,6 +189,25 @@ class InsideEngine:
         if self.is_asleep:
             self.llm.wake_up()
             self.is_asleep = False
+
+
+def engine_arguments(
+    model: str, dtype: str, max_model_len: int, lora_rank: int | None, lora_targets: tuple[str, ...]
+) -> dict[str, Any]:
+    """What every engine of ours is started with, inside the process or as a server, under vLLM's names."""
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer scores them
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+    }
+    if lora_rank is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next_rank(lora_rank)}
+        arguments["lora_target_modules"] = list(lora_targets) or None
+    return arguments
 
 
 def next_rank(rank: int) -> int:

@@ -13,8 +13,7 @@ from typing import Any
 
 from gruppo.errors import SamplerError, require
 from gruppo.sampler.vllm_guard import PATIENCE_S
-from gruppo.sampler.vllm_inside import next_rank, platform_arguments, platform_settings
-from gruppo.sampler.vllm_worker import EXTENSION
+from gruppo.sampler.vllm_inside import engine_arguments, platform_arguments, platform_settings
 
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, by which weights are loaded; the server listens on localhost
@@ -37,21 +36,10 @@ class ServerProcess:
         options: dict[str, Any] | None = None,
         log: str | Path | None = None,
     ) -> None:
-        arguments: dict[str, Any] = {
-            "model": model,
-            "dtype": dtype,
-            "max-model-len": max_model_len,
-            "logprobs-mode": "processed_logprobs",
-            "generation-config": "vllm",
-            "worker-extension-cls": EXTENSION,
-            "disable-log-stats": True,
-        }
-        if lora_rank is not None:
-            arguments |= {"enable-lora": True, "max-loras": 1, "max-lora-rank": next_rank(lora_rank)}
-            arguments["lora-target-modules"] = list(lora_targets)
-        given = platform_arguments() | (options or {})
+        given = engine_arguments(model, dtype, max_model_len, lora_rank, lora_targets) | platform_arguments()
+        given |= options or {}
         given.pop("enable_sleep_mode", None)
-        self.arguments = arguments | {name.replace("_", "-"): value for name, value in given.items()}
+        self.arguments = {name.replace("_", "-"): value for name, value in given.items()}
         self.log = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="gruppo-vllm-")) / "server.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.port = _free_port()
