@@ -9,14 +9,17 @@ from gruppo.errors import InputError
 def is_packed(position_ids: Tensor) -> bool:
     """Do these positions hold several sequences in one row?
 
-    A batch of several rows is padded: one sequence per row.
+    A batch of several rows is padded: one sequence per row. Zeros before the first sequence are padding on the left.
 
     >>> is_packed(torch.tensor([[0, 1, 2, 0, 1]])), is_packed(torch.tensor([[0, 1, 2], [0, 1, 2]]))
     (True, False)
+    >>> is_packed(torch.tensor([[0, 0, 0, 1, 2]]))
+    False
     """
     if position_ids.dim() == 2 and len(position_ids) > 1:
         return False
-    return bool((position_ids.reshape(-1)[1:] == 0).any())
+    position_T = position_ids.reshape(-1)
+    return bool(((position_T[1:] == 0) & (position_T[:-1] != 0)).any())
 
 
 def offsets_from_positions(

@@ -23,19 +23,22 @@ class Totals:
     `forward_backward` call on this rank, and the share of this call among all calls of the step
     (1 / (calls x ranks)). All other aggregations ignore them.
 
+    `step` numbers the optimizer step, so that a loss that draws tokens at random draws others in each.
+
     `survey` holds what else a loss must know of the whole step, such as the entropy that a fifth of its tokens exceed;
     `loss.survey(...)` makes it.
 
     >>> a = Totals(sequences=2, tokens=5)
     >>> b = Totals(sequences=1, tokens=4)
     >>> Totals.over([a, b])
-    Totals(sequences=3, tokens=9, local_tokens=9, local_share=1.0, survey=None)
+    Totals(sequences=3, tokens=9, local_tokens=9, local_share=1.0, step=0, survey=None)
     """
 
     sequences: Count
     tokens: Count
     local_tokens: Count | None = None
     local_share: float = 1.0
+    step: int = 0
     survey: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:

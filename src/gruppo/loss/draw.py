@@ -1,4 +1,4 @@
-"""Random numbers per token as a function of (seed, place in the step), for parts that draw tokens.
+"""Random numbers per token as a function of (seed, step, place in the step), for parts that draw tokens.
 
 A place is (which sequence of the step, which scored token of it): the same in every layout, micro-batch and window.
 """
@@ -22,9 +22,10 @@ def token_places(sequence_ids_S: Tensor, segments: Segments) -> Tensor:
     return _mix(_mix(segments.spread(sequence_ids_S.to(torch.int64)) + _GOLDEN) ^ (rank_T * _GOLDEN))
 
 
-def uniforms(places_T: Tensor, labels_T: Tensor, seed: int) -> Tensor:
-    """A number in [0, 1) per token, `[T]` float64. The label takes part so that steps draw different places."""
-    key_T = _mix(places_T ^ _mix(labels_T + (seed + 1) * 0x5851F42D4C957F2D % 2**62))
+def uniforms(places_T: Tensor, labels_T: Tensor, seed: int, step: int) -> Tensor:
+    """A number in [0, 1) per token, `[T]` float64, another in each step."""
+    stream = ((seed + 1) * 0x5851F42D4C957F2D + step * 0x14057B7EF767814F) % 2**62
+    key_T = _mix(places_T ^ _mix(labels_T + stream))
     return _shift(key_T, 11).to(torch.float64) * 2.0**-53
 
 

@@ -1,8 +1,9 @@
 """PolicyLoss: puts level, surrogate, KL, aggregation, correction and selection together."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from gruppo.loss.kl import MAX_DELTA, KLEstimator, k3
 from gruppo.loss.level import token_level
 from gruppo.loss.part import fact
 from gruppo.loss.surrogate import Clip
-from gruppo.loss.survey import surveyed, token_weights
+from gruppo.loss.survey import rejected_tokens, surveyed, token_weights
 
 Level = Callable[[LossInputs], Tensor]
 Surrogate = Callable[[Tensor, LossInputs], Tensor]
@@ -25,6 +26,7 @@ Aggregate = Callable[[Segments, Totals], Tensor]
 Correction = Callable[[LossInputs], Tensor]
 Select = Callable[[Tensor, Tensor, LossInputs], Tensor]
 Rejected = Literal["counted", "left_out"]
+COEFFICIENTS = ("beta", "entropy_coef", "pull", "nll_coef")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,9 @@ class LossOutput:
     """The aggregated `policy`, `kl`, `entropy`, `pull` and `nll` before their coefficients, without gradient."""
     on_policy: bool
     """True when no `old_logps` were given, so that every ratio was 1 by definition."""
+    rejected: Tensor | None = None  # [] int64
+    """How many scored tokens with an advantage other than 0 the correction or the selection left out; None for a loss
+    that has neither."""
 
 
 class PolicyLoss:
@@ -57,7 +62,8 @@ class PolicyLoss:
     """
 
     clip_range: tuple[float, float] | None = None
-    """(low, high): the band outside which metrics count a ratio as clipped. Named losses set it."""
+    """(low, high): the band outside which metrics count a ratio as clipped. None: it clips nothing."""
+    _is_made = False
 
     def __init__(
         self,
@@ -89,6 +95,26 @@ class PolicyLoss:
         if self.clip_range is None and isinstance(getattr(surrogate, "high", None), float | int):
             high: float = surrogate.high  # type: ignore[attr-defined]  # just seen
             self.clip_range = (getattr(surrogate, "low", high), high)
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_made:
+            raise AttributeError(
+                f"a loss does not change once it is made: {name} is fixed. Make another, or use "
+                "loss.replace(...) for a coefficient"
+            )
+        super().__setattr__(name, value)
+
+    def replace(self, **coefficients: float) -> Self:
+        """The same loss with other coefficients: `beta`, `entropy_coef`, `pull` or `nll_coef`."""
+        for name in coefficients:
+            if name not in COEFFICIENTS:
+                raise InputError(f"replace takes {', '.join(COEFFICIENTS)}, got {name!r}; make another loss for a part")
+        other = copy.copy(self)
+        for name, value in coefficients.items():
+            object.__setattr__(other, name, value)
+        check_composition(other)
+        return other
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -107,6 +133,11 @@ class PolicyLoss:
         judged = (self.surrogate,) if self.select is None else (self.surrogate, self.select)
         no_other_term = self.beta == 0 and self.entropy_coef == 0 and self.pull == 0
         return no_other_term and all(fact(part, "is_zero_without_advantage") for part in judged)
+
+    @property
+    def rejects(self) -> bool:
+        """Can its correction or selection leave tokens out of the policy term?"""
+        return self.correction is not None or hasattr(self.select, "keep")
 
     @property
     def reads_sampler(self) -> bool:
@@ -231,6 +262,7 @@ class PolicyLoss:
         weight_T = token_weights(self, inputs, log_ratio_T, correction_T)
         loss = torch.dot(weight_T, policy_T)
         terms = {"policy": loss.detach()}
+        rejected = rejected_tokens(self, inputs, log_ratio_T, correction_T) if self.rejects else None
         if self.beta:
             assert inputs.ref_logps is not None
             delta_T = (inputs.logps - inputs.ref_logps).clamp(-MAX_DELTA, MAX_DELTA)
@@ -252,7 +284,7 @@ class PolicyLoss:
             nll = -torch.dot(positive_T, inputs.logps) / count
             terms["nll"] = nll.detach()
             loss = loss + self.nll_coef * nll
-        return LossOutput(loss=loss, terms=terms, on_policy=inputs.on_policy)
+        return LossOutput(loss=loss, terms=terms, on_policy=inputs.on_policy, rejected=rejected)
 
     def check_needs(self, inputs: LossInputs, besides: frozenset[str] = frozenset()) -> None:
         """Refuse inputs without what this loss cannot do without."""

@@ -18,6 +18,9 @@ from gruppo.loss.base import AgainstBase, Base, check_base
 from gruppo.loss.draw import uniforms
 from gruppo.loss.inputs import LossInputs
 
+TIE = 1e-5
+"""Values closer than this, relative to their size or to 1, count as equal when a share of the tokens is cut off."""
+
 
 class TokenMask:
     """A selection that keeps some tokens as they are and leaves the others out. Subclasses say which in `keep`."""
@@ -64,7 +67,7 @@ class ClipCovariance(TokenMask):
 
     A token qualifies when its covariance lies between `low` and `high` and the clip (`clip`: low and high of the
     surrogate) has not cut it off already. `share` of all tokens of the step are drawn, at least one; the draw is a
-    function of the seed and the token's place in the step.
+    function of the seed, the step and the token's place in it.
     """
 
     draws_tokens: ClassVar[bool] = True
@@ -91,7 +94,7 @@ class ClipCovariance(TokenMask):
         qualifies_T = self._qualifies(log_ratio_T, inputs, means) & inputs.segments.mask
         drawn = self._draw(inputs)[qualifies_T]
         count = max(int(self.share * int(inputs.segments.length.sum())), 1)
-        return means | {"draw_cut": -_cut_below_top(-drawn, count)}
+        return means | {"draw_cut": -_cut_below_top(-drawn, count, tie=0.0)}
 
     def keep(self, log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
         totals = inputs.totals
@@ -111,7 +114,7 @@ class ClipCovariance(TokenMask):
 
     def _draw(self, inputs: LossInputs) -> Tensor:
         assert inputs.places is not None, "PolicyLoss.align gives the places to parts that draw"
-        return uniforms(inputs.places, inputs.labels, self.seed)
+        return uniforms(inputs.places, inputs.labels, self.seed, inputs.totals.step)
 
 
 @dataclass(frozen=True)
@@ -173,9 +176,7 @@ class SecondMoment(TokenMask):
         num_kept = int((means <= self.threshold).sum())
         if num_kept == len(ordered):
             return {"moment_cut": ordered.new_tensor(math.inf)}
-        first_out = ordered[num_kept]
-        last_in = torch.where(ordered < first_out, ordered, -1.0).amax()
-        return {"moment_cut": (first_out + last_in) / 2}
+        return {"moment_cut": _cut_below_top(ordered, len(ordered) - num_kept)}
 
     def keep(self, log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
         moment_T = log_ratio_T.detach().double().square()
@@ -230,18 +231,22 @@ def _covariance(inputs: LossInputs, means: dict[str, Tensor]) -> Tensor:
     return (inputs.advantages - means["mean_advantage"]) * (inputs.logps.detach().double() - means["mean_logp"])
 
 
-def _cut_below_top(values: Tensor, count: int) -> Tensor:
+def _cut_below_top(values: Tensor, count: int, tie: float = TIE) -> Tensor:
     """A number between the count-th largest value and the next smaller one, `[]` float64.
 
-    Halfway, so that the last digit of a log-prob, which depends on what shared its forward, does not decide. Equal
-    values stay on one side.
+    The last digits of a log-prob depend on what shared its forward, and tokens of one prefix have equal entropies up to
+    those digits. So the cut lies in the middle of the widest gap within `tie` below the count-th value: values that
+    rounding alone tells apart stay on one side.
     """
     if count >= len(values) or not len(values):
         return torch.tensor(-math.inf, dtype=torch.float64, device=values.device)
     ordered = values.double().sort(descending=True).values
     last_in = ordered[max(count, 1) - 1]
-    first_out = torch.where(ordered < last_in, ordered, -math.inf).amax()
-    return (last_in + first_out) / 2
+    floor = last_in - tie * last_in.abs().clamp(min=1.0)
+    below = torch.cat([ordered[1:], ordered.new_full((1,), -math.inf)])
+    gap = torch.where((ordered <= last_in) & (ordered >= floor), ordered - below, -1.0)
+    widest = gap.argmax()
+    return (ordered[widest] + below[widest]) / 2
 
 
 def _ceil(value: float) -> int:

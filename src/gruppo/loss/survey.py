@@ -47,6 +47,14 @@ def token_weights(loss: "PolicyLoss", inputs: LossInputs, log_ratio_T: Tensor, c
     return segments.keep_(segments.spread(weight_S))
 
 
+def rejected_tokens(loss: "PolicyLoss", inputs: LossInputs, log_ratio_T: Tensor, correction_T: Tensor | None) -> Tensor:
+    """How many scored tokens with an advantage the correction or the selection rejects, `[]`."""
+    live = inputs.segments.restricted(inputs.advantages != 0)
+    left = _left(loss, replace(inputs, segments=live), log_ratio_T.detach(), correction_T)
+    # Counted in the window's own slots: `length` of a window is that of whole sequences.
+    return (live.bits != 0).sum() - (left.bits != 0).sum()
+
+
 def _left(loss: "PolicyLoss", inputs: LossInputs, log_ratio_T: Tensor, correction_T: Tensor | None) -> Segments:
     """The sequences without the tokens that correction or selection reject."""
     segments = inputs.segments

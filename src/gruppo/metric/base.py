@@ -36,7 +36,7 @@ class PolicyMetric:
     Args:
         device_mesh: reduce over all its ranks.
         process_group: reduce over this group instead.
-        epsilon: a ratio below 1 - epsilon counts as clipped low.
+        epsilon: a ratio below 1 - epsilon counts as clipped low. None: no clip rates are reported.
         epsilon_high: a ratio above 1 + epsilon_high counts as clipped high; None: epsilon.
         temperature: multiplies both log-probs before means and KL. This undoes the scaling of the logits but not the
             change of their normaliser, so it approximates the log-probs at temperature 1. Clip rates and the ratio
@@ -49,21 +49,24 @@ class PolicyMetric:
         self,
         device_mesh: "DeviceMesh | None" = None,
         process_group: "ProcessGroup | None" = None,
-        epsilon: float = 0.2,
+        epsilon: float | None = 0.2,
         epsilon_high: float | None = None,
         temperature: float = 1.0,
         top_k_kl: int = 0,
         ignore_index: int = IGNORE_INDEX,
     ) -> None:
-        if not epsilon > 0 or (epsilon_high is not None and not epsilon_high > 0):
+        if any(value is not None and not value > 0 for value in (epsilon, epsilon_high)):
             raise InputError(f"epsilon and epsilon_high must be positive, got {epsilon!r} and {epsilon_high!r}")
+        if epsilon is None and epsilon_high is not None:
+            raise InputError(f"epsilon=None counts nothing as clipped; leave epsilon_high={epsilon_high!r} out")
         if not temperature > 0:
             raise InputError(f"temperature must be positive, got {temperature!r}")
         if top_k_kl < 0:
             raise InputError(f"top_k_kl must be 0 or more, got {top_k_kl!r}")
         self.groups = groups_of(device_mesh, process_group)
-        self.low = 1 - epsilon
-        self.high = 1 + (epsilon if epsilon_high is None else epsilon_high)
+        self.clips = epsilon is not None
+        self.low = 1 - (epsilon or 0.0)
+        self.high = 1 + ((epsilon or 0.0) if epsilon_high is None else epsilon_high)
         self.temperature = temperature
         self.top_k_kl = top_k_kl
         self.ignore_index = ignore_index
@@ -90,6 +93,8 @@ class PolicyMetric:
         advantages: Tensor | Sequence[float] | PerToken | None = None,
     ) -> None:
         """Add one micro-batch. Arguments as for a loss; without `old_logps` or `advantages` fewer keys are reported."""
+        if not isinstance(outputs, Mapping):
+            raise InputError(f"outputs must be a mapping with 'logps' or 'logits', got {type(outputs).__name__}")
         with torch.no_grad():
             aligned = align(inputs, outputs, advantages=advantages, old_logps=old_logps, ignore_index=self.ignore_index)
             self._add(aligned, has_advantages=advantages is not None)
@@ -110,7 +115,7 @@ class PolicyMetric:
                 ratio_T = token_ratio(aligned)
             if self.top_k_kl:
                 state.merge_top(top_rows(aligned, kl_T, ratio_T, new_T, old_T, self.top_k_kl, state.num_sequences))
-            if has_advantages:
+            if has_advantages and self.clips:
                 counts = self.count_clipped(aligned, ratio_T)
                 sums[UNITS], sums[LOW], sums[HIGH] = (count.to(torch.float64) for count in counts)
             # Both are never negative, so 0 in a slot that is not scored cannot win.

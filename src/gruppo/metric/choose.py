@@ -11,13 +11,11 @@ from gruppo.metric.gspo import GSPOMetric
 
 
 def metric_for(loss: PolicyLoss, **options: Any) -> PolicyMetric:
-    """Sequence ratios are counted per sequence, capped weights whatever the advantage, all else per token.
-
-    The parts say which they are.
-    """
+    """The metric of a loss: sequence ratios are counted per sequence, capped weights whatever the advantage, all else
+    per token. A loss that clips nothing gets no clip rates."""
     cls = GRPOMetric
     if fact(loss.level, "has_sequence_ratio"):
         cls = GSPOMetric
     elif fact(loss.surrogate, "caps_every_sign"):
         cls = CISPOMetric
-    return cls(**options) if loss.clip_range is None else cls.from_loss(loss, **options)
+    return cls(epsilon=None, **options) if loss.clip_range is None else cls.from_loss(loss, **options)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Rows of State.sums and State.maxima
-TOKENS, KL, RHO, SQUARED, ABOVE, BELOW, SEQUENCES, SEQUENCE_RHO, SEQUENCE_SQUARED = range(9)
-LARGEST, SMALLEST = range(2)
+TOKENS, KL, RHO, SQUARED, ABOVE, BELOW, SEQUENCES, SEQUENCE_RHO, SEQUENCE_SQUARED, GAP = range(10)
+LARGEST, SMALLEST, WIDEST = range(3)
 
 
 class MismatchMetric:
@@ -67,7 +67,8 @@ class MismatchMetric:
         )
         segments = aligned.segments
         assert aligned.sampler_logps is not None
-        log_rho_T = (aligned.old_logps - aligned.sampler_logps).double().clamp(-MAX_LOG_RHO, MAX_LOG_RHO)
+        gap_T = (aligned.old_logps - aligned.sampler_logps).double()
+        log_rho_T = gap_T.clamp(-MAX_LOG_RHO, MAX_LOG_RHO)
         log_rho_S = segments.sum(log_rho_T).clamp(-MAX_LOG_RHO, MAX_LOG_RHO)
         has_tokens_S = segments.length > 0
         scored = lambda values_T: exact_sum_(segments.keep(values_T))  # noqa: E731
@@ -82,25 +83,29 @@ class MismatchMetric:
             has_tokens_S.sum().double(),
             exact_sum_(rho_S.clone()),
             exact_sum_(rho_S.square()),
+            scored(gap_T.abs()),
         ]
         if self._state is None:
-            self._state = State.empty(len(sums), 2, (0, 2), labels.device)
+            self._state = State.empty(10, 3, (0, 2), labels.device)
         self._state.sums += torch.stack(sums)
         unscored_T = ~segments.mask
-        self._state.see_maxima(*(x.masked_fill(unscored_T, -math.inf) for x in (log_rho_T, -log_rho_T)))
+        maxima = (log_rho_T, -log_rho_T, gap_T.abs())
+        self._state.see_maxima(*(x.masked_fill(unscored_T, -math.inf) for x in maxima))
 
     def calculate(self) -> dict[str, float]:
         """The numbers of everything since the last `reset`, over all ranks; {} when nothing was scored."""
         if self._state is None:
             if not self.groups:
                 return {}
-            self._state = State.empty(9, 2, (0, 2), reduction_device(self.groups))
+            self._state = State.empty(10, 3, (0, 2), reduction_device(self.groups))
         state = self._state.reduced(self.groups)
         sums, maxima = state.sums.tolist(), state.maxima.tolist()
         tokens, sequences = sums[TOKENS], sums[SEQUENCES]
         if not tokens:
             return {}
         return {
+            "sampler/logp_gap_mean": sums[GAP] / tokens,
+            "sampler/logp_gap_max": maxima[WIDEST],
             "sampler/kl": sums[KL] / tokens,
             "sampler/rho_mean": sums[RHO] / tokens,
             "sampler/rho_max": math.exp(maxima[LARGEST]),

@@ -26,6 +26,7 @@ class _Answers:
     make_inputs: Callable[[], LossInputs]
     total: Tensor
     terms: dict[str, Tensor] = field(default_factory=dict)
+    rejected: Tensor | None = None
     aligned: LossInputs | None = None
 
     @property
@@ -45,6 +46,8 @@ class _Answers:
         self.total = self.total + output.loss.detach()
         for name, value in output.terms.items():
             self.terms[name] = self.terms.get(name, 0) + value
+        if output.rejected is not None:
+            self.rejected = output.rejected if self.rejected is None else self.rejected + output.rejected
         grad_logps = torch.zeros_like(logps) if grads[0] is None else grads[0]
         return grad_logps, grads[1] if wants_entropy else None
 
@@ -118,4 +121,7 @@ def loss_through_head(
         needs_weight=needs_weight,
         entropy_gradient=loss.entropy_coef != 0,
     )
-    return LossOutput(loss=answers.total, terms=answers.terms, on_policy=answers.inputs.on_policy), result
+    output = LossOutput(
+        loss=answers.total, terms=answers.terms, on_policy=answers.inputs.on_policy, rejected=answers.rejected
+    )
+    return output, result

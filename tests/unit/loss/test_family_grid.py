@@ -231,11 +231,65 @@ def test_draws_are_uniform():
     from gruppo.loss.draw import token_places, uniforms
 
     segments = Segments.from_rows(torch.ones(100, 200, dtype=torch.bool))
-    u = uniforms(token_places(torch.arange(100), segments), torch.full((20000,), 7), seed=0)
+    u = uniforms(token_places(torch.arange(100), segments), torch.full((20000,), 7), seed=0, step=0)
     counts = torch.histc(u, bins=20, min=0, max=1)
     # 1000 expected in each, standard deviation 31
     assert (counts - 1000).abs().max() < 4 * 31
     assert len(u.unique()) == 20000
+
+
+def test_clip_cov_draws_other_tokens_in_every_step():
+    """100 tokens that all qualify, 10 left out per step, 200 steps: each goes about 20 times, give or take 4.2."""
+    from gruppo.batch import Totals
+
+    torch.manual_seed(0)
+    labels = torch.randint(0, 50, (4, 25))
+    logps = torch.linspace(-2, 2, 100, dtype=torch.float64).view(4, 25).requires_grad_()
+    loss = gl.ClipCovLoss(share=0.1, bounds=(-100.0, 100.0))
+    count = torch.zeros(4, 25)
+    for step in range(200):
+        totals = loss.survey(
+            {"labels": labels}, {"logps": logps}, advantages=[1.0, 2.0, -1.0, 3.0],
+            totals=Totals(sequences=4, tokens=100, step=step),
+        )  # fmt: skip
+        output = loss(
+            {"labels": labels, "sequence_ids": torch.arange(4)}, {"logps": logps}, advantages=[1.0, 2.0, -1.0, 3.0],
+            totals=totals,
+        )  # fmt: skip
+        (grad,) = torch.autograd.grad(output.loss, logps)
+        assert (grad == 0).sum() == 10 == output.rejected
+        count += grad == 0
+    assert count.min() >= 5 and count.max() <= 40
+
+
+@pytest.mark.parametrize("noise", [1e-7, 3e-7, 1e-6])
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3])
+def test_tokens_that_tie_up_to_rounding_are_chosen_together(noise, share):
+    """First tokens of a group have one entropy, computed in different micro-batches with other last digits."""
+    torch.manual_seed(1)
+    entropies = torch.rand(8, 10)
+    entropies[:, 0] = 0.8  # the tie lies where the share cuts
+    labels = torch.ones(8, 10, dtype=torch.int64)
+
+    def kept(entropies):
+        loss = gl.TopEntropyLoss(share=share)
+        logps = torch.full((8, 10), -1.0, requires_grad=True)
+        call = {"advantages": torch.arange(1.0, 9.0)}
+        loss({"labels": labels}, {"logps": logps, "entropies": entropies}, **call).loss.backward()
+        return logps.grad != 0
+
+    expected = kept(entropies)
+    for _ in range(20):
+        assert torch.equal(kept(entropies + noise * torch.randn(8, 10)), expected)
+
+
+def test_a_dense_cut_keeps_the_share():
+    """A million tokens lie closer than a tie: the cut must not slide down through all of them."""
+    from gruppo.loss.select import _cut_below_top
+
+    torch.manual_seed(0)
+    values = torch.rand(1_000_000)
+    assert (values > _cut_below_top(values, 200_000)).sum().item() == pytest.approx(200_000, abs=20)
 
 
 @pytest.mark.parametrize("value", ["sometimes", None])

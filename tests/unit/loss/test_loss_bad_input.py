@@ -75,6 +75,9 @@ def test_clip_range_must_be_positive(name, clip_range):
 
 @seven_losses
 def test_reversed_clip_range_is_refused_with_the_right_order(name):
+    if name == "CISPO":  # its lower side does nothing
+        assert SEVEN[name](clip_range=(1.0, 0.28)).surrogate.high == 0.28
+        return
     refusal(lambda: SEVEN[name](clip_range=(0.3, 0.2)), "(low, high)", "got (0.3, 0.2)", "did you mean (0.2, 0.3)")
 
 

@@ -25,6 +25,8 @@ def test_by_hand():
     got = report()
     total, squares = 4 + 0.25 + 1.5, 16 + 0.0625 + 2.25
     expected = {
+        "sampler/logp_gap_mean": (2 * math.log(4) + math.log(1.5)) / 3,
+        "sampler/logp_gap_max": math.log(4),
         "sampler/kl": ((4 - math.log(4) - 1) + (0.25 + math.log(4) - 1) + (1.5 - math.log(1.5) - 1)) / 3,
         "sampler/rho_mean": total / 3,
         "sampler/rho_max": 4.0,

@@ -79,7 +79,7 @@ class CISPOLoss(NamedLoss):
     paper = "arXiv:2506.13585"
 
     def __init__(self, *, clip_range: ClipRange = 0.2, **options: Unpack[LossOptions]) -> None:
-        low, high = read_clip_range(clip_range)
+        low, high = read_clip_range(clip_range, low_acts=False)
         super().__init__(
             level=token_level,
             surrogate=ClippedWeight(high),

@@ -35,7 +35,7 @@ class NamedLoss(PolicyLoss):
         surrogate: Surrogate,
         aggregate: Aggregate,
         options: LossOptions,
-        clip_range: tuple[float, float] = (0.2, 0.2),
+        clip_range: tuple[float, float] | None = None,
         **fixed: Any,
     ) -> None:
         known = LossOptions.__annotations__
@@ -68,8 +68,11 @@ _PEER_NAMES = {
 }
 
 
-def read_clip_range(clip_range: ClipRange) -> tuple[float, float]:
-    """(low, high) from a number or a pair; refuses what cannot be a trust region."""
+def read_clip_range(clip_range: ClipRange, *, low_acts: bool = True) -> tuple[float, float]:
+    """(low, high) from a number or a pair; refuses what cannot be a trust region.
+
+    With `low_acts=False` the lower side does nothing, and may be any.
+    """
     pair = clip_range if isinstance(clip_range, tuple | list) else (clip_range, clip_range)
     if len(pair) != 2 or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in pair):
         raise InputError(f"clip_range must be a number or (low, high), got {clip_range!r}")
@@ -78,6 +81,6 @@ def read_clip_range(clip_range: ClipRange) -> tuple[float, float]:
         raise InputError(
             f"clip_range must be positive, got {clip_range!r}; it is the distance from 1: 0.2 allows [0.8, 1.2]"
         )
-    if low > high:
+    if low_acts and low > high:
         raise InputError(f"clip_range is (low, high) with low <= high, got {clip_range!r}; did you mean {(high, low)}?")
     return float(low), float(high)

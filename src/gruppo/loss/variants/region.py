@@ -4,6 +4,7 @@ import math
 from typing import Unpack
 
 from gruppo.loss.aggregate import token_mean
+from gruppo.loss.base import Base
 from gruppo.loss.correction import TruncatedWeight
 from gruppo.loss.level import sampler_level, token_level
 from gruppo.loss.select import SecondMoment
@@ -13,34 +14,42 @@ from gruppo.loss.variants.named import ClipRange, LossOptions, NamedLoss, read_c
 
 
 class DPPOTVLoss(NamedLoss):
-    """Divergence PPO by total variation, arXiv:2602.04879: probabilities may move by `region`, ratios by any."""
+    """Divergence PPO by total variation, arXiv:2602.04879: probabilities may move by `region`, ratios by any.
+
+    `anchor="sampler"` takes ratio and region over the sampler's own log-probs, which is the authors' form; "old" takes
+    them over the trainer's, which is their ablation with recomputed log-probs and verl's form.
+    """
 
     paper = "arXiv:2602.04879"
 
-    def __init__(self, *, region: ClipRange = 0.2, cap: float = 20.0, **options: Unpack[LossOptions]) -> None:
+    def __init__(
+        self, *, region: ClipRange = 0.2, cap: float = 20.0, anchor: Base = "old", **options: Unpack[LossOptions]
+    ) -> None:
         low, high = read_clip_range(region)
         super().__init__(
-            level=token_level,
+            level=sampler_level if anchor == "sampler" else token_level,
             surrogate=ClippedWeight(cap - 1),
             aggregate=token_mean,
             options=options,
-            select=TVRegion(low, high),
+            select=TVRegion(low, high, anchor),
         )
 
 
 class DPPOKLLoss(NamedLoss):
-    """Divergence PPO by the KL of "this token or any other", arXiv:2602.04879."""
+    """Divergence PPO by the KL of "this token or any other", arXiv:2602.04879. `anchor` as for `DPPOTVLoss`."""
 
     paper = "arXiv:2602.04879"
 
-    def __init__(self, *, region: ClipRange = 0.05, cap: float = 20.0, **options: Unpack[LossOptions]) -> None:
+    def __init__(
+        self, *, region: ClipRange = 0.05, cap: float = 20.0, anchor: Base = "old", **options: Unpack[LossOptions]
+    ) -> None:
         low, high = read_clip_range(region)
         super().__init__(
-            level=token_level,
+            level=sampler_level if anchor == "sampler" else token_level,
             surrogate=ClippedWeight(cap - 1),
             aggregate=token_mean,
             options=options,
-            select=KLRegion(low, high),
+            select=KLRegion(low, high, anchor),
         )
 
 

@@ -1,0 +1,144 @@
+"""A loss is a value: it does not change, says what it rejects, and knows what it clips."""
+
+import math
+
+import pytest
+import torch
+
+from gruppo.errors import InputError
+from gruppo.loss import (
+    LOSSES,
+    DPPOKLLoss,
+    DPPOTVLoss,
+    GRPOLoss,
+    MaskedWeight,
+    OffPolicySequenceMask,
+    PolicyLoss,
+    TruncatedWeight,
+    VESPOLoss,
+)
+from gruppo.loss.level import CorrectedSum
+from gruppo.metric import metric_for
+
+LABELS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_attribute_of_a_loss_can_be_set(name: str) -> None:
+    loss = LOSSES[name]()
+    for attribute in ("beta", "correction", "entropy_coef", "anything"):
+        with pytest.raises(AttributeError, match="a loss does not change once it is made"):
+            setattr(loss, attribute, 0.5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_replace_makes_the_loss_that_was_never_otherwise(name: str) -> None:
+    loss = LOSSES[name]()
+    changed = loss.replace(entropy_coef=0.25, beta=0.5)
+    assert repr(changed) == repr(LOSSES[name](entropy_coef=0.25, beta=0.5))
+    assert (loss.entropy_coef, loss.beta) == (0.0, 0.0)
+    assert changed.needs == loss.needs | {"entropies", "ref_logps"}
+
+
+def test_replace_takes_coefficients_alone_and_checks_them() -> None:
+    with pytest.raises(InputError, match="replace takes beta, entropy_coef, pull, nll_coef, got 'correction'"):
+        GRPOLoss().replace(correction=TruncatedWeight())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="beta must be a finite number of at least 0, got -1"):
+        GRPOLoss().replace(beta=-1)
+
+
+def test_vespo_in_a_run_has_its_correction_inside_the_product() -> None:
+    from gruppo.trainer import TrainConfig
+    from gruppo.trainer.build import build_loss
+
+    for config in (TrainConfig(loss="vespo", sampler="vllm"), TrainConfig(loss="vespo", correction="truncate")):
+        loss = build_loss(config)
+        assert loss.level == CorrectedSum(TruncatedWeight()) and loss.correction is None
+        assert repr(loss) == repr(VESPOLoss(correction=TruncatedWeight()))
+        # new = old, sampler = old - log 1.5, three tokens, A = 1: w = 1.5^3, phi = e^l w^k e^(-l w) with k, l = 2, 3
+        logps = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
+        sampler = logps.detach() - math.log(1.5)
+        loss({"labels": LABELS}, {"logps": logps}, advantages=[1.0], sampler_logps=sampler).loss.backward()
+        w = 1.5**3
+        expected = -math.exp(3) * w**2 * math.exp(-3 * w) / 3
+        assert expected == pytest.approx(-0.00306, abs=5e-6)
+        assert logps.grad is not None and logps.grad.flatten().tolist() == pytest.approx([expected] * 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("correction", ["auto", "none", "truncate", "mask"])
+def test_a_built_loss_is_the_constructed_one(name: str, correction: str) -> None:
+    from gruppo.loss import CORRECTIONS
+    from gruppo.trainer import TrainConfig
+    from gruppo.trainer.build import build_loss
+
+    plain = LOSSES[name](**({"max_completion_length": 256} if name == "drgrpo" else {}))
+    config = TrainConfig(loss=name, sampler="vllm", correction=correction)
+    if correction not in ("auto", "none") and (plain.correction is not None or name in ("prime", "ipo")):
+        with pytest.raises(InputError, match=r"has a correction of its own|is over the sampler already"):
+            build_loss(config)
+        return
+    part = None if correction == "none" else CORRECTIONS["truncate" if correction == "auto" else correction]
+    own = correction == "auto" and plain.reads_sampler
+    options = {"max_completion_length": 256} if name == "drgrpo" else {}
+    expected = plain if part is None or own else LOSSES[name](correction=part, **options)
+    assert repr(build_loss(config)) == repr(expected)
+
+
+def test_dppo_over_the_sampler_is_the_authors_form() -> None:
+    # Tokens of probability 0.5 and 0.2 now; the sampler had 0.2 and 0.5, the trainer's old policy 0.5 and 0.2.
+    # A = 1, -1: both moved by 0.3 the way their advantage pushes, seen from the sampler, and not at all seen from old.
+    labels = torch.tensor([[1], [2]])
+    logps = torch.tensor([[0.5], [0.2]], dtype=torch.float64).log().requires_grad_()
+    sampler = torch.tensor([[0.2], [0.5]], dtype=torch.float64).log()
+    call = {"advantages": [1.0, -1.0], "old_logps": logps.detach(), "sampler_logps": sampler}
+    for make, region in ((DPPOTVLoss, 0.2), (DPPOKLLoss, 0.05)):
+        out = make(region=region, anchor="sampler")({"labels": labels}, {"logps": logps}, **call)
+        assert out.rejected is not None and out.rejected.item() == 2
+        (grad,) = torch.autograd.grad(out.loss, logps)
+        assert grad.flatten().tolist() == [0.0, 0.0]
+        out = make(region=region)({"labels": labels}, {"logps": logps}, **call)
+        assert out.rejected is not None and out.rejected.item() == 0
+        # Wide regions keep both: the gradient is -ratio * A / 2 with ratios 2.5 and 0.4 over the sampler, 1 over old.
+        for anchor, ratios in (("sampler", (2.5, 0.4)), ("old", (1.0, 1.0))):
+            out = make(region=9.0, anchor=anchor)({"labels": labels}, {"logps": logps}, **call)
+            (grad,) = torch.autograd.grad(out.loss, logps)
+            assert grad.flatten().tolist() == pytest.approx([-ratios[0] / 2, ratios[1] / 2])
+    with pytest.raises(InputError, match="base must be 'old' or 'sampler', got 'ref'"):
+        DPPOTVLoss(anchor="ref")  # type: ignore[arg-type]
+
+
+def test_dppo_over_the_sampler_gets_no_second_weight_in_a_run() -> None:
+    from gruppo.trainer import TrainConfig
+    from gruppo.trainer.build import build_loss
+
+    loss = build_loss(TrainConfig(loss="dppo_tv", sampler="vllm", loss_options={"anchor": "sampler"}))
+    assert loss.correction is None and "sampler_logps" in loss.needs
+
+
+def test_rejected_counts_the_tokens_that_masks_leave_out() -> None:
+    # rho = 1, 9, 1 with IcePop up to 5, and a sequence of advantage 0 whose tokens nobody counts
+    labels = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    logps = torch.full((2, 3), -1.0)
+    sampler = logps - torch.tensor([[1.0, 9.0, 1.0], [9.0, 9.0, 9.0]]).log()
+    call = {"advantages": [1.0, 0.0], "sampler_logps": sampler}
+    for rejected in ("counted", "left_out"):
+        loss = PolicyLoss(correction=MaskedWeight(), rejected=rejected)
+        out = loss({"labels": labels}, {"logps": logps}, **call)
+        assert out.rejected is not None and out.rejected.item() == 1
+    mask = PolicyLoss(correction=OffPolicySequenceMask(threshold=0.1))
+    out = mask({"labels": labels}, {"logps": logps}, advantages=[-1.0, -1.0], sampler_logps=logps + 0.5)
+    assert out.rejected is not None and out.rejected.item() == 5
+    assert GRPOLoss()({"labels": labels}, {"logps": logps}, advantages=[1.0, 1.0]).rejected is None
+
+
+@pytest.mark.parametrize("name", ["reinforce", "gpg", "dro", "m2po", "kl_cov", "prime", "ipo", "vespo"])
+def test_a_loss_that_clips_nothing_has_no_clip_rates(name: str) -> None:
+    loss = LOSSES[name]()
+    metric = metric_for(loss)
+    old = torch.log(torch.tensor([[0.1, 0.5, 0.9]]))
+    metric.accumulate({"labels": LABELS}, {"logps": torch.zeros(1, 3)}, old_logps=old, advantages=[1.0])
+    found = metric.calculate()
+    assert loss.clip_range is None
+    assert found["train/token_ratio_max"] == pytest.approx(10.0)
+    assert not [key for key in found if "clip" in key]
