@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gruppo.errors import CheckpointError, InputError
+from gruppo.model.optim import MasterWeights
 
 MANIFEST = "manifest.json"
 
@@ -70,20 +71,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """What training changes, by name."""
-    return {n: p.detach().to("cpu").contiguous() for n, p in model.named_parameters() if p.requires_grad}
-
-
-def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def save_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Weights that train and the optimizer's state, without pickle. Weights that are not finite are refused."""
-    weights = trainable_state(model)
-    for name, tensor in weights.items():
+    kept = {name: p.detach().to("cpu").contiguous() for name, p in weights.named().items()}
+    for name, tensor in kept.items():
         if not tensor.isfinite().all():
             raise CheckpointError(
                 f"{name} holds non-finite numbers; nothing was written, older checkpoints are as they were"
             )
-    save_file(weights, folder / "weights.safetensors")
+    save_file(kept, folder / "weights.safetensors")
     state = optimizer.state_dict()
     tensors, scalars = {}, {}
     for index, entries in state["state"].items():
@@ -94,10 +90,10 @@ def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     (folder / "optimizer.json").write_text(json.dumps({"scalars": scalars, "param_groups": state["param_groups"]}))
 
 
-def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Read back what `save_training_state` wrote, strictly: the same names and shapes, or nothing is changed."""
     try:
-        weights = load_file(folder / "weights.safetensors")
+        saved = load_file(folder / "weights.safetensors")
         description = json.loads((folder / "optimizer.json").read_text())
         entries = load_file(folder / "optimizer.safetensors") | description["scalars"]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -110,7 +106,8 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
         groups = description["param_groups"]
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{folder} is not a checkpoint of this version: {error}") from error
-    _copy_weights(model, weights, folder)
+    _copy_weights(weights.named(), saved, folder)
+    weights.write_back()
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -147,11 +144,11 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
     for shard in sorted(folder.glob("*.safetensors")):
         weights |= load_file(shard)
     names = {n for n, _ in model.named_parameters()}
-    _copy_weights(model, {n: t for n, t in weights.items() if n in names}, folder)
-
-
-def _copy_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
     own = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    _copy_weights(own, {n: t for n, t in weights.items() if n in names}, folder)
+
+
+def _copy_weights(own: Mapping[str, nn.Parameter], weights: dict[str, Tensor], folder: Path) -> None:
     _check_fit(own, weights, folder)
     with torch.no_grad():
         for name, parameter in own.items():

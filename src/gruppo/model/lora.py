@@ -4,8 +4,9 @@ The adapter starts at zero, so that the policy is the base model before its firs
 exactly 0. Dropout would break that and is refused.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,9 +35,36 @@ class LoraSpec:
             raise InputError(f"lora alpha must be positive, got {self.alpha}")
 
 
+def lora_of(model: Any) -> LoraSpec | None:
+    """The adapter that a PEFT model carries; None for any other model, and for adapters other than LoRA."""
+    configs = getattr(model, "peft_config", None)
+    config = next(iter(configs.values()), None) if isinstance(configs, Mapping) else None
+    if config is None or not hasattr(config, "lora_alpha"):
+        return None
+    targets = config.target_modules
+    return LoraSpec(
+        rank=config.r,
+        alpha=config.lora_alpha,
+        targets=targets if isinstance(targets, str) else tuple(sorted(targets or ())),
+    )
+
+
 def add_lora(model: "PreTrainedModel", spec: LoraSpec) -> "PeftModel":
     """Freeze the model and put a zero adapter on it."""
     from peft import LoraConfig, get_peft_model
+
+    if not isinstance(spec, LoraSpec):
+        raise InputError(
+            f"lora must be a LoraSpec(rank=..., alpha=..., targets=...), got {type(spec).__name__}; a model that PEFT "
+            "has adapted already is given as the model itself"
+        )
+    there = lora_of(model)
+    if there is not None:
+        raise InputError(
+            f"the model carries an adapter already (rank {there.rank}, alpha {there.alpha:g}, on "
+            f"{there.targets if isinstance(there.targets, str) else ', '.join(there.targets)}), which a new one would "
+            "hide. Leave lora out to go on with it, or fold it into its base first: gruppo export FOLDER NEW --merge"
+        )
 
     config = LoraConfig(
         r=spec.rank,

@@ -1,7 +1,7 @@
-"""Optimizer, learning-rate schedule, gradient clipping, and the guard against non-finite gradients."""
+"""Optimizer, float32 master weights, learning-rate schedule, gradient clipping, and the guard against non-finite
+gradients."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 class StepReport:
     """What an optimizer step did."""
 
-    grad_norm: float
-    """Norm before clipping."""
+    grad_norm: float | None
+    """Norm before clipping; None when there was no gradient at all."""
     lr: float
     skipped: bool = False
     """True when a gradient was not finite: the weights are untouched."""
@@ -26,12 +26,67 @@ class StepReport:
     """The first parameter with a non-finite gradient."""
 
 
-def make_optimizer(name: str, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+class MasterWeights:
+    """Float32 copies of parameters that train in half precision.
+
+    A bf16 weight has 8 bits: a step of less than 1/256 of it is rounded away, so at usual learning rates nothing would
+    be learned. The model computes in half precision; gradients are added up, and the optimizer steps, in float32.
+    Parameters that are float32 already (adapters, say) stand for themselves.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        """What the optimizer updates, one per parameter that trains."""
+        self._halves: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            master = parameter
+            if parameter.element_size() < 4:
+                master = nn.Parameter(parameter.detach().float())
+                self._halves.append((parameter, master))
+            self.names.append(name)
+            self.parameters.append(master)
+
+    def collect_gradients(self) -> None:
+        """Add the gradients of half-precision parameters to their masters', and clear them."""
+        for half, master in self._halves:
+            if half.grad is not None:
+                gradient = half.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                half.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into the model's own parameters."""
+        for half, master in self._halves:
+            half.copy_(master)
+
+    @torch.no_grad()
+    def read_again(self) -> None:
+        """Take the model's own parameters as the masters: after others have written into them."""
+        for half, master in self._halves:
+            master.copy_(half)
+
+    def zero_grad(self) -> None:
+        for parameter in (*self.parameters, *(half for half, _ in self._halves)):
+            parameter.grad = None
+
+    def first_non_finite(self) -> str | None:
+        """Name of the first parameter with a non-finite gradient."""
+        return next((n for n, p in self.named().items() if p.grad is not None and not p.grad.isfinite().all()), None)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """What training changes, by name, in the precision it is kept in."""
+        return dict(zip(self.names, self.parameters, strict=True))
+
+
+def make_optimizer(name: str, trainable: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     """An optimizer of torch.optim by name, over the parameters that train."""
     cls = getattr(torch.optim, name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise InputError(f"optimizer {name!r} is not in torch.optim; AdamW is usual")
-    trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
         raise InputError("the model has no parameter that trains; everything is frozen")
     if name in ("Adam", "AdamW") and not options.keys() & {"fused", "foreach", "capturable", "differentiable"}:
@@ -53,7 +108,9 @@ def schedule_factor(schedule: Schedule, step: int, warmup_steps: int, total_step
     return 1.0 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> StepReport:
+def clip_and_step(
+    weights: MasterWeights, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None
+) -> StepReport:
     """Clip, step and clear the gradients, unless one of them is not finite: then only clear them.
 
     Clipping cannot save such a step: one NaN makes the norm NaN, and the norm scales every gradient. So the norm is
@@ -61,15 +118,18 @@ def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_gra
     """
     lr = optimizer.param_groups[0]["lr"]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not parameters:
+        weights.zero_grad()
+        return StepReport(grad_norm=None, lr=lr)
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     grad_norm = norm.item()
     if not math.isfinite(grad_norm):
-        named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
-        culprit = next((n for n, g in named if not g.isfinite().all()), None)
-        model.zero_grad(set_to_none=True)
+        culprit = weights.first_non_finite()
+        weights.zero_grad()
         return StepReport(grad_norm=grad_norm, lr=lr, skipped=True, culprit=culprit)
     if max_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     optimizer.step()
-    model.zero_grad(set_to_none=True)  # not the optimizer's: it may hold only some of the parameters
+    weights.write_back()
+    weights.zero_grad()  # not the optimizer's: it may hold only some of the parameters
     return StepReport(grad_norm=grad_norm, lr=lr)

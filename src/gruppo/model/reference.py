@@ -1,8 +1,8 @@
-"""The reference policy of the KL penalty.
+"""Reference policy of the KL penalty: the model as it was at the start.
 
-With an adapter the reference is the model with the adapter switched off and costs nothing. Without one it is a frozen
-copy, taken when it is first asked for, which must be before the first step. `refresh` moves that copy; a run that does
-so keeps it in its checkpoints.
+Without an adapter it is a frozen copy, taken when it is first asked for, which must be before the first step. With an
+adapter it is the same model with the adapter of the start in it; one that starts at zero is switched off, which costs
+nothing. `refresh` moves the reference; a run that does so keeps it in its checkpoints.
 """
 
 import copy
@@ -23,54 +23,75 @@ class Reference:
         self.policy = policy
         self.is_adapter = hasattr(policy.model, "disable_adapter")
         self._copy: Scorer | None = None
+        self._adapter: dict[str, Tensor] = {}
+        """Weights of the reference's adapter; none: the adapter is switched off."""
         if not self.is_adapter:
             self._copy = self._frozen_copy()
+        elif not _adds_nothing(policy.model):
+            self._adapter = self._policy_adapter()
 
     def refresh(self, mix: float = 1.0) -> None:
         """Move the reference towards the policy as it is now: `reference = mix * policy + (1 - mix) * reference`.
 
         1 copies, as after each stage of DeepSeekMath (arXiv:2402.03300); less is the soft update of TR-DPO
-        (arXiv:2404.09656). Needs full weights: an adapter's reference is its base.
+        (arXiv:2404.09656) and needs full weights: a mixture of two adapters' factors is not a mixture of the models.
         """
-        if self.is_adapter:
-            raise TypeError("with LoRA the reference is the base model; merge the adapter to move it")
         if not 0 < mix <= 1:
             raise InputError(f"mix must be above 0 and at most 1, got {mix!r}")
-        if mix == 1:
+        if self.is_adapter and mix < 1:
+            raise InputError(f"mix={mix!r} needs full weights; with LoRA the reference can only be copied (mix=1)")
+        if self.is_adapter:
+            self._adapter = self._policy_adapter()
+        elif mix == 1:
             self._copy = self._frozen_copy()
-            return
-        own = self._parameters()
-        with torch.no_grad():
-            for name, parameter in self.policy.model.named_parameters():
-                own[name].lerp_(parameter, mix)
+        else:
+            own = self._parameters()
+            with torch.no_grad():
+                for name, parameter in self.policy.model.named_parameters():
+                    own[name].lerp_(parameter, mix)
 
     @contextmanager
     def scorer(self) -> Iterator[Scorer]:
         if self._copy is not None:
             yield self._copy
-            return
-        with self.policy.model.disable_adapter():  # type: ignore[operator]  # PEFT's
-            yield self.policy
-
-    def weights(self) -> nn.Module | None:
-        """The frozen copy, for checkpoints; None when there is none to save."""
-        return None if self._copy is None else self._copy.model
+        elif not self._adapter:
+            with self.policy.model.disable_adapter():  # type: ignore[operator]  # PEFT's
+                yield self.policy
+        else:
+            own = {name: p for name, p in self.policy.model.named_parameters() if name in self._adapter}
+            trained = {name: p.data for name, p in own.items()}
+            try:
+                for name, parameter in own.items():
+                    parameter.data = self._adapter[name]
+                yield self.policy
+            finally:
+                for name, parameter in own.items():
+                    parameter.data = trained[name]
 
     def state(self) -> dict[str, Tensor]:
-        """The weights of the frozen copy by name, on the CPU."""
-        return {name: p.detach().to("cpu").contiguous() for name, p in self._parameters().items()}
+        """Weights of the reference by name, on the CPU; none when it is a model without its adapter."""
+        weights = self._adapter if self.is_adapter else self._parameters()
+        return {name: p.detach().to("cpu").contiguous() for name, p in weights.items()}
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Read back what `state` gave."""
-        own = self._parameters()
+        own = self._policy_adapter() if self.is_adapter else self._parameters()
+        if self.is_adapter and not weights:
+            self._adapter = {}
+            return
         if {n: p.shape for n, p in own.items()} != {n: w.shape for n, w in weights.items()}:
             raise CheckpointError("the weights of the reference do not fit the model")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
+        if self.is_adapter:
+            self._adapter = dict(own)
+
+    def _policy_adapter(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.policy.model.named_parameters() if p.requires_grad}
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        assert self._copy is not None, "an adapter's reference has no weights of its own"
+        assert self._copy is not None
         return dict(self._copy.model.named_parameters())
 
     def _frozen_copy(self) -> Scorer:
@@ -79,3 +100,11 @@ class Reference:
             parameter.grad = None
         policy = self.policy
         return Scorer(model, temperature=policy.temperature, layout=policy.layout, head=policy.head)
+
+
+def _adds_nothing(model: nn.Module) -> bool:
+    """Whether an adapter leaves its base as it is: plain LoRA whose second factors are all zero."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    second = [p for name, p in trained.items() if ".lora_B." in name]
+    is_plain = all(".lora_A." in name or ".lora_B." in name for name in trained)
+    return is_plain and all(not bool(p.any()) for p in second)

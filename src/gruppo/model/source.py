@@ -45,6 +45,11 @@ def resolve(model_id: str) -> str:
     return model_id
 
 
+def holds_adapter(model_id: str) -> bool:
+    """Whether a model id is a folder with an adapter rather than a whole model."""
+    return (Path(resolve(model_id)) / "adapter_config.json").is_file()
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a folder that lacks a model, would run its own code, or holds its weights as pickles."""
     if (folder / "adapter_config.json").is_file():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from gruppo.batch import PackedBatch, Totals
+from gruppo.batch import PackedBatch, Totals, pack
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
@@ -18,8 +18,8 @@ from gruppo.model import source
 from gruppo.model.batches import Batches
 from gruppo.model.forward import HeadChoice, Layout, Scorer
 from gruppo.model.head_step import loss_and_backward
-from gruppo.model.lora import LoraSpec, add_lora
-from gruppo.model.optim import Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
+from gruppo.model.lora import LoraSpec, add_lora, lora_of
+from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.reference import Reference
 from gruppo.model.step_survey import survey_step
 from gruppo.types import InputFeature
@@ -40,8 +40,9 @@ class TransformersModel:
 
     Args:
         model_id: a folder, `hf://org/name`, `ms://org/name`, a hub id, `builtin`, or a model object.
-        lora: train this adapter instead of the weights.
-        dtype: of the weights. Log-probs, ratios and reductions are float32 in any case.
+        lora: train this adapter instead of the weights. A model that has an adapter goes on with it.
+        dtype: in which the model computes. Training keeps float32 master weights and float32 optimizer state beside
+            bfloat16 weights; log-probs, ratios and reductions are float32 in any case.
         device: default: a GPU if there is one.
         tokens_per_microbatch: tokens of one forward; for memory only, no result depends on it. None: all at once.
         temperature: at which tokens were sampled and are scored.
@@ -88,7 +89,8 @@ class TransformersModel:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         nn.Module.to(model, self.device)
         self.model = model.train(gradient_checkpointing)  # transformers checkpoints in train mode only
-        self.lora = lora
+        self.lora = lora_of(model)
+        """The adapter that trains; None: all weights."""
         self.tokens_per_microbatch = tokens_per_microbatch
         self.version = 0
         """How many optimizer steps the weights have seen."""
@@ -98,7 +100,7 @@ class TransformersModel:
         self.metrics: list[PolicyMetric] = []
         self.mismatch = MismatchMetric()
         """How far the sampler's log-probs are from the trainer's, when they are given."""
-        self._gap = torch.zeros(3, dtype=torch.float64, device=self.device)  # sampler gap: sum, count, max
+        self._weights: MasterWeights | None = None
         self._reference: Reference | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lr = 0.0
@@ -118,9 +120,14 @@ class TransformersModel:
         """An optimizer of torch.optim by name with its options (`lr=1e-6`), or one made over `model.parameters()`."""
         if isinstance(optimizer, str):
             options = {"lr": 1e-5 if self.lora else 1e-6, "weight_decay": 0.0} | options
-            optimizer = make_optimizer(optimizer, self.model.parameters(), **options)
+            optimizer = make_optimizer(optimizer, self.weights.parameters, **options)
         elif options:
             raise InputError(f"options {sorted(options)} go with an optimizer's name, not with an optimizer")
+        elif any(p.element_size() < 4 for group in optimizer.param_groups for p in group["params"]):
+            raise InputError(
+                "the optimizer was made over half-precision weights, in which small steps are rounded away; name it "
+                'instead, set_optimizer("AdamW", lr=...), make it over model.weights.parameters, or use dtype="float32"'
+            )
         self._optimizer = optimizer
         self._base_lr = optimizer.param_groups[0]["lr"]
 
@@ -135,8 +142,17 @@ class TransformersModel:
         self._schedule = (schedule, warmup_steps, total_steps)
 
     def add_metric(self, metric: PolicyMetric) -> None:
-        """Accumulate this metric over every forward_backward."""
+        """Accumulate this metric over every forward_backward: over its sequences with an advantage other than 0."""
+        if not isinstance(metric, PolicyMetric):
+            raise InputError(f"add_metric takes a metric of gruppo.metric, such as GRPOMetric(), got {metric!r}")
         self.metrics.append(metric)
+
+    @property
+    def weights(self) -> MasterWeights:
+        """What training changes, in float32; made when it is first needed."""
+        if self._weights is None:
+            self._weights = MasterWeights(self.model)
+        return self._weights
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -198,7 +214,8 @@ class TransformersModel:
         """Add the gradient of the loss over `inputs`; micro-batches are never visible in the result.
 
         Sequences of advantage 0 count in the totals and are otherwise left out when their gradient is exactly 0, that
-        is without a KL penalty or entropy bonus: nothing of them is computed, and metrics do not see them.
+        is without a KL penalty or entropy bonus: nothing of them is computed. Metrics never count them, whether they
+        were computed or not; the gap between sampler and trainer is measured on all sequences.
 
         Args:
             inputs: the sequences.
@@ -217,7 +234,9 @@ class TransformersModel:
             advantages = torch.tensor(advantages, dtype=torch.float32)  # read by the loss and by every metric
         is_whole_step = totals is None
         if totals is None:
-            totals = Totals(sequences=len(inputs), tokens=sum(f.num_scored for f in inputs))
+            totals = Totals(
+                sequences=len(inputs), tokens=sum(f.num_scored for f in inputs), step=self.version
+            )  # fmt: skip
         if ref_logps is None and "ref_logps" in self.loss.needs and any(f.ref_logps is None for f in inputs):
             ref_logps = self.reference_logps(inputs)
         given = {"old_logps": old_logps, "ref_logps": ref_logps, "sampler_logps": sampler_logps}
@@ -238,26 +257,32 @@ class TransformersModel:
             )
         live = _live(self.loss, advantages)
         if live is not None:
+            self._measure_skipped(inputs, set(live), old_logps, sampler_logps)
             inputs, advantages = [inputs[i] for i in live], _select(advantages, live)
             given = {name: None if values is None else _select(values, live) for name, values in given.items()}
         loss = torch.zeros((), device=self.device)
         terms: dict[str, Tensor] = {}
-        on_policy = True
+        on_policy, rejected = True, None
         for part, batch in self.batches.make(inputs, self.tokens_per_microbatch):
             if self.loss.draws_tokens:
                 ids = part if live is None else [live[i] for i in part]
                 batch = replace(batch, sequence_ids=torch.tensor(ids, device=self.device))
             from_features = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps, "sampler_logps": None}
-            aligned = {n: from_features[n] if v is None else _select(v, part) for n, v in given.items()}
+            aligned: dict[str, Any] = {
+                name: from_features[name] if values is None else _placed(name, _select(values, part), batch)
+                for name, values in given.items()
+            }
             aligned["advantages"] = _select(advantages, part)
-            aligned["sampler_logps"] = _placed(aligned["sampler_logps"], batch)
             result, outputs = loss_and_backward(self.scorer, batch, self.loss, totals, aligned)
+            self.weights.collect_gradients()
             loss = loss + result.loss.detach()
             for name, value in result.terms.items():
                 terms[name] = terms.get(name, 0) + value
             on_policy = on_policy and result.on_policy
+            if result.rejected is not None:
+                rejected = result.rejected if rejected is None else rejected + result.rejected
             self._observe(batch, outputs, aligned)
-        return LossOutput(loss=loss, terms=terms, on_policy=on_policy)
+        return LossOutput(loss=loss, terms=terms, on_policy=on_policy, rejected=rejected)
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> StepReport:
         """Clip the gradient, step, move the schedule on. A non-finite gradient changes nothing and is reported."""
@@ -265,7 +290,7 @@ class TransformersModel:
         optimizer = self.optimizer
         for group in optimizer.param_groups:
             group["lr"] = self._base_lr * schedule_factor(schedule, self.version, warmup_steps, total_steps)
-        report = clip_and_step(self.model, optimizer, max_grad_norm=max_grad_norm)
+        report = clip_and_step(self.weights, optimizer, max_grad_norm=max_grad_norm)
         if report.skipped:
             logger.warning("step skipped: the gradient of %s is not finite", report.culprit)
         else:
@@ -278,10 +303,6 @@ class TransformersModel:
         for metric in self.metrics:
             results |= metric.calculate()
             metric.reset()
-        total, count, largest = self._gap.tolist()
-        if count:
-            results |= {"sampler/logp_gap_mean": total / count, "sampler/logp_gap_max": largest}
-        self._gap.zero_()
         results |= self.mismatch.calculate()
         self.mismatch.reset()
         return results
@@ -299,31 +320,51 @@ class TransformersModel:
         from gruppo.model.checkpoint import load_pretrained
 
         load_pretrained(self.model, Path(folder))
+        if self._weights is not None:
+            self._weights.read_again()
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _observe(self, batch: PackedBatch, outputs: dict[str, Tensor], aligned: dict[str, Any]) -> None:
         observed = {name: values.detach() for name, values in outputs.items()}
+        # Without old_logps the loss took the policy's own: ratio 1, which a metric should show and not omit.
+        old = observed["logps"] if aligned["old_logps"] is None else aligned["old_logps"]
+        if aligned["sampler_logps"] is not None:
+            self.mismatch.accumulate(batch.loss_inputs(), old_logps=old, sampler_logps=aligned["sampler_logps"])
+        if not self.metrics:
+            return
+        inputs, advantages = batch.loss_inputs(), aligned["advantages"]
+        is_live = [_has_advantage(value) for value in _values(advantages)]
+        if not all(is_live):
+            live_T = batch.segments.spread(torch.tensor(is_live, device=self.device))
+            if not isinstance(advantages, Tensor):
+                advantages = _placed("advantages", advantages, batch) if _is_nested(advantages) else advantages
+            inputs = inputs | {"labels": torch.where(live_T, batch.labels, IGNORE_INDEX)}
         for metric in self.metrics:
-            # Without old_logps the loss took the policy's own: ratio 1, which the metric should show and not omit.
-            old = aligned["old_logps"]
-            metric.accumulate(
-                batch.loss_inputs(),
-                observed,
-                old_logps=observed["logps"] if old is None else old,
-                advantages=aligned["advantages"],
-            )
-        sampler = aligned["sampler_logps"]
-        if sampler is not None:
-            old = aligned["old_logps"]
-            self.mismatch.accumulate(
-                batch.loss_inputs(), old_logps=observed["logps"] if old is None else old, sampler_logps=sampler
-            )
-            gap = (observed["logps"] - sampler)[batch.labels != IGNORE_INDEX].abs().double()
-            largest = gap.max() if gap.numel() else gap.new_zeros(())
-            self._gap = torch.stack(
-                [self._gap[0] + gap.sum(), self._gap[1] + gap.numel(), self._gap[2].maximum(largest)]
-            )
+            metric.accumulate(inputs, observed, old_logps=old, advantages=advantages)
+
+    def _measure_skipped(
+        self,
+        inputs: Sequence[InputFeature],
+        live: set[int],
+        old_logps: PerSequence | None,
+        sampler_logps: PerSequence | None,
+    ) -> None:
+        """Count sequences that are not trained on in the gap between sampler and trainer: they are part of it too."""
+        skipped = [i for i, feature in enumerate(inputs) if i not in live and feature.num_scored]
+        if sampler_logps is None or not skipped:
+            return
+        features = [inputs[i] for i in skipped]
+        if old_logps is not None:
+            old = _select(old_logps, skipped)
+        elif features[0].old_logps is not None:
+            old = [feature.old_logps for feature in features]
+        else:
+            old = self.forward_only(features)["logps"]
+        batch = pack(features).to(self.device)
+        rows = {"old_logps": old, "sampler_logps": _select(sampler_logps, skipped)}
+        placed: dict[str, Any] = {name: _placed(name, values, batch) for name, values in rows.items()}
+        self.mismatch.accumulate(batch.loss_inputs(), **placed)
 
     def _check_count(self, name: str, values: PerSequence, inputs: Sequence[InputFeature]) -> None:
         if len(values) != len(inputs):
@@ -340,14 +381,14 @@ def _select(values: PerSequence, part: list[int]) -> Any:
     return values[part] if isinstance(values, Tensor) else [values[i] for i in part]
 
 
-def _placed(rows: Any, batch: PackedBatch) -> Tensor | None:
-    """One row of values per sequence as a tensor over the slots, made once for loss and report."""
-    if rows is None:
-        return None
+def _placed(name: str, rows: Any, batch: PackedBatch) -> Tensor:
+    """One row of values per sequence as a tensor over the slots, made once for loss and metrics."""
+    if isinstance(rows, Tensor) and rows.shape == batch.labels.shape:
+        return rows
     for i, (row, length) in enumerate(zip(rows, batch.segments.length.tolist(), strict=True)):
         if len(row) != length:
             raise InputError(
-                f"sampler_logps of sequence {i} has {len(row)} entries for {length} scored tokens; "
+                f"{name} of sequence {i} has {len(row)} entries for {length} scored tokens; "
                 "give exactly one value per token whose label is not masked"
             )
     if len(rows) and isinstance(rows[0], Tensor):
@@ -358,12 +399,28 @@ def _placed(rows: Any, batch: PackedBatch) -> Tensor | None:
     return placed.masked_scatter(batch.labels != IGNORE_INDEX, values.to(placed.device))
 
 
+def _values(advantages: PerSequence) -> Sequence[Any]:
+    return advantages.tolist() if isinstance(advantages, Tensor) else advantages
+
+
+def _is_nested(advantages: Sequence[Any]) -> bool:
+    """Is there one list of advantages per sequence, rather than one number?"""
+    return any(not isinstance(value, int | float) for value in advantages)
+
+
+def _has_advantage(value: Any) -> bool:
+    """Does a sequence with this advantage, or these per token, have one other than 0?"""
+    if isinstance(value, int | float):
+        return value != 0
+    return any(x != 0 for x in _values(value))
+
+
 def _live(loss: PolicyLoss, advantages: PerSequence) -> list[int] | None:
     """The sequences that can have a gradient, when others cannot; None when all of them are to be computed."""
     if not loss.is_zero_without_advantage:
         return None
-    values = advantages.tolist() if isinstance(advantages, Tensor) else advantages
-    live = [i for i, value in enumerate(values) if not isinstance(value, int | float) or value != 0]
+    values = _values(advantages)
+    live = [i for i, value in enumerate(values) if _has_advantage(value)]
     return live if len(live) < len(values) else None
 
 

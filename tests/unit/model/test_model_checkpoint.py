@@ -203,12 +203,12 @@ def test_any_damage_to_a_file_is_seen(damage: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=2)], ids=["full", "lora"])
 def test_a_restored_model_continues_to_the_bit(lora: LoraSpec | None, tmp_path: Path) -> None:
     model = trained(lora=lora)
-    save_training_state(model.model, model.optimizer, tmp_path)
+    save_training_state(model.weights, model.optimizer, tmp_path)
     for _ in range(2):
         take_step(model)
     other = actor(lora=lora)
     other.set_optimizer("AdamW", lr=0.01)
-    load_training_state(other.model, other.optimizer, tmp_path)
+    load_training_state(other.weights, other.optimizer, tmp_path)
     for _ in range(2):
         take_step(other)
     mine, theirs = weights(model.model), weights(other.model)
@@ -217,7 +217,7 @@ def test_a_restored_model_continues_to_the_bit(lora: LoraSpec | None, tmp_path: 
 
 def test_only_what_trains_is_saved(tmp_path: Path) -> None:
     model = trained(lora=LoraSpec(rank=2))
-    save_training_state(model.model, model.optimizer, tmp_path)
+    save_training_state(model.weights, model.optimizer, tmp_path)
     assert all("lora_" in name for name in load_file(tmp_path / "weights.safetensors"))
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "optimizer.json",
@@ -234,8 +234,8 @@ def test_any_optimizer_of_torch_is_restored(optimizer: str, tmp_path: Path) -> N
         model.set_optimizer(optimizer, lr=0.01, **options)
     for _ in range(2):
         take_step(models[0])
-    save_training_state(models[0].model, models[0].optimizer, tmp_path)
-    load_training_state(models[1].model, models[1].optimizer, tmp_path)
+    save_training_state(models[0].weights, models[0].optimizer, tmp_path)
+    load_training_state(models[1].weights, models[1].optimizer, tmp_path)
     for model in models:
         take_step(model)
     mine, theirs = (weights(m.model) for m in models)
@@ -247,12 +247,12 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.get_parameter("model.norm.weight")[3] = float("inf")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds non-finite numbers"):
-        save_training_state(model.model, model.optimizer, tmp_path)
+        save_training_state(model.weights, model.optimizer, tmp_path)
 
 
 def crafted(tmp_path: Path, what: str) -> None:
     model = trained()
-    save_training_state(model.model, model.optimizer, tmp_path)
+    save_training_state(model.weights, model.optimizer, tmp_path)
     tensors = load_file(tmp_path / "weights.safetensors")
     state = load_file(tmp_path / "optimizer.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -295,6 +295,6 @@ def test_a_crafted_state_is_refused_and_changes_nothing(what: str, tmp_path: Pat
     before = weights(model.model)
     moments = {k: v["exp_avg"].clone() for k, v in model.optimizer.state.items()}
     with pytest.raises(CheckpointError):
-        load_training_state(model.model, model.optimizer, tmp_path)
+        load_training_state(model.weights, model.optimizer, tmp_path)
     assert all(torch.equal(p, before[n]) for n, p in weights(model.model).items())
     assert all(torch.equal(model.optimizer.state[k]["exp_avg"], v) for k, v in moments.items())

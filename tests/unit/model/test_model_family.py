@@ -124,8 +124,8 @@ def test_selection_is_over_the_whole_step_and_not_over_live_sequences() -> None:
     """A fifth of all tokens, those of dead sequences included, as if nothing were left out."""
     loss = TopEntropyLoss(share=0.3)
     kept = run(loss, 25)
-    everything = TopEntropyLoss(share=0.3)
-    everything.entropy_coef = 1e-300  # an entropy bonus makes every sequence count, and adds nothing
+    # An entropy bonus makes every sequence count, and this one adds nothing.
+    everything = TopEntropyLoss(share=0.3, entropy_coef=1e-300)
     assert_same(kept, run(everything, 25))
 
 
@@ -168,6 +168,9 @@ def test_a_loss_that_counts_but_does_not_look_costs_no_scoring_pass(monkeypatch:
     assert calls == []
 
 
+CLIPS_NOTHING = ("vespo", "prime", "ipo", "m2po", "kl_cov", "kl_cov everywhere", "reinforce", "gpg", "dro")
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_the_metric_of_every_loss_reports_what_it_clips(name: str) -> None:
     model = actor("gpt2", double=True)
@@ -179,7 +182,12 @@ def test_the_metric_of_every_loss_reports_what_it_clips(name: str) -> None:
         sampler_logps=SAMPLER,
     )
     logps, _ = logps_one_by_one(tiny_model("gpt2").double(), FEATURES)
-    low, high = EVERY[name].clip_range or (0.2, 0.2)
+    found = model.calculate_metric()
+    if EVERY[name].clip_range is None:  # it clips nothing, so there is nothing to report
+        assert not [key for key in found if "clip" in key]
+        assert name in CLIPS_NOTHING
+        return
+    low, high = EVERY[name].clip_range
     verdicts = []
     for row, old, advantage in zip(logps, OLD, (a or 0.1 for a in ADVANTAGES), strict=True):
         ratios = (row - torch.tensor(old)).exp().tolist()
@@ -189,5 +197,5 @@ def test_the_metric_of_every_loss_reports_what_it_clips(name: str) -> None:
         for r in ratios:
             too_high, too_low = r > 1 + high, r < 1 - low
             verdicts.append(too_high or too_low if both_ways else (too_high if advantage > 0 else too_low))
-    assert any(verdicts)
-    assert model.calculate_metric()["train/clip_ratio"] == pytest.approx(sum(verdicts) / len(verdicts))
+    assert any(verdicts) or name in ("dppo_tv", "dppo_kl")  # these cap a ratio at 20
+    assert found["train/clip_ratio"] == pytest.approx(sum(verdicts) / len(verdicts))

@@ -15,6 +15,7 @@ from tiny_models import (
     weights,
 )
 
+from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss
 from gruppo.model import LoraSpec
 
@@ -35,11 +36,29 @@ def test_with_the_adapter_off_the_logits_are_the_bases_to_the_bit(family: str) -
         assert not torch.equal(off, model.model(input_ids=ids).logits)
 
 
-def test_reference_logps_with_an_adapter_are_the_bases() -> None:
+def test_the_reference_of_a_new_adapter_is_its_base_whatever_the_adapter_becomes() -> None:
     model = actor(lora=LoraSpec(rank=2))
+    model.reference()
     perturb_adapter(model.model)
     base = actor().forward_only(FEATURES)["logps"]
     assert all(torch.equal(a, b) for a, b in zip(model.reference_logps(FEATURES), base, strict=True))
+
+
+def test_the_reference_of_an_adapter_that_was_trained_before_is_the_model_at_the_start() -> None:
+    model = actor(lora=LoraSpec(rank=2))
+    perturb_adapter(model.model)
+    start = model.forward_only(FEATURES)["logps"]
+    model.set_loss(GRPOLoss(beta=0.5))
+    model.set_optimizer("AdamW", lr=0.01)
+    assert model.forward_backward(FEATURES, advantages=ADVANTAGES).terms["kl"].item() == 0.0
+    model.clip_grad_and_step()
+    assert model.forward_backward(FEATURES, advantages=ADVANTAGES).terms["kl"].item() > 1e-4
+    moved = model.forward_only(FEATURES)["logps"]
+    assert all(torch.equal(a, b) for a, b in zip(model.reference_logps(FEATURES), start, strict=True))
+    # Scoring with the old adapter leaves the new one in its place.
+    assert all(torch.equal(a, b) for a, b in zip(model.forward_only(FEATURES)["logps"], moved, strict=True))
+    base = actor().forward_only(FEATURES)["logps"]
+    assert largest_gap(start, base) > 0.01
 
 
 def test_the_kl_to_the_reference_is_exactly_zero_at_the_first_step() -> None:
@@ -78,11 +97,10 @@ def test_the_frozen_copy_stays_put_while_the_weights_move() -> None:
     for _ in range(2):
         model.forward_backward(FEATURES, advantages=ADVANTAGES)
         model.clip_grad_and_step()
-    copy = model.reference().weights()
-    assert copy is not None
-    assert all(torch.equal(p, start[n]) for n, p in copy.named_parameters())
+    assert all(torch.equal(p, start[n]) for n, p in model.reference().state().items())
     assert not any(torch.equal(p, start[n]) for n, p in weights(model.model).items())
-    assert not any(p.requires_grad for p in copy.parameters())
+    with model.reference().scorer() as scorer:
+        assert not any(p.requires_grad for p in scorer.model.parameters())
 
 
 def test_refresh_makes_the_policy_the_reference() -> None:
@@ -96,9 +114,22 @@ def test_refresh_makes_the_policy_the_reference() -> None:
     assert model.forward_backward(FEATURES, advantages=ADVANTAGES).terms["kl"].item() == 0.0
 
 
-def test_refresh_is_refused_with_an_adapter() -> None:
-    with pytest.raises(TypeError, match="with LoRA the reference is the base model"):
-        actor(lora=LoraSpec(rank=2)).reference().refresh()
+def test_refresh_of_an_adapter_copies_it_and_survives_a_save() -> None:
+    model = actor(lora=LoraSpec(rank=2))
+    reference = model.reference()
+    assert reference.state() == {}  # the adapter is switched off
+    perturb_adapter(model.model)
+    reference.refresh()
+    now = model.forward_only(FEATURES)["logps"]
+    assert all(torch.equal(a, b) for a, b in zip(model.reference_logps(FEATURES), now, strict=True))
+    other = actor(lora=LoraSpec(rank=2))
+    other.reference().load(reference.state())
+    assert all(torch.equal(a, b) for a, b in zip(other.reference_logps(FEATURES), now, strict=True))
+
+
+def test_a_mixture_of_adapters_is_refused() -> None:
+    with pytest.raises(InputError, match=r"mix=0\.5 needs full weights; with LoRA the reference can only be copied"):
+        actor(lora=LoraSpec(rank=2)).reference().refresh(0.5)
 
 
 def test_a_reference_frozen_late_is_announced(caplog: pytest.LogCaptureFixture) -> None:
