@@ -21,8 +21,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts that end a completion; they are cut from `text`, their tokens stay in `tokens`."""
     seed: int = 0
-    step: int = 0
-    """With `seed`, prompt and sample number this decides every random draw."""
+    step: int | None = None
+    """With `seed`, prompt and sample number this decides every random draw. None: the number of calls without a step
+    that the sampler has had, so that each call draws anew."""
 
     def __post_init__(self) -> None:
         bounds = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from gruppo.errors import InputError, NumericError
 from gruppo.model.source import end_tokens_of
 from gruppo.model.transformers_model import TransformersModel
-from gruppo.sampler.base import PromptLike, prompt_index, token_ids
+from gruppo.sampler.base import PromptLike, check_call, draw_numbers, token_ids
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.randomness import row_keys, uniforms
 from gruppo.types import SampledSequence, SampleResponse
@@ -43,24 +43,29 @@ class TorchSampler:
         generation, config = (getattr(model.model, name, None) for name in ("generation_config", "config"))
         self.stop_ids = end_tokens_of(generation, config, model.tokenizer)
         self.on_token = on_token
+        self.calls = 0
+        """Calls of `sample` without a step."""
+
+    is_exact = True
 
     @torch.inference_mode()
     def sample(
         self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
     ) -> list[SampleResponse]:
         """Draw `num_samples` completions of each prompt. The same seed and step give the same tokens."""
+        check_call(batch, num_samples, params)
         params = params or SamplingParams()
-        if num_samples < 1:
-            raise InputError(f"num_samples must be at least 1, got {num_samples}")
         if not batch:
             return []
-        prompts = [token_ids(p, self.tokenizer) for p in batch]
-        for i, ids in enumerate(prompts):
-            if not ids:
-                raise InputError(f"prompt {i} has no tokens; there is nothing to continue")
-        indices = np.repeat([prompt_index(p, i) for i, p in enumerate(batch)], num_samples)
-        samples = np.tile(np.arange(num_samples), len(batch))
-        rows = _Decoding(self, prompts, num_samples, row_keys(params.seed, params.step, indices, samples), params).run()
+        prompts = [token_ids(prompt, i, self.tokenizer) for i, prompt in enumerate(batch)]
+        numbers, first = draw_numbers(batch, num_samples)
+        samples = (first[:, None] + np.arange(num_samples)).reshape(-1)
+        step = params.step
+        if step is None:
+            step = self.calls
+            self.calls += 1
+        keys = row_keys(params.seed, step, np.repeat(numbers, num_samples), samples)
+        rows = _Decoding(self, prompts, num_samples, keys, params).run()
         return [
             SampleResponse(sequences=tuple(rows[i * num_samples : (i + 1) * num_samples])) for i in range(len(batch))
         ]
@@ -97,6 +102,7 @@ class _Decoding:
         num_rows = len(prompts) * num_samples
         self.tokens = np.zeros((num_rows, params.max_new_tokens), dtype=np.int64)
         self.logps = np.zeros((num_rows, params.max_new_tokens), dtype=np.float64)
+        self.entropies = np.zeros((num_rows, params.max_new_tokens), dtype=np.float64)
         self.length = np.zeros(num_rows, dtype=np.int64)
         self.texts: dict[int, str] = {}  # rows that a stop string ended
         self.stopped = np.zeros(num_rows, dtype=bool)
@@ -190,7 +196,11 @@ class _Decoding:
             tokens_A = log_p_CV.argmax(-1)[home_A]
         else:
             u_A = torch.from_numpy(uniforms(self.keys[active], step)).to(self.device)
-            tokens_A = draw(filtered(log_p_CV, self.params).exp(), u_A, home_A)
+            p_CV = log_p_CV.exp()
+            tokens_A = draw(filtered(log_p_CV, self.params).exp() if self.params.filters else p_CV, u_A, home_A)
+            # Of the whole distribution, as the log-probs are. xlogy would do for p = 0, but here log p is at hand.
+            entropy_C = -(p_CV * log_p_CV.clamp(min=-1e4)).sum(-1)
+            self.entropies[active, step] = entropy_C[home_A].cpu().numpy()
         logps = log_p_CV[home_A, tokens_A].cpu().numpy()
         if np.isnan(logps).any():
             raise NumericError("the model gives NaN for a token: its weights hold numbers that are not finite")
@@ -219,9 +229,8 @@ class _Decoding:
         decoded: dict[tuple[int, ...], str] = {}
         sequences = []
         version = self.sampler.model.version
-        for row, (tokens, logps, length) in enumerate(
-            zip(self.tokens.tolist(), self.logps.tolist(), self.length.tolist(), strict=True)
-        ):
+        rows = (self.tokens.tolist(), self.logps.tolist(), self.entropies.tolist(), self.length.tolist())
+        for row, (tokens, logps, entropies, length) in enumerate(zip(*rows, strict=True)):
             ids = tuple(tokens[:length])
             text = self.texts.get(row)
             if text is None and (text := decoded.get(ids)) is None:
@@ -234,6 +243,7 @@ class _Decoding:
                     text=text,
                     stop_reason="stop" if self.stopped[row] else "length",
                     policy_version=version,
+                    entropies=None if self.params.temperature == 0 else tuple(entropies[:length]),
                 )
             )
         return sequences

@@ -18,7 +18,7 @@ from gruppo.model.lora import LoraSpec
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.sampler import handover
 from gruppo.sampler.answer import check_answer, response
-from gruppo.sampler.base import PromptLike, prompt_index, token_ids
+from gruppo.sampler.base import PromptLike, check_call, draw_numbers, token_ids
 from gruppo.sampler.engine import Completion, Engine, EngineLost, Poll, Request
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.proof import BOUNDS, Canary
@@ -85,6 +85,8 @@ class vLLMSampler:
         self.poll = poll
         self.version = 0
         """Of the weights that the engines have: how many optimizer steps they have seen."""
+        self.calls = 0
+        """Calls of `sample` without a step."""
         self.canary = Canary.draw(
             self.vocabulary, length=min(12, length - 1), bound=BOUNDS[dtype] if canary_bound is None else canary_bound
         )
@@ -105,10 +107,13 @@ class vLLMSampler:
             self.close()
             raise
 
+    is_exact = False
+
     def sample(
         self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
     ) -> list[SampleResponse]:
         """Draw `num_samples` completions of each prompt. The same seed, step and weights give the same tokens."""
+        check_call(batch, num_samples, params)
         params = params or SamplingParams()
         requests = self._requests(batch, num_samples, params)
         if not requests:
@@ -187,8 +192,6 @@ class vLLMSampler:
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def _requests(self, batch: Sequence[PromptLike], num_samples: int, params: SamplingParams) -> list[Request]:
-        if num_samples < 1:
-            raise InputError(f"num_samples must be at least 1, got {num_samples}")
         if params.filters:
             raise InputError(
                 "top_k, top_p and min_p are refused with vLLM: its log-probs are then over the tokens that were kept, "
@@ -196,18 +199,21 @@ class vLLMSampler:
                 "sampler=torch, which reports log-probs over all tokens"
             )
         drawn = 1 if params.temperature == 0 else num_samples  # vLLM refuses several greedy ones: they are the same
+        step = params.step
+        if step is None:
+            step = self.calls
+            self.calls += 1
+        numbers, first = draw_numbers(batch, num_samples)
+        keys = row_keys(params.seed, step, numbers, np.zeros_like(first)) >> np.uint64(2)
         requests = []
         for i, prompt in enumerate(batch):
-            ids = token_ids(prompt, self.tokenizer)
-            if not ids:
-                raise InputError(f"prompt {i} has no tokens; there is nothing to continue")
+            ids = token_ids(prompt, i, self.tokenizer)
             if len(ids) + params.max_new_tokens > self.length:
                 raise InputError(
                     f"prompt {i} has {len(ids)} tokens; with max_new_tokens={params.max_new_tokens} that is more than "
                     f"max_model_len={self.length}"
                 )
-            key = row_keys(params.seed, params.step, np.array([prompt_index(prompt, i)]), np.zeros(1, dtype=np.int64))
-            requests.append(Request(prompt_ids=ids, num_samples=drawn, seed=int(key[0] >> np.uint64(2))))
+            requests.append(Request(prompt_ids=ids, num_samples=drawn, seed=int(keys[i]) + int(first[i])))
         return requests
 
     def _ask(self, engine: Engine, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
