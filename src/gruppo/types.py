@@ -26,6 +26,10 @@ from gruppo.errors import InputError
 StopReason = Literal["stop", "length"]
 """`stop`: the model ended the sequence (end token or stop string). `length`: the token limit cut it off."""
 
+GroupStatus = Literal["kept", "no_signal", "surplus"]
+"""`kept`: trained on. Dynamic sampling leaves out the others: `no_signal` teaches nothing, `surplus` is more than a
+step takes."""
+
 
 class Message(TypedDict):
     """One turn of a conversation, as chat templates take it."""
@@ -104,6 +108,8 @@ class SampledSequence:
     stop_reason: StopReason
     policy_version: int = 0
     """How many weight updates the sampling policy had seen."""
+    entropies: tuple[float, ...] | None = None
+    """Entropy of the sampling policy at each token, where the sampler knows it."""
 
     @property
     def is_truncated(self) -> bool:
@@ -131,7 +137,20 @@ class Rollout:
     """Weighted sum of the reward functions; None when all of them abstained."""
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """Each reward function's own value."""
+    correct: bool | None = None
+    """Whether the answer is right, by the one reward that decides it; None when that one abstained. A fact about the
+    answer: weights, length penalties and KL do not change it."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Columns that reward functions logged with `log_extra`."""
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """Traceback or reason of each reward function that failed on this completion."""
+    shaped: float | None = None
+    """The reward as the estimator compared it: with length penalties, less the KL to the reference."""
     advantage: float = 0.0
+    old_logps: tuple[float, ...] | None = None
+    """Log-probs under the trainer's own weights at sampling time, where they were computed."""
+    ref_logps: tuple[float, ...] | None = None
+    """Log-probs under the reference policy, where they were computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,3 +159,6 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+    status: GroupStatus = "kept"
+    greedy: Rollout | None = None
+    """The greedy completion of the prompt, for estimators that compare with it."""

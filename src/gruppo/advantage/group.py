@@ -17,6 +17,10 @@ from gruppo.errors import InputError
 Rewards = Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]
 Scale = Literal["group", "batch", "none"]
 
+ROUNDING = 2.0**-46
+"""A spread of at most this share of the largest reward comes from adding the same numbers in another order (0.1 + 0.2
+is not 0.3 in float64). Divided by its own deviation it would become an advantage of 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -99,9 +103,13 @@ class Groups:
         return (squares / (self.count() - ddof).clamp(min=1)).sqrt()[self.group]
 
     def has_spread(self, tolerance: float = 0.0) -> Tensor:
-        """Does the group hold different rewards? `[P]` bool, by max - min: a float std of equal values may not be 0."""
-        lowest = -self.shaped(-self.rewards).highest()
-        return (self.highest() - lowest) > tolerance
+        """Does the group hold different rewards? `[P]` bool, by max - min: a float std of equal values may not be 0.
+
+        Differences that rounding explains, or of at most `tolerance`, are none.
+        """
+        highest, lowest = self.highest(), -self.shaped(-self.rewards).highest()
+        rounding = ROUNDING * torch.maximum(highest.abs(), lowest.abs()).nan_to_num(posinf=0.0)
+        return (highest - lowest) > rounding.clamp(min=tolerance)
 
     def highest(self, among: Tensor | None = None) -> Tensor:
         """Largest reward of each group `[P]`, of the sequences `among` if given; -inf for a group without any."""

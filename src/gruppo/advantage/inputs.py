@@ -1,18 +1,21 @@
-"""What an estimator may be given besides rewards, and the checks that several estimators share.
+"""Inputs of an estimator besides rewards, and the checks that several estimators share.
 
-An estimator that takes more than rewards lists the keywords in `needs`; the trainer passes what is listed there:
+An estimator that takes more than rewards lists the keywords in `needs`, or in `uses` if it can do without; the trainer
+passes what is listed there:
 
     lengths          sampled tokens of each completion
     greedy_rewards   reward of the greedy completion of the sequence's prompt (None: it has none)
+    correct          whether each answer is right (None: nobody knows), whatever its reward was made of
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gruppo.advantage.group import Rewards
+from gruppo.advantage.group import Groups, Rewards
 from gruppo.errors import InputError
 
 GroupIds = Sequence[Any] | Tensor | None
@@ -20,8 +23,13 @@ PerSequence = Sequence[Any] | Tensor
 
 
 class Advantage(Protocol):
-    """The call of every estimator. It may have `needs` (further keywords, see above), and `per_reward = True` when it
-    takes the rewards of several functions apart instead of their sum."""
+    """The call of every estimator. It may have these attributes:
+
+    needs, uses: further keywords, see above.
+    per_reward: True when it takes the rewards of several functions apart instead of their sum.
+    judges_answers: True when it looks at which answers are right and at nothing else of a reward. Penalties have no
+        place in its formula; a run adds them after it.
+    """
 
     def __call__(self, rewards: Rewards, num_generations: int = 1, *, group_ids: GroupIds = None) -> Tensor: ...
 
@@ -57,6 +65,30 @@ def read_greedy(estimator: object, greedy: PerSequence | None, num: int) -> tupl
         i = int((~filled.isfinite()).nonzero()[0])
         raise InputError(f"greedy_rewards[{i}] is {filled[i].item()}; rewards must be finite, None for no reward")
     return filled, there
+
+
+def read_correct(correct: PerSequence | None, groups: Groups, correct_at: float) -> tuple[Groups, Tensor]:
+    """Groups of the sequences that can be judged, and which of them are right, `[N]` bool.
+
+    Without `correct` a reward of at least `correct_at` is right.
+    """
+    if correct is None:
+        return groups, groups.valid & (groups.rewards >= correct_at)
+    values = correct.tolist() if isinstance(correct, Tensor) else list(correct)
+    if len(values) != len(groups.rewards):
+        raise InputError(f"correct has {len(values)} entries for {len(groups.rewards)} rewards; give one per reward")
+    for i, value in enumerate(values):
+        if value is not None and not isinstance(value, bool):
+            raise InputError(f"correct[{i}] must be True, False or None, got {value!r}")
+    known = torch.tensor([value is not None for value in values], dtype=torch.bool)
+    right = torch.tensor([value is True for value in values], dtype=torch.bool)
+    judged = replace(groups, valid=groups.valid & known)
+    return judged, right & judged.valid
+
+
+def success_rate(groups: Groups, right: Tensor) -> Tensor:
+    """Share of right completions of each group `[P]`; 0 for a group without any that can be judged."""
+    return groups.sum(right) / groups.count().clamp(min=1)
 
 
 def check_scale(estimator: object, scale: str, own: str) -> None:

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from gruppo.advantage.group import Groups, Rewards, Scale
-from gruppo.advantage.inputs import GroupIds, PerSequence, check_deviation, check_scale, read_lengths
+from gruppo.advantage.inputs import (
+    GroupIds,
+    PerSequence,
+    check_deviation,
+    check_scale,
+    read_correct,
+    read_lengths,
+    success_rate,
+)
 from gruppo.errors import InputError
 
 
@@ -62,8 +70,9 @@ class LengthShapedAdvantage:
 
     weight: float = 0.1
     correct_at: float = 1.0
-    """A reward of at least this is right."""
+    """A reward of at least this is right, where a call is not told what is."""
     needs: ClassVar[tuple[str, ...]] = ("lengths",)
+    uses: ClassVar[tuple[str, ...]] = ("correct",)
 
     def __post_init__(self) -> None:
         if not self.weight >= 0:
@@ -77,12 +86,13 @@ class LengthShapedAdvantage:
         group_ids: GroupIds = None,
         *,
         lengths: PerSequence | None = None,
+        correct: PerSequence | None = None,
     ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `OPOAdvantage`."""
+        """One advantage per reward, `[N]`; arguments as for `OPOAdvantage` and `PassAtKAdvantage`."""
         check_scale(self, scale, "none")
         groups = Groups.read(rewards, num_generations, group_ids, scale)
         length = read_lengths(self, lengths, len(groups.rewards))
-        rate = groups.sum(groups.rewards >= self.correct_at) / groups.count().clamp(min=1)
+        rate = success_rate(*read_correct(correct, groups, self.correct_at))
         longest = groups.shaped(length).highest().clamp(min=1)
         shaped = groups.shaped(groups.rewards - self.weight * (rate / longest)[groups.group] * length)
         return shaped.result(shaped.centered())
@@ -110,10 +120,12 @@ class LEADAdvantage:
     slope: float = 10.0
     """Smallest and largest weight of a prompt, and where and how steeply it falls between them: the paper's."""
     correct_at: float = 1.0
-    """A reward of at least this is right."""
+    """A reward of at least this is right, where a call is not told what is."""
     ddof: int = 1
     eps: float = 1e-8
     needs: ClassVar[tuple[str, ...]] = ("lengths",)
+    uses: ClassVar[tuple[str, ...]] = ("correct",)
+    judges_answers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_deviation(self.ddof, self.eps)
@@ -126,17 +138,18 @@ class LEADAdvantage:
         group_ids: GroupIds = None,
         *,
         lengths: PerSequence | None = None,
+        correct: PerSequence | None = None,
     ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `OPOAdvantage`."""
+        """One advantage per reward, `[N]`; arguments as for `OPOAdvantage` and `PassAtKAdvantage`."""
         check_scale(self, scale, "group")
         groups = Groups.read(rewards, num_generations, group_ids, scale)
         length = read_lengths(self, lengths, len(groups.rewards))
-        right = groups.valid & (groups.rewards >= self.correct_at)
+        groups, right = read_correct(correct, groups, self.correct_at)
         among_right = replace(groups, rewards=torch.where(right, length, 0), valid=right)
         z = among_right.centered() / (among_right.std("group", self.ddof) + self.eps)
         shaped = groups.shaped(torch.where(right, (-self.length_weight * z).exp(), -1.0))
         base = shaped.centered() / (shaped.std("group", self.ddof) + self.eps)
-        rate = (groups.sum(right) / groups.count().clamp(min=1))[groups.group]
+        rate = success_rate(groups, right)[groups.group]
         return shaped.result(base * torch.where(base > 0, self._prompt_weight(rate), self._prompt_weight(1 - rate)))
 
     def _prompt_weight(self, rate: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """Estimators that pay for one good completion among several, not for each."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from gruppo.advantage.group import Groups, Rewards, Scale
 from gruppo.advantage.grpo import check_options
-from gruppo.advantage.inputs import GroupIds, check_scale
+from gruppo.advantage.inputs import GroupIds, PerSequence, check_scale, read_correct
 from gruppo.errors import InputError
 
 
@@ -30,19 +30,32 @@ class PassAtKAdvantage:
 
     k: int = 4
     correct_at: float = 1.0
-    """A reward of at least this is right."""
+    """A reward of at least this is right, where a call is not told what is."""
+    uses: ClassVar[tuple[str, ...]] = ("correct",)
+    judges_answers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise InputError(f"k must be a whole number of at least 1, got {self.k!r}")
 
     def __call__(
-        self, rewards: Rewards, num_generations: int = 1, scale: Scale = "group", group_ids: GroupIds = None
+        self,
+        rewards: Rewards,
+        num_generations: int = 1,
+        scale: Scale = "group",
+        group_ids: GroupIds = None,
+        *,
+        correct: PerSequence | None = None,
     ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `GRPOAdvantage`."""
+        """One advantage per reward, `[N]`.
+
+        Args:
+            correct: whether each answer is right; None: those with a reward of at least `correct_at`.
+            rewards, num_generations, scale, group_ids: as for `GRPOAdvantage`.
+        """
         check_scale(self, scale, "group")
         groups = Groups.read(rewards, num_generations, group_ids, scale)
-        right = groups.valid & (groups.rewards >= self.correct_at)
+        groups, right = read_correct(correct, groups, self.correct_at)
         n, wrong = groups.count(), groups.count() - groups.sum(right)
         if len(n) and n.max() < self.k:
             raise InputError(f"k={self.k} is more than the {int(n.max())} rewards of the largest group; lower k")

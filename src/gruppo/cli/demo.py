@@ -83,10 +83,11 @@ def show_before_after(console: Any, prompts: Sequence[Any], before: Any, after: 
     table = Table(title="held-out prompts, greedy", title_justify="left")
     for name in ("prompt", "before", "after", "right answer"):
         table.add_column(name)
-    rows = list(zip(prompts, before.greedy, after.greedy, before.rewards, after.rewards, strict=True))
-    rows.sort(key=lambda row: (row[3] or 0) - (row[4] or 0))  # gained first; the sort keeps the order otherwise
-    for prompt, old, new, *_ in rows[:6]:
-        table.add_row(visible(prompt.text), visible(old.text), visible(new.text), visible(prompt.columns.get("answer")))
+    rows = list(zip(prompts, before.greedy, after.greedy, strict=True))
+    rows.sort(key=lambda row: bool(row[1].correct) - bool(row[2].correct))  # gained first; else the order stays
+    for prompt, old, new in rows[:6]:
+        texts = (prompt.text, old.sequence.text, new.sequence.text, prompt.columns.get("answer"))
+        table.add_row(*map(visible, texts))
     console.print(table)
 
 

@@ -20,8 +20,10 @@ class EvalArguments:
     """Sampled completions per prompt, for pass@k; 0: greedy only."""
     temperature: float = 1.0
     max_new_tokens: int = 256
+    correct_by: str | None = None
+    """The reward that decides which answers are right; none: the first verifier, else the first reward."""
     correct_at: float = 1.0
-    """A completion with at least this reward counts as correct."""
+    """Least value of that reward that counts as right."""
     prompt_column: str = "prompt"
     system: str | None = None
     seed: int = 0
@@ -42,13 +44,13 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     from gruppo.task import load_prompts, resolve_source
     from gruppo.trainer.evaluate import evaluate
 
-    with RewardPool(given.rewards) as pool:
+    with RewardPool(given.rewards, correct_by=given.correct_by, correct_at=given.correct_at) as pool:
         rows = resolve_source(given.data, prompt_column=given.prompt_column)
         sampler = TorchSampler(given.model, temperature=given.temperature)
         assert sampler.tokenizer is not None  # loaded by id, so it has one
         prompts = load_prompts(rows, sampler.tokenizer, limit=given.limit, system=given.system).prompts
         params = SamplingParams(temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed)
-        result = evaluate(prompts, sampler, pool, params, num_samples=given.num_samples, correct_at=given.correct_at)
+        result = evaluate(prompts, sampler, pool, params, num_samples=given.num_samples)
     if given.json:
         print(json.dumps({"prompts": len(prompts), **result.metrics}))
         return 0

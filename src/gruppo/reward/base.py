@@ -15,8 +15,9 @@ It is called with keyword arguments only, and only with the parameters it names 
     log_metric      `log_metric(name, value)`: a number for the step, shown as `reward/<function>/<name>`
     <column>        any other column of the data set, one value per completion
 
-It may be an `async def`. It returns one value per completion; `None` abstains. Loading a function from its name is
-in `load.py`, checking what it returned in `returned.py`, running it in `call.py`.
+It may be an `async def`. It returns one value per completion; `None` abstains. One with an attribute
+`decides_correctness = True` says which answers are right, if no other is named; the verifiers have it. Loading a
+function from its name is in `load.py`, checking what it returned in `returned.py`, running it in `call.py`.
 """
 
 import inspect

@@ -63,8 +63,10 @@ class Account:
 
 
 def _explain(tally: Tally, step: int, describe: Describe, limit: str) -> str:
+    first = tally.first_index
+    reason = "" if first is None else tally.reasons[first]
     return (
         f"reward {tally.name!r} failed on {tally.failures} of {len(tally.values)} completions at step {step} "
         f"({tally.errors} errors, {tally.timeouts} timeouts, {tally.deaths} dead workers): {limit}. "
-        f"First failure, on {describe(tally.first_index)}:\n{tally.first_failure}"
+        f"First failure, on {describe(first)}:\n{reason}"
     )

@@ -28,13 +28,22 @@ class RewardResult:
     """Weighted sum per completion; None where every function with a weight abstained."""
     values: dict[str, list[float | None]]
     """Each function's own values."""
+    correct: list[bool | None]
+    """Whether each answer is right: the value of the function that decides it is at least its threshold. None where
+    that function abstained."""
     metrics: dict[str, float]
-    """`reward/{mean,std}` of the totals, `reward/<name>/{mean,std,abstain_frac,error_frac,timeout_frac}`, and what
-    the functions logged as `reward/<name>/<metric>`. A mean of nothing is left out."""
+    """`reward/{mean,std}` of the totals, `reward/correct_frac`,
+    `reward/<name>/{mean,std,abstain_frac,error_frac,timeout_frac}`, and what the functions logged as
+    `reward/<name>/<metric>`. A mean of nothing is left out."""
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that the functions logged, None where they said nothing."""
-    tracebacks: dict[str, str] = field(default_factory=dict)
-    """The first failure of each function that had one."""
+    failures: dict[str, dict[int, str]] = field(default_factory=dict)
+    """Of each function that failed: completion -> traceback or reason."""
+
+    @property
+    def tracebacks(self) -> dict[str, str]:
+        """The first failure of each function that had one."""
+        return {name: reasons[min(reasons)] for name, reasons in self.failures.items()}
 
 
 def weighted_totals(values: Mapping[str, Sequence[float | None]], weights: Mapping[str, float]) -> list[float | None]:
@@ -80,8 +89,15 @@ def statistics(values: Sequence[float | None]) -> dict[str, float]:
     return {"mean": mean, "std": scale * math.sqrt(spread)}
 
 
-def gather(tallies: Mapping[str, Tally], weights: Mapping[str, float]) -> RewardResult:
-    """Totals, metrics and logged columns of a finished step."""
+def gather(
+    tallies: Mapping[str, Tally], weights: Mapping[str, float], *, correct_by: str, correct_at: float
+) -> RewardResult:
+    """Totals, correctness, metrics and logged columns of a finished step.
+
+    Args:
+        correct_by: name of the function whose value decides whether an answer is right.
+        correct_at: the least value of that function that means right.
+    """
     values = {name: tally.values for name, tally in tallies.items()}
     totals = weighted_totals(values, weights)
     metrics = {f"reward/{key}": value for key, value in statistics(totals).items()}
@@ -96,8 +112,18 @@ def gather(tallies: Mapping[str, Tally], weights: Mapping[str, float]) -> Reward
         largest = max((abs(value) for value in tally.values if value is not None), default=0.0)
         if largest > _HUGE:
             _log.warning("reward %r returned %g; values of this size drown every other reward", name, largest)
-    tracebacks = {name: tally.first_failure for name, tally in tallies.items() if tally.failures}
-    return RewardResult(totals=totals, values=values, metrics=metrics, extras=extras, tracebacks=tracebacks)
+    correct = [None if value is None else value >= correct_at for value in values[correct_by]]
+    judged = [is_right for is_right in correct if is_right is not None]
+    if judged:
+        metrics["reward/correct_frac"] = sum(judged) / len(judged)
+    return RewardResult(
+        totals=totals,
+        values=values,
+        correct=correct,
+        metrics=metrics,
+        extras=extras,
+        failures={name: dict(tally.reasons) for name, tally in tallies.items() if tally.reasons},
+    )
 
 
 def merged_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
@@ -113,6 +139,9 @@ def merged_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
         columns[f"reward/{name}"] = [value for result in results for value in result.values[name]]
     for name, values in columns.items():
         metrics |= {f"{name}/{key}": value for key, value in statistics(values).items()}
+    judged = [is_right for result in results for is_right in result.correct if is_right is not None]
+    if judged:
+        metrics["reward/correct_frac"] = sum(judged) / len(judged)
     return metrics
 
 

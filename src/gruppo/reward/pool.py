@@ -44,6 +44,8 @@ class RewardPool:
         failure_score: float = 0.0,
         error_budget: ErrorBudget | None = None,
         start_limit_s: float = 120.0,
+        correct_by: str | None = None,
+        correct_at: float = 1.0,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
         """Nothing is started here; workers start with the first `score` that needs them, or with `start`.
@@ -52,6 +54,9 @@ class RewardPool:
             deadline_s: wall-clock time for one call in a worker. A completion that alone takes longer has failed.
             failure_score: value of a completion whose verification timed out or killed the worker.
             start_limit_s: time for a worker to import the functions.
+            correct_by: name of the function that decides whether an answer is right. None: the first verifier, or the
+                first function where there is none.
+            correct_at: the least value of that function that means right.
             on_wait: called at least twice a second while waiting; may raise to leave.
         """
         self.rewards = tuple(load_reward(reward) for reward in rewards)
@@ -63,6 +68,8 @@ class RewardPool:
                 "workers must be at least 1, deadline_s positive and failure_score finite, got "
                 f"{workers}, {deadline_s} and {failure_score}"
             )
+        self.correct_by = _deciding(self.rewards, correct_by)
+        self.correct_at = correct_at
         self._isolated = [reward for reward in self.rewards if reward.isolated]
         self._parameters = {reward.name: parameters_of(reward.function) for reward in self.rewards}
         loads = [Load(name=reward.name, function=sendable(reward)) for reward in self._isolated]
@@ -137,7 +144,8 @@ class RewardPool:
                 self._score_in_workers(request, tallies)
             for tally in tallies.values():
                 self._account.close_step(tally, step, request.describe)
-        return gather(tallies, {reward.name: reward.weight for reward in self.rewards})
+        weights = {reward.name: reward.weight for reward in self.rewards}
+        return gather(tallies, weights, correct_by=self.correct_by, correct_at=self.correct_at)
 
     def _score_here(self, reward: Reward, request: Request, tally: Tally) -> None:
         parameters = self._parameters[reward.name]
@@ -204,3 +212,13 @@ class RewardPool:
             tally.add_failure(indices[0], reply, self._failure_score)
         self._account.check_step(tally, request.step, request.describe)
         return []
+
+
+def _deciding(rewards: Sequence[Reward], wanted: str | None) -> str:
+    """Name of the reward that decides whether an answer is right."""
+    names = [reward.name for reward in rewards]
+    if wanted is None:
+        return next((r.name for r in rewards if getattr(r.function, "decides_correctness", False)), names[0])
+    if wanted not in names:
+        raise InputError(f"correct_by={wanted!r} is not one of the rewards; they are {', '.join(names)}")
+    return wanted

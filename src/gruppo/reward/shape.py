@@ -45,15 +45,18 @@ class RewardShape:
         self, rewards: Sequence[float | None], lengths: Sequence[int], truncated: Sequence[bool]
     ) -> list[float | None]:
         """The rewards as training sees them; None stays None."""
-        return [
-            None if reward is None else self._one(reward, length, is_cut)
-            for reward, length, is_cut in zip(rewards, lengths, truncated, strict=True)
-        ]
+        return [self.one(*each) for each in zip(rewards, lengths, truncated, strict=True)]
 
-    def _one(self, reward: float, length: int, is_truncated: bool) -> float:
-        if is_truncated and self.truncated_factor is not None:
-            reward = min(reward, reward * self.truncated_factor)
-        if self.overlong_cache:
+    def one(self, reward: float | None, length: int, is_truncated: bool) -> float | None:
+        """The reward of one completion as training sees it."""
+        reward = self.discounted(reward, is_truncated)
+        if reward is not None and self.overlong_cache:
             over = length - (self.max_length - self.overlong_cache)
             reward -= min(max(over, 0) / self.overlong_cache, 1.0)
         return reward
+
+    def discounted(self, reward: float | None, is_truncated: bool) -> float | None:
+        """The reward after the discount for being cut off alone."""
+        if reward is None or self.truncated_factor is None or not is_truncated:
+            return reward
+        return min(reward, reward * self.truncated_factor)

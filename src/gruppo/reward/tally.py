@@ -23,9 +23,8 @@ class Tally:
     errors: int = 0
     timeouts: int = 0
     deaths: int = 0
-    first_failure: str = ""
-    first_index: int | None = None
-    """Completion of the first failure."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Completion -> traceback or reason, of every failure."""
     extras: dict[str, dict[int, Any]] = field(default_factory=dict)
     """Logged columns: completion -> value."""
     metrics: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
@@ -40,7 +39,7 @@ class Tally:
             self.values[index] = value
         for place in reply.non_finite:
             self.errors += 1
-            self._note(indices[place], "it returned NaN, an infinity, or a number beyond float32")
+            self.reasons[indices[place]] = "it returned NaN, an infinity, or a number beyond float32"
         self.scored += len(indices) - len(reply.non_finite)
         for column, logged in reply.extras.items():
             self.extras.setdefault(column, {}).update(zip(indices, logged, strict=True))
@@ -54,12 +53,12 @@ class Tally:
             self.values[index] = failure_score
             self.timeouts += reply.kind == "timeout"
             self.deaths += reply.kind == "died"
-        self._note(index, reply.text)
+        self.reasons[index] = reply.text
 
-    def _note(self, index: int, text: str) -> None:
-        # The lowest completion, not the first to arrive: workers answer in any order.
-        if self.first_index is None or index < self.first_index:
-            self.first_index, self.first_failure = index, text
+    @property
+    def first_index(self) -> int | None:
+        """Lowest completion that failed, not the first to arrive: workers answer in any order."""
+        return min(self.reasons, default=None)
 
     def fractions(self) -> dict[str, float]:
         num = len(self.values)

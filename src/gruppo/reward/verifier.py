@@ -22,6 +22,8 @@ class Verifier:
 
     isolated: ClassVar[bool] = False
     """Linear time and no foreign code, so a worker process would only cost."""
+    decides_correctness: ClassVar[bool] = True
+    """Among several rewards the first verifier says which answers are right."""
 
     @property
     def needs(self) -> tuple[str, ...]:

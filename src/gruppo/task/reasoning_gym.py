@@ -49,6 +49,9 @@ def score(
     return scores
 
 
+score.decides_correctness = True  # pyright: ignore[reportFunctionMemberAccess]  read by RewardPool
+
+
 def final_answer(completion: str | Sequence[Mapping[str, Any]]) -> str | None:
     """What stands in the last `<answer>...</answer>`, or None; of a conversation, the last message counts."""
     text = completion if isinstance(completion, str) else str(completion[-1]["content"])

@@ -7,12 +7,16 @@ def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
     """Sentences for the last steps' metrics (oldest first); empty when nothing stands out."""
     if len(recent) < 5:
         return []
-    mean = {key: sum(m.get(key, 0.0) for m in recent) / len(recent) for key in recent[-1]}
-    dead = mean.get("group/zero_std_frac", 0.0)
+    keys = {key for metrics in recent for key in metrics}
+    there = {key: [metrics[key] for metrics in recent if key in metrics] for key in keys}
+    mean = {key: sum(values) / len(values) for key, values in there.items()}
+    dead = mean.get("group/dead_frac", 0.0)
     said = []
     if mean.get("completion/truncated_frac", 0.0) > 0.5:
         said.append("over half of the completions hit max_new_tokens: raise it, or reward shorter answers")
-    if dead > 0.95 and mean.get("reward/mean", 0.0) <= 0:
+    if "reward/mean" not in mean:
+        said.append("no reward function has scored a completion: all of them abstain (None); check their columns")
+    elif dead > 0.95 and mean["reward/mean"] <= 0:
         said.append(
             "all groups are dead at reward 0: no completion earns anything, so nothing can be learned. If the reward "
             "was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task is too hard as it is"
@@ -21,7 +25,7 @@ def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
         said.append("most groups have no signal: their completions all earn the same. Raise group_size or temperature")
     if mean.get("completion/empty_frac", 0.0) > 0.5:
         said.append("over half of the completions are empty: the model ends at once; check the prompt and end token")
-    if mean.get("train/approx_kl", 0.0) > 1.0:
+    if mean.get("live/approx_kl", 0.0) > 1.0:
         said.append("the policy moves far within one batch (approx_kl > 1): lower lr or epochs_per_batch")
     if mean.get("sampler/logp_gap_max", 0.0) > 1.0:
         said.append("sampler and trainer disagree on log-probs by more than 1: are the sampler's weights stale?")

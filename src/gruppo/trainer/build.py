@@ -1,36 +1,35 @@
-"""From a config to the parts of a run. Everything cheap that can be wrong is checked before the model is loaded."""
+"""Parts of a run, made from its config. Everything cheap that can be wrong is checked before the model is loaded."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import InputError
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
-from gruppo.loss.composition import check_composition
+from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.metric import metric_for
-from gruppo.model.source import context_length
+from gruppo.model.source import context_length, holds_adapter
 from gruppo.reward import RewardPool, load_reward
 from gruppo.reward.load import import_object
+from gruppo.reward.shape import RewardShape
 from gruppo.task import PromptSet, load_prompts, resolve_source
+from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig, read_sampler
+from gruppo.trainer.rollout import RolloutSource
+from gruppo.trainer.state import EntropyBonus, RewardKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model import LoraSpec, TransformersModel
     from gruppo.sampler import Sampler
 
 
 def build_loss(config: TrainConfig) -> PolicyLoss:
     """The loss with the options that were set; one that it does not take is an error."""
-    cls: Any = LOSSES.get(config.loss)
-    if cls is None:
-        if ":" not in config.loss:
-            raise InputError(
-                f"loss={config.loss!r} is unknown; use one of {', '.join(LOSSES)}, or your.module:YourLoss"
-            )
-        cls = import_object(config.loss)
+    cls = _named("loss", config.loss, LOSSES, "YourLoss")
     parameters = inspect.signature(cls).parameters
     options: dict[str, Any] = {"beta": config.beta, "kl_estimator": config.kl_estimator}
     options["entropy_coef"] = config.entropy_coef
@@ -47,38 +46,59 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
     if clashes:
         raise InputError(f"loss_options has {clashes[0]!r}, which is an option of its own: give {clashes[0]}=...")
     options |= config.loss_options
+    loss = _make_loss(config, cls, options)
+    correction = _correction(config, loss)
+    # Made anew: a loss puts a correction where it belongs, which for some is not in front of the policy term.
+    return loss if correction is None else _make_loss(config, cls, options | {"correction": correction})
+
+
+def _make_loss(config: TrainConfig, cls: Any, options: dict[str, Any]) -> PolicyLoss:
     try:
         loss = cls(**options)
     except TypeError as error:
         raise InputError(f"loss={config.loss!r} cannot be made with {', '.join(options)}: {error}") from error
     if not isinstance(loss, PolicyLoss):
         raise InputError(f"loss={config.loss!r} gives a {type(loss).__name__}, not a loss of gruppo.loss")
-    set_correction(loss, config)
     return loss
 
 
-def set_correction(loss: PolicyLoss, config: TrainConfig) -> None:
-    """Weigh the gap between sampler and trainer. auto: only where there is one and the loss does not do it itself."""
+def _correction(config: TrainConfig, loss: PolicyLoss) -> Any:
+    """The weights for the gap between sampler and trainer. auto: only where there is one and the loss has none."""
     name = config.correction
     if name == "auto":
         has_gap = config.sampler != "torch"  # torch's numbers are the trainer's
         name = "truncate" if has_gap and not loss.reads_sampler else "none"
     if name == "none":
-        return
+        return None
     if loss.correction is not None:
         raise InputError(f"loss={config.loss!r} has a correction of its own; use correction=auto, not {name!r}")
     if name not in CORRECTIONS and ":" not in name:
         raise InputError(
             f"correction={name!r} is unknown; use auto, none, {', '.join(CORRECTIONS)}, or your.module:your_function"
         )
-    loss.correction = CORRECTIONS[name] if name in CORRECTIONS else import_object(name)
-    check_composition(loss)
+    return CORRECTIONS[name] if name in CORRECTIONS else import_object(name, "correction")
+
+
+def _named(option: str, name: str, known: Mapping[str, Any], example: str) -> Any:
+    """What an option names: one of ours, or `your.module:Thing`."""
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise InputError(f"{option}={name!r} is unknown; use one of {', '.join(known)}, or your.module:{example}")
+    return import_object(name, option)
 
 
 def build_rewards(config: TrainConfig, on_wait: Any = None) -> RewardPool:
     weights = config.reward_weights or (1.0,) * len(config.rewards)
     rewards = [load_reward(spec, weight=weight) for spec, weight in zip(config.rewards, weights, strict=True)]
-    return RewardPool(rewards, workers=config.reward_workers, deadline_s=config.reward_deadline, on_wait=on_wait)
+    return RewardPool(
+        rewards,
+        workers=config.reward_workers,
+        deadline_s=config.reward_deadline,
+        correct_by=config.correct_by,
+        correct_at=config.correct_at,
+        on_wait=on_wait,
+    )
 
 
 def try_rewards(pool: RewardPool, prompts: Sequence[Prompt]) -> None:
@@ -162,18 +182,11 @@ def build_sampler(
 
 def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":
     """The actor with loss, optimizer, schedule and metric."""
-    from gruppo.model import LoraSpec, TransformersModel
+    from gruppo.model import TransformersModel
 
-    targets = config.lora_targets
-    lora = LoraSpec(
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        targets=targets[0] if targets == ("all-linear",) else targets,
-        seed=config.seed,
-    )
     model = TransformersModel(
         config.model,
-        lora=lora if config.lora else None,
+        lora=_new_adapter(config),
         dtype=config.dtype,
         tokens_per_microbatch=config.tokens_per_microbatch,
         temperature=config.temperature,
@@ -189,3 +202,120 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
     model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)
     model.add_metric(metric_for(loss, top_k_kl=0))
     return model
+
+
+def _new_adapter(config: TrainConfig) -> "LoraSpec | None":
+    """The adapter to put on the model; None for full weights, and for a folder that brings its own."""
+    from gruppo.model import LoraSpec
+
+    own = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.lora_targets}
+    given = {name: value for name, value in own.items() if value is not None}
+    if holds_adapter(config.model):
+        if given:
+            name = next(iter(given))
+            raise InputError(
+                f"lora_{name}={given[name]!r} is for a new adapter, and model {config.model!r} holds one already: "
+                f"leave it out to go on with that one, or start from `gruppo export {config.model} FOLDER --merge`"
+            )
+        return None
+    if not config.lora:
+        if given:
+            raise InputError(f"lora_{next(iter(given))} is for an adapter; set lora, or leave it out")
+        return None
+    if given.get("targets") == ("all-linear",):
+        given["targets"] = "all-linear"
+    return LoraSpec(**given, seed=config.seed)
+
+
+def build_advantage(config: TrainConfig) -> Advantage:
+    """The estimator with the options that were set, tried once on made-up rewards: a wrong option fails here."""
+    cls = _named("advantage", config.advantage, ADVANTAGES, "YourAdvantage")
+    parameters = inspect.signature(cls).parameters
+    if config.normalization is not None and "normalization" not in parameters:
+        takers = [n for n, c in ADVANTAGES.items() if "normalization" in inspect.signature(c).parameters]
+        raise InputError(f"advantage={config.advantage!r} does not take normalization; {', '.join(takers)} do")
+    own: dict[str, Any] = {
+        "normalization": config.normalization or "standard",
+        "correct_at": config.correct_at,
+        "weights": config.reward_weights or (1.0,) * len(config.rewards),
+    }
+    options = {name: value for name, value in own.items() if name in parameters} | dict(config.advantage_options)
+    try:
+        estimate = cls(**options)
+    except TypeError as error:
+        raise InputError(
+            f"advantage={config.advantage!r} cannot be made with {', '.join(options) or 'no options'}: {error}"
+        ) from error
+    _try_advantage(estimate, config)
+    return estimate
+
+
+def _try_advantage(estimate: Advantage, config: TrainConfig) -> None:
+    num = config.group_size
+    right = [False] * (num - 1) + [True]
+    inputs = {"lengths": list(range(1, num + 1)), "greedy_rewards": [0.0] * num, "correct": right}
+    more: dict[str, Any] = {} if config.scale is None else {"scale": config.scale}
+    for name in (*getattr(estimate, "needs", ()), *getattr(estimate, "uses", ())):
+        if name not in inputs:
+            raise InputError(f"advantage={config.advantage!r} needs {name!r}; there are {', '.join(inputs)}")
+        more[name] = inputs[name]
+    rewards: list[Any] = [float(is_right) for is_right in right]
+    if getattr(estimate, "per_reward", False):
+        rewards = [[reward] * len(config.rewards) for reward in rewards]
+    result = estimate(rewards, group_ids=[0] * num, **more)
+    if tuple(getattr(result, "shape", ())) != (num,):
+        raise InputError(f"advantage={config.advantage!r} must give a tensor with one value per reward, got {result!r}")
+
+
+def build_shape(config: TrainConfig) -> RewardShape:
+    return RewardShape(
+        max_length=config.max_new_tokens,
+        overlong_cache=config.overlong_cache,
+        truncated_factor=config.truncated_factor,
+    )
+
+
+def build_stage(config: TrainConfig, estimate: Advantage, pool: RewardPool) -> AdvantageStage:
+    """The estimator with the penalties that come before it."""
+    return AdvantageStage(
+        estimate=estimate,
+        shape=build_shape(config),
+        weights={reward.name: reward.weight for reward in pool.rewards},
+        correct_by=pool.correct_by,
+        scale=config.scale,
+    )
+
+
+def build_state(config: TrainConfig, model: "TransformersModel", num_prompts: int) -> RunState:
+    """The state of a run besides the model, as it is before the first step."""
+    rule = None
+    if config.entropy_target is not None:
+        rule = AdaptiveEntropy(target=config.entropy_target, change=config.entropy_change)
+    return RunState(
+        solved=SolvedPrompts(after=config.retire_solved, num_prompts=num_prompts, keep=config.prompts_per_step),
+        kl=RewardKL(config.kl_in_reward, config.kl_target, config.kl_horizon),
+        entropy=EntropyBonus(config.entropy_coef, rule),
+        reference=model.reference() if config.ref_every else None,
+    )
+
+
+def build_source(
+    config: TrainConfig,
+    prompts: Sequence[Prompt],
+    sampler: "Sampler",
+    pool: RewardPool,
+    stage: AdvantageStage,
+    state: RunState,
+) -> RolloutSource:
+    return RolloutSource(
+        prompts=prompts,
+        sampler=sampler,
+        pool=pool,
+        solved=state.solved,
+        has_signal=stage.has_signal,
+        with_greedy="greedy_rewards" in getattr(stage.estimate, "needs", ()),
+        prompts_per_step=config.prompts_per_step,
+        group_size=config.group_size,
+        max_batches=config.dynamic_sampling,
+        seed=config.seed,
+    )

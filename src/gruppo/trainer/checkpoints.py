@@ -9,8 +9,8 @@ from pathlib import Path
 from gruppo.errors import CheckpointError, InputError
 from gruppo.model import TransformersModel
 from gruppo.model.checkpoint import commit_folder, load_training_state, read_manifest, save_training_state
-from gruppo.trainer.memory import Memory
 from gruppo.trainer.run_dir import RunDir
+from gruppo.trainer.state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +21,12 @@ def save_checkpoint(
     step: int,
     keep: int,
     unfinished: Mapping[str, float] | None = None,
-    memory: Memory | None = None,
+    run_state: RunState | None = None,
 ) -> None:
     """Write the state after `step`; once it is safe, delete all but the newest `keep`.
 
     `unfinished`: the metrics of the step, if it was interrupted before they were recorded.
-    `memory`: what the run remembers besides weights and optimizer.
+    `run_state`: what later steps depend on besides weights and optimizer.
     """
     folder = run.checkpoints / f"step-{step:06d}"
     if folder.exists():
@@ -37,9 +37,9 @@ def save_checkpoint(
             shutil.rmtree(folder)  # a damaged one of the same step; its replacement is about to be written
 
     def write(aside: Path) -> None:
-        save_training_state(model.model, model.optimizer, aside)
-        if memory is not None:
-            memory.save(aside)
+        save_training_state(model.weights, model.optimizer, aside)
+        if run_state is not None:
+            run_state.save(aside)
         (aside / "trainer.json").write_text(
             json.dumps({"step": step, "version": model.version, "unfinished": unfinished})
         )
@@ -50,7 +50,7 @@ def save_checkpoint(
 
 
 def load_newest(
-    run: RunDir, model: TransformersModel, memory: Memory | None = None
+    run: RunDir, model: TransformersModel, run_state: RunState | None = None
 ) -> tuple[int, dict[str, float] | None]:
     """Load the newest checkpoint that is whole; its step and `unfinished` metrics. Never starts over silently."""
     folders = sorted(run.checkpoints.glob("step-*"), reverse=True)
@@ -60,9 +60,9 @@ def load_newest(
         except CheckpointError as error:
             logger.warning("skipping a checkpoint: %s", error)
             continue
-        load_training_state(model.model, model.optimizer, folder)
-        if memory is not None:
-            memory.load(folder)
+        load_training_state(model.weights, model.optimizer, folder)
+        if run_state is not None:
+            run_state.load(folder)
         state = json.loads((folder / "trainer.json").read_text())
         model.version = state["version"]
         return state["step"], state.get("unfinished")

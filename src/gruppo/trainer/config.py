@@ -118,11 +118,13 @@ class TrainConfig(BaseModel):
 
     # --- weights and optimizer ---
     lora: bool = False
-    """Train an adapter instead of the weights."""
-    lora_rank: Positive = 8
-    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    """Layers that get the adapter."""
+    """Train an adapter instead of the weights. A model folder that holds an adapter goes on with that one."""
+    lora_rank: Positive | None = None
+    """Rank of the adapter; none: 8."""
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """The adapter is scaled by lora_alpha / lora_rank; none: 16."""
+    lora_targets: tuple[str, ...] | None = None
+    """Layers that get the adapter; none: all linear ones but the head."""
     lr: Annotated[float, Field(gt=0)] | None = None
     """Learning rate; none: 1e-6, with LoRA 1e-5."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -131,7 +133,7 @@ class TrainConfig(BaseModel):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights; log-probs and losses are float32 in any case."""
+    """In which the model computes. Master weights, optimizer state, log-probs and losses are float32 in any case."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory, more time."""
 
@@ -158,8 +160,10 @@ class TrainConfig(BaseModel):
     """Held-out prompts; 0: no evaluation."""
     eval_samples: Count = 0
     """Sampled completions per held-out prompt, for pass@k; 0: greedy only."""
+    correct_by: str | None = None
+    """The reward that decides which answers are right, by its name; none: the first verifier, else the first reward."""
     correct_at: float = 1.0
-    """A completion with at least this reward counts as correct."""
+    """Least value of that reward, before weights and penalties, that counts as right."""
 
     # --- the run ---
     output: str = "runs/run"
@@ -182,7 +186,7 @@ class TrainConfig(BaseModel):
         if self.clip_range is not None:
             from gruppo.loss.variants import read_clip_range  # brings torch, which --help does not need
 
-            read_clip_range(self.clip_range)
+            read_clip_range(self.clip_range, low_acts=False)  # the loss knows whether it does
         if not self.rewards:
             raise ValueError("rewards needs at least one function, e.g. exact_match")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
@@ -206,9 +210,10 @@ class TrainConfig(BaseModel):
             )
         if self.kl_target is not None and not self.kl_in_reward:
             raise ValueError("kl_target needs kl_in_reward above 0: the coefficient that it starts from")
-        if self.ref_every and self.lora:
+        if self.ref_every and self.lora and self.ref_mix < 1:
             raise ValueError(
-                "ref_every needs all weights: with lora the reference is the base model, which cannot move"
+                f"ref_mix={self.ref_mix:g} needs all weights: a mixture of two adapters' factors is not a mixture of "
+                "the models. With lora use ref_mix=1"
             )
         if self.ref_every and not (self.beta or self.kl_in_reward):
             raise ValueError("ref_every moves a reference that nothing uses; set beta or kl_in_reward")

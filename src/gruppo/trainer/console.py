@@ -40,7 +40,7 @@ class RunConsole:
         """One readable line; on a terminal every tenth step, since the bar shows the rest."""
         line = step_line(step, self.total, metrics, seconds)
         if self.progress is not None:
-            self.progress.update(self.task, completed=step, state=f"reward {metrics['reward/mean']:.3f}")
+            self.progress.update(self.task, completed=step, state=f"reward {_number(metrics, 'reward/mean')}")
             if step % max(self.total // 20, 1) == 0 or step == self.total:
                 self.progress.console.print(line, soft_wrap=True)
             return
@@ -73,18 +73,22 @@ class RunConsole:
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], seconds: float) -> str:
     """The state of a step in plain words; the loss is not among them, since its value says little."""
-    parts = [f"step {step:>{len(str(total))}}/{total}", f"reward {metrics['reward/mean']:.3f}"]
+    parts = [f"step {step:>{len(str(total))}}/{total}", f"reward {_number(metrics, 'reward/mean')}"]
     if "eval/accuracy" in metrics:
         parts.append(f"held-out {metrics['eval/accuracy']:.3f}")
-    parts.append(f"signal {1 - metrics['group/zero_std_frac']:.0%} of groups")
-    parts.append(f"grad {metrics['optim/grad_norm']:.2g}")
-    if "train/clip_ratio" in metrics:
-        parts.append(f"clip {metrics['train/clip_ratio']:.1%}")
-    if "train/entropy" in metrics:
-        parts.append(f"entropy {metrics['train/entropy']:.2f}")
+    parts.append(f"signal {1 - metrics.get('group/dead_frac', 1.0):.0%} of groups")
+    parts.append(f"grad {_number(metrics, 'optim/grad_norm', '.2g')}")
+    if "live/clip_ratio" in metrics:
+        parts.append(f"clip {metrics['live/clip_ratio']:.1%}")
+    if "rollout/entropy" in metrics:
+        parts.append(f"entropy {metrics['rollout/entropy']:.2f}")
     parts.append(f"length {metrics['completion/len_mean']:.0f}")
     parts.append(readable_time(seconds))
     return "  ".join(parts)
+
+
+def _number(metrics: Mapping[str, float], name: str, form: str = ".3f") -> str:
+    return format(metrics[name], form) if name in metrics else "none"
 
 
 def readable_time(seconds: float) -> str:

@@ -76,7 +76,9 @@ def make_plan(
     walk = memory_estimate(micro, hidden_size, vocabulary, trained=not config.lora, bytes_per_weight=bytes_per)
     logits = micro * vocabulary * 4 * 3 if micro * vocabulary <= SMALL_LOGITS else sum(walk.values())
     reference = parameters * bytes_per if config.beta and not config.lora else 0
-    memory = parameters * bytes_per + trainable * (4 + 8) + reference + activations + logits
+    # Gradient and two moments of Adam, in float32, and a master copy beside half-precision weights. Adapters have none.
+    masters = trainable * 4 if bytes_per < 4 and not config.lora else 0
+    memory = parameters * bytes_per + masters + trainable * (4 + 8) + reference + activations + logits
     return Plan(
         sequences_per_step=sequences,
         tokens_per_step=tokens,

@@ -5,7 +5,8 @@ env.json           versions, threads, device
 metrics.jsonl      one line per step; a function of config and seed alone, so that equal runs have equal files
 timings.jsonl      one line per step: where the time went
 events.jsonl       what happened when: start, checkpoint, advice, stop
-completions/       step-000010.parquet: every completion with reward, advantage, tokens and log-probs
+completions/       step-000010.parquet: every completion with rewards, advantage, tokens and log-probs, what reward
+                   functions logged (`extra/<name>`) and why one failed (`error/<name>`)
 checkpoints/       step-000050/: weights, optimizer, manifest
 model/             the result, as transformers, PEFT and vLLM load it
 status.json        running, done, stopped or failed, and at which step
@@ -18,7 +19,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from math import isfinite
@@ -166,8 +167,8 @@ class RunDir:
             aside.write_text(json.dumps({"status": status, "step": step, **facts}, indent=1))
             aside.replace(self.path / "status.json")
 
-    def write_completions(self, step: int, groups: tuple[Group, ...]) -> None:
-        """All rollouts of a step, one row each."""
+    def write_completions(self, step: int, groups: Sequence[Group]) -> None:
+        """All rollouts that a step sampled, one row each, with what reward functions logged and where they failed."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -178,15 +179,19 @@ class RunDir:
             "sample": [i for _, i, _ in rows],
             "prompt": [_clean(p.text) for p, _, _ in rows],
             "completion": [_clean(r.sequence.text) for _, _, r in rows],
+            "status": [g.status for g in groups for _ in g.rollouts],
             "reward": [r.reward for _, _, r in rows],
+            "correct": [r.correct for _, _, r in rows],
+            "shaped": [r.shaped for _, _, r in rows],
             "advantage": [r.advantage for _, _, r in rows],
             "stop_reason": [r.sequence.stop_reason for _, _, r in rows],
             "policy_version": [r.sequence.policy_version for _, _, r in rows],
             "tokens": [list(r.sequence.tokens) for _, _, r in rows],
             "logps": [list(r.sequence.logps) for _, _, r in rows],
         }
-        for name in sorted({n for _, _, r in rows for n in r.rewards}):
-            columns[f"reward/{name}"] = [r.rewards.get(name) for _, _, r in rows]
+        for kind, field in (("reward", "rewards"), ("extra", "extras"), ("error", "errors")):
+            for name in sorted({n for _, _, r in rows for n in getattr(r, field)}):
+                columns[f"{kind}/{name}"] = _column([getattr(r, field).get(name) for _, _, r in rows])
         file = self.path / "completions" / f"step-{step:06d}.parquet"
         with self._dropping(file.name):
             file.parent.mkdir(exist_ok=True)
@@ -255,6 +260,16 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def _clean(text: str) -> str:
     """Parquet refuses lone surrogates, which a model may well produce."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """Values of one type, as a table needs them: whole numbers beside fractions become floats, other mixtures text."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int, float}:
+        return [None if value is None else float(value) for value in values]
+    if len(kinds) > 1 or kinds == {str}:
+        return [None if value is None else _clean(str(value)) for value in values]
+    return values
 
 
 def _is_alive(pid: Any, started: Any) -> bool:

@@ -4,24 +4,28 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import fsum, isfinite
 from pathlib import Path
 from typing import Any
 
 from gruppo.errors import NumericError
 from gruppo.sampler.params import SamplingParams
-from gruppo.trainer import build, build_credit
+from gruppo.trainer import build
+from gruppo.trainer.advantages import kl_to_reference
 from gruppo.trainer.advice import advice
-from gruppo.trainer.collect import Collected, minibatch_parts, training_rows
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.console import RunConsole
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.plan import Plan, make_plan
+from gruppo.trainer.rollout import RolloutBatch
 from gruppo.trainer.run_dir import RunDir
 from gruppo.trainer.signals import Interrupted, StopFlag
 from gruppo.trainer.tracker import Trackers
+from gruppo.types import Group, InputFeature, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +75,15 @@ class GRPOTrainer:
             torch.set_num_threads(config.threads)
         # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
         loss = build.build_loss(config)
-        estimate = build_credit.build_advantage(config)
+        estimate = build.build_advantage(config)
         self.pool = build.build_rewards(config, on_wait=self.stop.poll)
         tokenizer = load_tokenizer(config.model)
         self.prompts = build.build_prompts(config, tokenizer)
         self.pool.check_columns(sorted({name for p in self.prompts.train for name in p.columns}))
         self.unfinished: dict[str, float] | None = None
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
-        self.collected: Collected | None = None
+        self.batch: RolloutBatch | None = None
+        """What the last step sampled, with its advantages."""
         self.seconds: dict[str, float] = {}
         self.synced: dict[str, float] = {}
         self.skipped_in_a_row = 0
@@ -91,15 +96,15 @@ class GRPOTrainer:
         try:
             self.pool.start()
             self.model = build.build_model(config, loss, tokenizer)
-            self.memory = build_credit.build_memory(config, self.model, len(self.prompts.train))
+            self.state = build.build_state(config, self.model, len(self.prompts.train))
             self.step_number = self._restore() if resume else 0
             self.trackers = Trackers(config, self.run.path)
             folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
             self.sampler = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
-            self.gatherer = build_credit.build_gatherer(
-                config, self.prompts.train.prompts, self.sampler, self.pool, self.memory
+            self.stage = build.build_stage(config, estimate, self.pool)
+            self.source = build.build_source(
+                config, self.prompts.train.prompts, self.sampler, self.pool, self.stage, self.state
             )
-            self.credit = build_credit.build_credit(config, estimate, self.model, self.gatherer, self.memory)
         except BaseException:
             self.pool.close()
             if resume:
@@ -113,61 +118,88 @@ class GRPOTrainer:
     def step(self) -> dict[str, float]:
         """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step."""
         number = self.step_number + 1
-        self.model.loss.entropy_coef = self.memory.entropy.applied
         self._sync()
-        params = self._sampling(number)
-        rounds = self.gatherer.gather(number, params, self._timed)
+        rollouts = self.source.next(number, self._sampling(number), self._timed)
+        metrics = self.synced | rollouts.metrics
+        if self.config.dynamic_sampling:
+            metrics |= rollouts.counts
+        if "reward/mean" not in metrics:
+            self._warn_of_no_reward(number)
         with self._timed("reward"):
-            collected = self.credit.give(rounds, number, params)
+            groups, measured = self.assign_advantages(rollouts.kept)
+        metrics |= measured
+        entropy = metrics.get("rollout/entropy")
+        self.model.set_loss(self.model.loss.replace(entropy_coef=self.state.entropy.at(entropy)))
         with self._timed("train"):
-            metrics = self.synced | collected.metrics | self.update(collected)
-        self.credit.remember(rounds, number, metrics)
+            metrics |= self.update(groups)
+        self.batch = rollouts.with_kept(groups)
+        metrics |= {"group/dead_frac": self.batch.dead_frac} | self._observe(self.batch, number, metrics)
         self.step_number = number
         if self.config.completions_every and number % self.config.completions_every == 0:
             with self._timed("write"):
-                self.run.write_completions(number, collected.groups)
-        self.collected = collected
+                self.run.write_completions(number, self.batch.groups)
         return metrics
 
-    def update(self, collected: Collected) -> dict[str, float]:
+    def assign_advantages(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+        """The groups of a step with their advantages, and what was measured on the way."""
+        config, metrics = self.config, {}
+        kl_coef = self.state.kl.coefficient if config.kl_in_reward else 0.0
+        if config.kl_in_reward:
+            groups = self._score(groups)
+            kls = [kl_to_reference(rollout) for group in groups for rollout in group.rollouts]
+            metrics |= {"reward/kl": fsum(kls) / max(len(kls), 1), "reward/kl_coef": kl_coef}
+        assigned = self.stage.assign(groups, kl_coef)
+        if config.kl_in_reward or not self.stage.shape.does_nothing:
+            shaped = [r.shaped for group in assigned for r in group.rollouts if r.shaped is not None]
+            if shaped:
+                metrics["reward/shaped_mean"] = fsum(shaped) / len(shaped)
+        return assigned, metrics
+
+    def update(self, groups: Sequence[Group]) -> dict[str, float]:
         """Train on one rollout batch: `epochs_per_batch` passes of `minibatches` optimizer steps.
 
         A single update is on-policy: the old log-probs are the trainer's own, so the ratio is exactly 1. With several
         updates they are computed once before the first, by the same code that trains.
         """
-        rows = training_rows(collected, mask_truncated=self.config.mask_truncated)
-        features, advantages, sampler_logps = rows["features"], rows["advantages"], rows["sampler_logps"]
-        updates = self.config.epochs_per_batch * self.config.minibatches
-        old_logps = self.model.forward_only(features)["logps"] if updates > 1 else None
-        ref_logps = None
-        if updates > 1 and "ref_logps" in self.model.loss.needs:
-            ref_logps = self.model.reference_logps(features)
-        parts = minibatch_parts(collected.groups, self.config.minibatches)
-        losses, norms, lr, skipped = [], [], 0.0, 0
-        for _ in range(self.config.epochs_per_batch):
-            for part in parts:
+        config, loss = self.config, self.model.loss
+        updates = config.epochs_per_batch * config.minibatches
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        features = [_feature(rollout, mask_truncated=config.mask_truncated) for rollout in rollouts]
+        advantages = [rollout.advantage for rollout in rollouts]
+        old_logps = ref_logps = sampler_logps = None
+        if updates > 1:
+            old_logps = _known(rollouts, features, "old_logps") or self.model.forward_only(features)["logps"]
+            if "ref_logps" in loss.needs:
+                ref_logps = _known(rollouts, features, "ref_logps") or self.model.reference_logps(features)
+        if loss.reads_sampler or not self.sampler.is_exact:
+            sampler_logps = [r.sequence.logps if f.num_scored else () for r, f in zip(rollouts, features, strict=True)]
+        losses, norms, lr, skipped, rejected, live = [], [], 0.0, 0, [], 0
+        for _ in range(config.epochs_per_batch):
+            for part in minibatch_parts(groups, config.minibatches):
                 result = self.model.forward_backward(
                     features[part],
                     advantages=advantages[part],
                     old_logps=None if old_logps is None else old_logps[part],
                     ref_logps=None if ref_logps is None else ref_logps[part],
-                    sampler_logps=sampler_logps[part],
+                    sampler_logps=None if sampler_logps is None else sampler_logps[part],
                 )
-                report = self.model.clip_grad_and_step(self.config.max_grad_norm)
+                report = self.model.clip_grad_and_step(config.max_grad_norm)
                 losses.append({"loss": result.loss} | result.terms)
-                norms.append(report.grad_norm)
+                live += sum(f.num_scored for f, a in zip(features[part], advantages[part], strict=True) if a)
+                rejected += [] if result.rejected is None else [result.rejected]
+                norms += [] if report.grad_norm is None else [report.grad_norm]
                 lr = report.lr
                 skipped += self._count_skipped(report.skipped, report.culprit)
         # An update on sequences without signal has no terms.
         names = dict.fromkeys(name for x in losses for name in x)
         metrics = {f"policy/{name}": sum(float(x.get(name, 0.0)) for x in losses) / updates for name in names}
-        finite = [n for n in norms if n == n and n != float("inf")]
-        metrics |= {
-            "optim/grad_norm": sum(finite) / len(finite) if finite else 0.0,
-            "optim/lr": lr,
-            "optim/skipped": float(skipped),
-        }
-        return metrics | self.model.calculate_metric()
+        finite = [norm for norm in norms if isfinite(norm)]
+        if finite:
+            metrics["optim/grad_norm"] = sum(finite) / len(finite)
+        metrics |= {"optim/lr": lr, "optim/skipped": float(skipped)}
+        if rejected and live:
+            metrics["live/rejected_frac"] = float(sum(rejected)) / live
+        return metrics | self._measured(advantages)
 
     def evaluate(self) -> Evaluation | None:
         """The held-out score of the weights as they are; None without held-out prompts."""
@@ -181,7 +213,6 @@ class GRPOTrainer:
                 self.pool,
                 self._sampling(0),
                 num_samples=self.config.eval_samples,
-                correct_at=self.config.correct_at,
             )
 
     # --- the whole run --------------------------------------------------------------------------------------------
@@ -222,7 +253,7 @@ class GRPOTrainer:
                     self.unfinished = None
                     if number % config.save_every == 0 or is_last or result.status == "done":
                         with self._timed("checkpoint"):
-                            save_checkpoint(run, self.model, number, config.keep_checkpoints, memory=self.memory)
+                            save_checkpoint(run, self.model, number, config.keep_checkpoints, run_state=self.state)
                         run.log_event("checkpoint", step=number)
                     run.log_timings(number, self.seconds)
                     self.trackers.log(number, metrics)
@@ -232,7 +263,7 @@ class GRPOTrainer:
                 result.status = "done"
         except Interrupted as signal_name:
             save_checkpoint(
-                run, self.model, self.step_number, config.keep_checkpoints, self.unfinished, memory=self.memory
+                run, self.model, self.step_number, config.keep_checkpoints, self.unfinished, run_state=self.state
             )
             run.log_event("stop", step=self.step_number, signal=str(signal_name))
             result.status = "stopped"
@@ -280,6 +311,50 @@ class GRPOTrainer:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    def _score(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with the log-probs of policy and reference, both by the code that trains.
+
+        Equal completions of a group get the same numbers, whichever forward they came from.
+        """
+        rollouts = {(g.prompt.index, r.sequence.tokens): r for g in groups for r in g.rollouts}
+        features = [_feature(rollout, mask_truncated=False) for rollout in rollouts.values()]
+        policy, reference = self.model.forward_only(features)["logps"], self.model.reference_logps(features)
+        pairs = ((tuple(p.tolist()), tuple(r.tolist())) for p, r in zip(policy, reference, strict=True))
+        scored = dict(zip(rollouts, pairs, strict=True))
+
+        def with_logps(group: Group, rollout: Rollout) -> Rollout:
+            old, ref = scored[group.prompt.index, rollout.sequence.tokens]
+            return replace(rollout, old_logps=old, ref_logps=ref)
+
+        return [replace(g, rollouts=tuple(with_logps(g, r) for r in g.rollouts)) for g in groups]
+
+    def _measured(self, advantages: Sequence[float]) -> dict[str, float]:
+        """The model's own metrics. What it measured in training covers live sequences only, and is called so."""
+        metrics = {name.replace("train/", "live/"): value for name, value in self.model.calculate_metric().items()}
+        if advantages:
+            metrics["live/frac"] = sum(advantage != 0 for advantage in advantages) / len(advantages)
+        return metrics
+
+    def _warn_of_no_reward(self, number: int) -> None:
+        text = "every reward function abstained (None) on every completion: the step teaches nothing"
+        self.run.log_event("no_reward", step=number, text=text)
+        logger.warning("step %d: %s", number, text)
+
+    def _observe(self, rollouts: RolloutBatch, number: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Move what later steps depend on besides the weights. After the update: a stopped step leaves no trace."""
+        config, state, seen = self.config, self.state, {}
+        if config.retire_solved:
+            state.solved.see([(g.prompt.index, [r.correct for r in g.rollouts]) for g in rollouts.groups])
+            seen["dynamic/prompts_retired"] = float(len(state.solved.retired))
+        if config.kl_in_reward and "reward/kl" in metrics:
+            state.kl.follow(metrics["reward/kl"], sum(len(g.rollouts) for g in rollouts.kept))
+        if state.entropy.rule is not None:
+            seen["policy/entropy_coef"] = self.model.loss.entropy_coef
+            state.entropy.follow(metrics.get("rollout/entropy"))
+        if state.reference is not None and number % config.ref_every == 0:
+            state.reference.refresh(config.ref_mix)
+        return seen
+
     def _sync(self) -> None:
         """The newest weights to the sampler; what it reports stays until the next hand-over."""
         with self._timed("sync"):
@@ -298,7 +373,7 @@ class GRPOTrainer:
     def _restore(self) -> int:
         from gruppo.trainer.checkpoints import load_newest
 
-        step, self.unfinished = load_newest(self.run, self.model, self.memory)
+        step, self.unfinished = load_newest(self.run, self.model, self.state)
         # The first evaluation is made again too, if there was no step after it.
         self.run.forget_after(step, redo_line=step == 0 or self.unfinished is not None)
         self.run.write_config(self.config)  # it may go on to another last step
@@ -333,8 +408,8 @@ class GRPOTrainer:
                     console.say(f"note: {sentence}")
         if console is not None:
             console.step(number, metrics, seconds)
-            if self.collected is not None and (number == 1 or number % max(self.config.steps // 4, 1) == 0):
-                console.completions(f"step {number}: best and worst of some groups", self.collected.groups, limit=3)
+            if self.batch is not None and (number == 1 or number % max(self.config.steps // 4, 1) == 0):
+                console.completions(f"step {number}: best and worst of some groups", self.batch.kept, limit=3)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -343,3 +418,27 @@ class GRPOTrainer:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def minibatch_parts(groups: Sequence[Group], minibatches: int) -> list[slice]:
+    """The rollouts of each minibatch: whole groups, as many in each as there can be, none when there are too few."""
+    ends = [0]
+    for group in groups:
+        ends.append(ends[-1] + len(group.rollouts))
+    cuts = [ends[i * len(groups) // minibatches] for i in range(minibatches + 1)]
+    return [slice(start, end) for start, end in pairwise(cuts)]
+
+
+def _feature(rollout: Rollout, *, mask_truncated: bool) -> InputFeature:
+    """A rollout as the model takes it, without log-probs. A masked one still counts as a sequence of the step."""
+    sequence = rollout.sequence
+    mask = (0,) * len(sequence.tokens) if mask_truncated and sequence.is_truncated else None
+    return InputFeature(prompt_ids=sequence.prompt_ids, completion_ids=sequence.tokens, completion_mask=mask)
+
+
+def _known(rollouts: Sequence[Rollout], features: Sequence[InputFeature], name: str) -> list[Any] | None:
+    """Log-probs that the rollouts carry already, one row per feature; None when they carry none."""
+    rows = [getattr(rollout, name) for rollout in rollouts]
+    if not rows or rows[0] is None:
+        return None
+    return [row if feature.num_scored else () for row, feature in zip(rows, features, strict=True)]

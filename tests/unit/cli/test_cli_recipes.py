@@ -12,8 +12,7 @@ from gruppo.errors import InputError
 from gruppo.loss import MaskedWeight, TruncatedWeight
 from gruppo.recipes import RECIPES, Recipe, recipe
 from gruppo.trainer import TrainConfig
-from gruppo.trainer.build import LOSSES, build_loss
-from gruppo.trainer.build_credit import build_advantage, build_shape
+from gruppo.trainer.build import LOSSES, build_advantage, build_loss, build_shape
 
 every = pytest.mark.parametrize("name", RECIPES)
 

@@ -66,6 +66,7 @@ def test_a_step_of_two_rewards_has_values_totals_and_metrics():
     assert result.metrics == {
         "reward/mean": 0.75,
         "reward/std": pytest.approx(0.540061724867322),
+        "reward/correct_frac": pytest.approx(1 / 3),
         "reward/exact_match/mean": pytest.approx(1 / 3),
         "reward/exact_match/std": pytest.approx(0.4714045207910317),
         "reward/exact_match/abstain_frac": 0.0,

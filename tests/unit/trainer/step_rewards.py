@@ -1,6 +1,6 @@
 """Rewards for the trainer's tests; they run in this process, so that a step takes milliseconds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def constant(completions: Sequence[str]) -> list[float]:
@@ -26,5 +26,12 @@ def right(completions: Sequence[str]) -> list[float]:
     return [1.0] * len(completions)
 
 
-for function in (constant, by_place, later_half, abstains_on_odd_steps, right):
+def logs_and_sometimes_fails(completions: Sequence[str], log_extra: Callable[..., None]) -> list[float]:
+    if any(text.endswith("2") for text in completions):
+        raise ValueError("I do not like 2")
+    log_extra("first_letter", [text[:1] for text in completions])
+    return [0.0] * len(completions)
+
+
+for function in (constant, by_place, later_half, abstains_on_odd_steps, right, logs_and_sometimes_fails):
     function.isolated = False  # type: ignore[attr-defined]

@@ -11,11 +11,11 @@ from gruppo.types import Group, Prompt, Rollout, SampledSequence
 
 METRICS = {
     "reward/mean": 0.4375,
-    "group/zero_std_frac": 0.25,
+    "group/dead_frac": 0.25,
     "optim/grad_norm": 0.123,
     "completion/len_mean": 3.9,
-    "train/clip_ratio": 0.0123,
-    "train/entropy": 0.678,
+    "live/clip_ratio": 0.0123,
+    "rollout/entropy": 0.678,
 }
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[/red][bold]\u202e\u2066\u200f\x00\x9b31m\ud800</script>\tend"
 FORBIDDEN = ("\x1b", "\x07", "\u202e", "\u2066", "\u200f", "\x00", "\x9b", "\t")
@@ -33,8 +33,8 @@ def test_the_line_of_a_step_with_an_evaluation() -> None:
 
 
 def test_the_line_of_a_step_in_which_nothing_was_scored() -> None:
-    bare = {k: v for k, v in METRICS.items() if not k.startswith("train/")}
-    assert step_line(1, 9, bare, 1.0) == "step 1/9  reward 0.438  signal 75% of groups  grad 0.12  length 4  1.0 s"
+    bare = {"group/dead_frac": 1.0, "completion/len_mean": 3.9}
+    assert step_line(1, 9, bare, 1.0) == "step 1/9  reward none  signal 0% of groups  grad none  length 4  1.0 s"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from gruppo.advantage import ADVANTAGES
 from gruppo.errors import InputError
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import GRPOTrainer, TrainConfig
-from gruppo.trainer.build_credit import build_advantage
-from gruppo.trainer.reward_kl import RewardKL
+from gruppo.trainer.build import build_advantage
+from gruppo.trainer.state import RewardKL
 from gruppo.types import InputFeature
 
 Make = Callable[..., GRPOTrainer]
@@ -24,9 +24,9 @@ HOT = {"temperature": 1.5, "max_new_tokens": 5}
 
 def flat(trainer: GRPOTrainer) -> tuple[list[Any], list[int]]:
     """The rollouts of the step, and the group of each."""
-    assert trainer.collected is not None
-    groups = trainer.collected.groups
-    return trainer.collected.rollouts, [i for i, g in enumerate(groups) for _ in g.rollouts]
+    assert trainer.batch is not None
+    groups = trainer.batch.kept
+    return trainer.batch.rollouts, [i for i, g in enumerate(groups) for _ in g.rollouts]
 
 
 # --- estimators by name -------------------------------------------------------------------------------------------
@@ -42,10 +42,15 @@ def test_a_step_has_the_advantages_that_its_estimator_gives_to_its_rollouts(name
     assert len(set(lengths)) > 1
     rewards = [[0.0, 1 / 3, 2 / 3, 1.0][i % 4] for i in range(16)]
     # by_place gives 0, 1/3, 2/3, 1 to the four greedy completions too: they are scored in one call.
-    inputs = {"lengths": lengths, "greedy_rewards": [[0.0, 1 / 3, 2 / 3, 1.0][i] for i in ids]}
+    inputs = {
+        "lengths": lengths,
+        "greedy_rewards": [[0.0, 1 / 3, 2 / 3, 1.0][i] for i in ids],
+        "correct": [r == 1.0 for r in rewards],
+    }
     options |= {"normalization": "standard"} if name in ("grpo", "rloo", "best_of_group") else {}
     estimate = ADVANTAGES[name](**options)
-    expected = estimate(rewards, group_ids=ids, **{n: inputs[n] for n in getattr(estimate, "needs", ())})
+    wanted = (*getattr(estimate, "needs", ()), *getattr(estimate, "uses", ()))
+    expected = estimate(rewards, group_ids=ids, **{n: inputs[n] for n in wanted})
     assert [r.advantage for r in rollouts] == expected.tolist()
     assert expected.abs().max() > 0.1
 
@@ -103,9 +108,8 @@ def test_options_reach_the_estimator() -> None:
         ({"advantage": "opo", "scale": "group"}, ["OPOAdvantage has scale='none'", "got 'group'"]),
         ({"advantage": "pass_at_k", "group_size": 3}, ["k=4 is more than the 3 rewards"]),
         ({"advantage": "opo", "advantage_options": {"k": 3}}, ["'opo' cannot be made with k", "unexpected keyword"]),
-        ({"advantage": "gdpo", "kl_in_reward": 0.1}, ["takes rewards apart", "kl_in_reward"]),
         ({"advantage": "nowhere:At"}, ["no module 'nowhere' for advantage 'nowhere:At'"]),
-        ({"advantage": "own_advantage:WantsTheWeather"}, ["needs 'weather'", "lengths, greedy_rewards"]),
+        ({"advantage": "own_advantage:WantsTheWeather"}, ["needs 'weather'", "lengths, greedy_rewards, correct"]),
         ({"advantage": "own_advantage:OneNumber"}, ["one value per reward", "got 0.0"]),
     ],
 )
@@ -163,18 +167,23 @@ def test_the_overlong_penalty_counts_from_the_runs_own_limit(make_trainer: Make)
     assert [r.advantage for r in rollouts] == pytest.approx(
         [s - means[i] for s, i in zip(shaped, ids, strict=True)], abs=1e-6
     )
-    assert [r.rewards["shaped"] for r in rollouts] == pytest.approx(shaped)
+    assert [r.shaped for r in rollouts] == pytest.approx(shaped)
     assert (metrics["reward/mean"], metrics["reward/shaped_mean"]) == pytest.approx((0.5, fmean(shaped)))
 
 
-def test_what_shaping_changed_is_a_column_of_its_own_for_gdpo(make_trainer: Make) -> None:
-    trainer = make_trainer(rewards=("step_rewards:by_place",), overlong_cache=4, advantage="gdpo",
-                           temperature=1.5, max_new_tokens=5)  # fmt: skip
+def test_gdpo_compares_the_penalty_inside_the_column_of_the_reward_that_decides(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("length_penalty", "exact_match"), reward_weights=(0.5, 2.0), overlong_cache=4,
+                           advantage="gdpo", group_size=8, temperature=1.5, max_new_tokens=5)  # fmt: skip
     trainer.step()
     rollouts, ids = flat(trainer)
-    rows = [[r.reward, -(len(r.sequence.tokens) - 1) / 4] for r in rollouts]
-    expected = ADVANTAGES["gdpo"]()(rows, group_ids=ids)
+    assert trainer.pool.correct_by == "exact_match"
+    rows = [
+        [r.rewards["length_penalty"], r.rewards["exact_match"] - (len(r.sequence.tokens) - 1) / 4 / 2.0]
+        for r in rollouts
+    ]
+    expected = ADVANTAGES["gdpo"](weights=(0.5, 2.0))(rows, group_ids=ids)
     assert [r.advantage for r in rollouts] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert expected.abs().max() > 0.1
 
 
 # --- KL in the reward ---------------------------------------------------------------------------------------------
@@ -250,8 +259,8 @@ def test_the_reference_may_be_mixed(make_trainer: Make) -> None:
         trainer.step()
         now = parameters(trainer.model.model)
         expected = {n: 0.75 * expected[n].double() + 0.25 * now[n].double() for n in now}
-    assert trainer.memory.reference is not None
-    for name, tensor in trainer.memory.reference.state().items():
+    assert trainer.state.reference is not None
+    for name, tensor in trainer.state.reference.state().items():
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-6, atol=1e-7)
 
 
@@ -259,7 +268,7 @@ def test_the_reference_may_be_mixed(make_trainer: Make) -> None:
     ("values", "expected"),
     [
         ({"kl_target": 1.0}, "kl_target needs kl_in_reward above 0"),
-        ({"ref_every": 5, "lora": True, "beta": 0.1}, "ref_every needs all weights"),
+        ({"ref_every": 5, "lora": True, "beta": 0.1, "ref_mix": 0.5}, "ref_mix=0.5 needs all weights"),
         ({"ref_every": 5}, "ref_every moves a reference that nothing uses; set beta or kl_in_reward"),
         ({"overlong_cache": 300}, "overlong_cache=300 is more than max_new_tokens=256; lower it"),
         ({"truncated_factor": 1.5}, "truncated_factor=1.5: Input should be less than or equal to 1"),
@@ -284,16 +293,26 @@ def test_options_of_an_estimator_survive_yaml(tmp_path: Path) -> None:
 
 
 def test_the_entropy_bonus_of_a_run_follows_its_target(make_trainer: Make, tmp_path: Path) -> None:
-    """The base has an entropy of about 0.14 per token: above a target of 0.01, below one of 1."""
+    """The base has an entropy of about 0.09 per token: above a target of 0.01, below one of 1."""
     low = make_trainer(entropy_coef=0.02, entropy_target=0.01, entropy_change=0.004)
-    first, second = low.step(), low.step()
-    assert first["policy/entropy_coef"] == 0.02  # nothing was measured yet
-    assert second["policy/entropy_coef"] == 0.0 == low.model.loss.entropy_coef
-    assert low.memory.entropy.remembered == pytest.approx(0.012)
+    coefs = [low.step()["policy/entropy_coef"] for _ in range(2)]
+    assert coefs == [0.0, 0.0] and low.model.loss.entropy_coef == 0.0  # entropy enough, from the first step on
+    assert low.state.entropy.coefficient == pytest.approx(0.012)
     high = make_trainer(entropy_coef=0.02, entropy_target=1.0, entropy_change=0.004, output=str(tmp_path / "high"))
     coefs = [high.step()["policy/entropy_coef"] for _ in range(3)]
     assert coefs == pytest.approx([0.02, 0.024, 0.028])
     assert high.model.loss.entropy_coef == pytest.approx(0.028)
+
+
+def test_the_entropy_controller_goes_by_the_whole_policy_and_not_by_its_live_groups(make_trainer: Make) -> None:
+    """All groups dead and no bonus: nothing is trained, and the controller still sees the entropy."""
+    trainer = make_trainer(
+        rewards=("step_rewards:constant",), entropy_coef=0.0, entropy_target=5.0, entropy_change=0.01
+    )
+    first, second = trainer.step(), trainer.step()
+    assert (first["policy/entropy_coef"], second["policy/entropy_coef"]) == (0.0, 0.01)
+    assert "live/entropy" not in first and 0.02 < first["rollout/entropy"] < 1.0
+    assert second["policy/entropy"] > 0.0  # the bonus acts on sequences without advantage too
 
 
 def test_options_of_a_loss_reach_it_and_clash_with_none_of_the_configs() -> None:

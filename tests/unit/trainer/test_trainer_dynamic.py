@@ -10,8 +10,8 @@ import torch
 
 from gruppo.task.order import prompt_indices, refill_indices
 from gruppo.trainer import GRPOTrainer
-from gruppo.trainer.collect import minibatch_parts
-from gruppo.trainer.solved import SolvedPrompts
+from gruppo.trainer.state import SolvedPrompts
+from gruppo.trainer.trainer import minibatch_parts
 from gruppo.types import Group, Prompt, Rollout, SampledSequence
 
 Make = Callable[..., GRPOTrainer]
@@ -49,7 +49,7 @@ def test_only_groups_with_different_rewards_are_kept_and_the_step_is_filled(make
     for _ in range(5):
         del batches[:]
         metrics = trainer.step()
-        groups = trainer.collected.groups
+        groups = trainer.batch.kept
         assert all(len({r.reward for r in g.rollouts}) > 1 for g in groups)
         assert all(any(r.advantage for r in g.rollouts) for g in groups)
         made = counts(metrics)
@@ -60,8 +60,8 @@ def test_only_groups_with_different_rewards_are_kept_and_the_step_is_filled(make
         drawn = [i for batch in batches for i in batch]
         assert len(set(drawn)) == len(drawn)  # a prompt twice in a step would give the same completions twice
         # Rewards are reported over all that was sampled, not over the selection.
-        seen = made["groups_kept"] + made["groups_dropped"]
-        assert metrics["group/zero_std_frac"] == made["groups_dropped"] / seen
+        assert metrics["group/zero_std_frac"] == made["groups_dropped"] / made["groups_sampled"]
+        assert metrics["group/dead_frac"] == made["groups_dropped"] / made["groups_sampled"]
         refilled += made["batches"] > 1
     assert refilled >= 3
 
@@ -88,9 +88,9 @@ def test_the_bound_is_kept_and_a_step_without_any_signal_does_nothing(make_train
     assert counts(metrics) == {
         "batches": 3.0, "groups_sampled": 12.0, "groups_kept": 0.0, "groups_dropped": 12.0, "groups_surplus": 0.0,
     }  # fmt: skip
-    assert trainer.collected.groups == ()
+    assert trainer.batch.kept == ()
     assert (metrics["reward/mean"], metrics["group/zero_std_frac"]) == (pytest.approx(0.7), 1.0)
-    assert (metrics["policy/loss"], metrics["optim/grad_norm"]) == (0.0, 0.0)
+    assert metrics["policy/loss"] == 0.0 and "optim/grad_norm" not in metrics
     assert all(math.isfinite(v) for v in metrics.values())
     assert same(trainer, before)
 
@@ -158,12 +158,12 @@ def test_minibatches_are_whole_groups(sizes: list[int], minibatches: int, expect
 
 def test_a_prompt_retires_after_so_many_solved_visits_in_a_row() -> None:
     solved = SolvedPrompts(after=2, num_prompts=10, keep=1)
-    good, bad = [1.0, 1.0], [1.0, None]
-    solved.see([(3, good), (4, good)], correct_at=1.0)
-    solved.see([(3, bad), (4, good)], correct_at=1.0)
+    good, bad = [True, True], [True, None]
+    solved.see([(3, good), (4, good)])
+    solved.see([(3, bad), (4, good)])
     assert (solved.retired, solved.streak) == ({4}, {})
-    solved.see([(3, good)], correct_at=1.0)
-    solved.see([(3, good), (5, [0.9, 1.0])], correct_at=1.0)
+    solved.see([(3, good)])
+    solved.see([(3, good), (5, [False, True])])
     assert solved.retired == {3, 4}
     copy = SolvedPrompts(after=2, num_prompts=10, keep=1)
     copy.load(solved.state())
@@ -172,7 +172,7 @@ def test_a_prompt_retires_after_so_many_solved_visits_in_a_row() -> None:
 
 def test_nothing_retires_unless_asked() -> None:
     solved = SolvedPrompts(num_prompts=10)
-    solved.see([(3, [1.0])], correct_at=1.0)
+    solved.see([(3, [True])])
     assert (solved.retired, solved.streak) == (set(), {})
 
 
@@ -192,7 +192,7 @@ def test_a_retired_prompt_is_replaced_in_first_batches_and_refills(make_trainer:
     trainer = make_trainer(rewards=("step_rewards:constant",), dynamic_sampling=2, retire_solved=9)
     batches = watch(trainer)
     indices = [p.index for p in trainer.prompts.train.prompts]
-    trainer.memory.solved.retired = set(indices[::2])
+    trainer.state.solved.retired = set(indices[::2])
     for _ in range(len(indices) // 4):  # once through all of them
         trainer.step()
     drawn = [i for batch in batches for i in batch]
@@ -226,7 +226,7 @@ def test_a_run_with_everything_that_it_must_remember_resumes_to_the_same_bits(
 ) -> None:
     whole = make_trainer(**RUN, output=str(tmp_path / "whole"))
     whole.train()
-    assert whole.memory.solved.retired and whole.memory.kl.coefficient != 0.05
+    assert whole.state.solved.retired and whole.state.kl.coefficient != 0.05
     assert any(m["dynamic/batches"] > 1 for m in whole.run.metrics())
     with pytest.raises(Crash):
         make_trainer(**RUN, callbacks=[crash_at(at)]).train()
@@ -235,7 +235,7 @@ def test_a_run_with_everything_that_it_must_remember_resumes_to_the_same_bits(
     resumed.train()
     assert (resumed.run.path / "metrics.jsonl").read_bytes() == (whole.run.path / "metrics.jsonl").read_bytes()
     assert same(resumed, weights(whole))
-    assert resumed.memory.solved == whole.memory.solved
+    assert resumed.state.solved == whole.state.solved
 
 
 def test_a_step_that_is_stopped_while_refilling_leaves_no_trace(make_trainer: Make, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.advice import advice
-from gruppo.trainer.collect import Collected, rollout_metrics, training_rows
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
 from gruppo.trainer.plan import make_plan
+from gruppo.trainer.rollout import rollout_metrics
+from gruppo.trainer.trainer import _feature
 from gruppo.types import Group, Prompt, Rollout, SampledSequence, SampleResponse
 
 # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -45,10 +46,29 @@ def test_pass_at_k_by_hand() -> None:
 
 def test_the_interval_of_pass_at_k_is_that_of_a_mean_over_prompts() -> None:
     metrics = pass_at_k_metrics([1, 2, 2, 3], 4)
-    # values 1/4, 1/2, 1/2, 3/4: mean 1/2, variance (1/16 + 0 + 0 + 1/16) / 3, standard error its root over 2
-    half = 1.96 * sqrt((1 / 8) / 3) / 2
+    # values 1/4, 1/2, 1/2, 3/4: mean 1/2 of 4 prompts; Wilson: 1/2 +- z sqrt(1/16 + z^2/64) / (1 + z^2/4), z = 1.96
+    half = 1.96 * sqrt(1 / 16 + 1.96**2 / 64) / (1 + 1.96**2 / 4)
     assert metrics["eval/pass@1_low"] == pytest.approx(0.5 - half, abs=1e-4)
     assert metrics["eval/pass@1_high"] == pytest.approx(0.5 + half, abs=1e-4)
+
+
+def test_the_interval_of_pass_at_k_has_a_width_when_all_prompts_agree() -> None:
+    metrics = pass_at_k_metrics([4] * 64, 4)
+    assert (metrics["eval/pass@4"], metrics["eval/pass@4_high"]) == (1.0, 1.0)
+    assert metrics["eval/pass@4_low"] == pytest.approx(1 / (1 + 1.96**2 / 64), abs=1e-4)  # 0.943, the rule of four
+
+
+@pytest.mark.parametrize(("p", "k"), [(0.9, 4), (0.5, 1), (0.1, 2)])
+def test_the_interval_of_pass_at_k_covers_the_truth(p: float, k: int) -> None:
+    """400 evaluations of 64 prompts with 4 samples each: the true pass@k lies inside at least 95 % of the time."""
+    import random
+
+    draw = random.Random(0)
+    truth, inside = 1 - (1 - p) ** k, 0
+    for _ in range(400):
+        metrics = pass_at_k_metrics([sum(draw.random() < p for _ in range(4)) for _ in range(64)], 4)
+        inside += metrics[f"eval/pass@{k}_low"] <= truth <= metrics[f"eval/pass@{k}_high"]
+    assert inside / 400 >= 0.95
 
 
 def test_pass_at_k_stops_at_the_number_of_samples() -> None:
@@ -91,8 +111,8 @@ def test_evaluation_counts_greedy_and_sampled_answers() -> None:
     assert result.metrics["eval/reward"] == 3 / 4
     assert result.metrics["eval/pass@1"] == (1 + 1 / 2 + 0 + 0) / 4
     assert result.metrics["eval/pass@2"] == 2 / 4
-    assert result.rewards == (1.0, 1.0, 0.0, 1.0)
-    assert [s.text for s in result.greedy] == ["7", "7", "x", "7"]
+    assert [r.reward for r in result.greedy] == [1.0, 1.0, 0.0, 1.0]
+    assert [r.sequence.text for r in result.greedy] == ["7", "7", "x", "7"]
     assert [(p.temperature, p.max_new_tokens) for p in sampler.asked] == [(0.0, 9), (0.6, 9)]
 
 
@@ -102,8 +122,8 @@ def test_what_counts_as_correct_is_a_threshold(correct_at: float, accuracy: floa
 
     reward = load_reward(lambda completions: [1.0 if c == "7" else 0.5 for c in completions], name="f", isolated=False)
     prompts = [Prompt(token_ids=(1,), index=i) for i in range(2)]
-    with RewardPool([reward]) as pool:
-        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), pool, SamplingParams(), correct_at=correct_at)
+    with RewardPool([reward], correct_at=correct_at) as pool:
+        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), pool, SamplingParams())
     assert result.accuracy == accuracy
 
 
@@ -111,7 +131,10 @@ def test_what_counts_as_correct_is_a_threshold(correct_at: float, accuracy: floa
 
 
 def rollout(reward: float | None, advantage: float, **options: Any) -> Rollout:
-    return Rollout(sequence=sequence(**options), reward=reward, rewards={"r": reward}, advantage=advantage)
+    correct = None if reward is None else reward >= 1.0
+    return Rollout(
+        sequence=sequence(**options), reward=reward, rewards={"r": reward}, correct=correct, advantage=advantage
+    )
 
 
 def groups() -> tuple[Group, ...]:
@@ -125,37 +148,36 @@ def groups() -> tuple[Group, ...]:
 
 
 def test_rollout_metrics_by_hand() -> None:
-    metrics = rollout_metrics(groups())
-    rewards = [1, 0, 1, 1, 0, 0, 0.5]
-    mean = sum(rewards) / 7
-    assert metrics == pytest.approx(
+    # Rewards 1 0 | 1 1 | 0 0 | none 0.5; every token has log-prob -0.5, and no sampler said its entropy.
+    assert rollout_metrics(groups()) == pytest.approx(
         {
-            "reward/mean": mean,
-            "reward/std": sqrt(sum((r - mean) ** 2 for r in rewards) / 7),
             "group/zero_std_frac": 3 / 4,
             "group/all_right_frac": 1 / 4,
+            "group/all_wrong_frac": 1 / 4,
             "completion/len_mean": (2 + 4 + 2 + 1 + 2 + 3 + 2 + 2) / 8,
             "completion/len_p95": 4.0,
             "completion/truncated_frac": 1 / 8,
             "completion/empty_frac": 1 / 8,
+            "rollout/entropy": 0.5,
         }
     )
 
 
-def test_training_rows_are_the_rollouts_in_order_without_old_logps() -> None:
-    rows = training_rows(Collected(groups(), {}), mask_truncated=False)
-    assert rows["advantages"] == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert [f.completion_ids for f in rows["features"]][:2] == [(8, 2), (8, 9, 10, 2)]
-    assert all(f.old_logps is None for f in rows["features"])
-    assert [len(x) for x in rows["sampler_logps"]] == [2, 4, 2, 1, 2, 3, 2, 2]
+def test_the_entropy_of_rollouts_is_the_samplers_own_where_it_is_known() -> None:
+    known = replace(sequence(tokens=(8, 2)), entropies=(0.25, 0.75))
+    unknown = sequence(tokens=(8, 9, 2))  # three tokens of log-prob -0.5
+    rollouts = tuple(Rollout(sequence=s, reward=0.0) for s in (known, unknown))
+    metrics = rollout_metrics([Group(prompt=Prompt(token_ids=(1,)), rollouts=rollouts)])
+    assert metrics["rollout/entropy"] == pytest.approx((0.25 + 0.75 + 3 * 0.5) / 5)
 
 
-def test_masking_truncated_rows_keeps_them_in_the_batch_unscored() -> None:
-    rows = training_rows(Collected(groups(), {}), mask_truncated=True)
-    scored = [f.num_scored for f in rows["features"]]
-    assert scored == [2, 4, 2, 1, 2, 0, 2, 2]
-    assert len(rows["features"][5].completion_ids) == 3
-    assert rows["sampler_logps"][5] == ()
+def test_masking_a_truncated_rollout_keeps_it_in_the_batch_unscored() -> None:
+    rollouts = [r for g in groups() for r in g.rollouts]
+    assert [_feature(r, mask_truncated=False).num_scored for r in rollouts] == [2, 4, 2, 1, 2, 3, 2, 2]
+    masked = [_feature(r, mask_truncated=True) for r in rollouts]
+    assert [f.num_scored for f in masked] == [2, 4, 2, 1, 2, 0, 2, 2]
+    assert len(masked[5].completion_ids) == 3
+    assert all(f.old_logps is None for f in masked)
 
 
 # --- plan ---------------------------------------------------------------------------------------------------------
@@ -205,12 +227,18 @@ def test_the_plan_counts_a_frozen_copy_only_where_there_is_one() -> None:
     assert with_adapter == plain
 
 
-def test_recomputation_and_bfloat16_shrink_the_estimate() -> None:
+DTYPES = ("float32", "bfloat16")
+
+
+def test_recomputation_and_bfloat16_change_the_estimate() -> None:
     plain = make_plan(CONFIG, **PLAN).memory
     less = make_plan(CONFIG.model_copy(update={"gradient_checkpointing": True}), **PLAN).memory
     assert plain - less == 500 * 64 * 2 * 15 * 4
     half = make_plan(CONFIG.model_copy(update={"dtype": "bfloat16"}), **PLAN).memory
-    assert plain - half == 2_000_000 + 500 * 64 * 2 * 16 * 2
+    # Half of the weights and activations, and a master copy of the weights in float32
+    assert plain - half == 2_000_000 + 500 * 64 * 2 * 16 * 2 - 4_000_000
+    adapter = [make_plan(CONFIG.model_copy(update={"dtype": d, "lora": True}), **PLAN).memory for d in DTYPES]
+    assert adapter[0] - adapter[1] == 2_000_000 + 500 * 64 * 2 * 16 * 2
 
 
 def test_without_a_token_budget_there_is_one_micro_batch() -> None:
@@ -251,11 +279,11 @@ def test_the_plan_says_that_dynamic_sampling_takes_further_prompts() -> None:
 
 HEALTHY = {
     "reward/mean": 0.5,
-    "group/zero_std_frac": 0.2,
+    "group/dead_frac": 0.2,
     "group/all_right_frac": 0.1,
     "completion/truncated_frac": 0.0,
     "completion/empty_frac": 0.0,
-    "train/approx_kl": 0.01,
+    "live/approx_kl": 0.01,
     "sampler/logp_gap_max": 1e-6,
 }
 
@@ -268,13 +296,13 @@ def test_a_healthy_run_gets_no_advice() -> None:
     ("changes", "sentence"),
     [
         ({"completion/truncated_frac": 0.6}, "over half of the completions hit max_new_tokens: raise it"),
-        ({"group/zero_std_frac": 1.0, "reward/mean": 0.0}, "all groups are dead at reward 0"),
+        ({"group/dead_frac": 1.0, "reward/mean": 0.0}, "all groups are dead at reward 0"),
         (
-            {"group/zero_std_frac": 0.9},
+            {"group/dead_frac": 0.9},
             "most groups have no signal: their completions all earn the same. Raise group_size",
         ),
         ({"completion/empty_frac": 0.6}, "over half of the completions are empty: the model ends at once"),
-        ({"train/approx_kl": 1.5}, "the policy moves far within one batch (approx_kl > 1): lower lr"),
+        ({"live/approx_kl": 1.5}, "the policy moves far within one batch (approx_kl > 1): lower lr"),
         ({"sampler/logp_gap_max": 2.0}, "sampler and trainer disagree on log-probs by more than 1"),
     ],
 )
@@ -284,9 +312,7 @@ def test_each_symptom_is_named_with_its_cause(changes: dict[str, float], sentenc
 
 
 def test_groups_that_are_all_right_are_no_reason_for_advice() -> None:
-    assert (
-        advice([HEALTHY | {"group/zero_std_frac": 0.95, "group/all_right_frac": 0.9, "reward/mean": 0.97}] * 20) == []
-    )
+    assert advice([HEALTHY | {"group/dead_frac": 0.95, "group/all_right_frac": 0.9, "reward/mean": 0.97}] * 20) == []
 
 
 def test_a_few_steps_are_too_few_for_advice() -> None:

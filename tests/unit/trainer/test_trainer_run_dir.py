@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -153,9 +154,10 @@ def groups(text: str) -> tuple[Group, ...]:
     sequence = SampledSequence(
         prompt_ids=(1, 5), tokens=(8, 2), logps=(-0.5, -0.25), text=text, stop_reason="stop", policy_version=3
     )
+    rewards, nothing = {"match": 1.0, "form": None}, {"match": None, "form": None}
     rollouts = (
-        Rollout(sequence=sequence, reward=1.0, rewards={"match": 1.0, "form": None}, advantage=0.5),
-        Rollout(sequence=sequence, reward=None, rewards={"match": None, "form": None}, advantage=0.0),
+        Rollout(sequence=sequence, reward=1.0, rewards=rewards, correct=True, shaped=0.75, advantage=0.5),
+        Rollout(sequence=sequence, reward=None, rewards=nothing, errors={"form": "KeyError: 7"}),
     )
     return (Group(prompt=Prompt(token_ids=(1, 5), text="p", index=4), rollouts=rollouts),)
 
@@ -169,7 +171,10 @@ def test_completions_are_written_with_tokens_and_logps(run: RunDir) -> None:
         "sample": 0,
         "prompt": "p",
         "completion": "seven",
+        "status": "kept",
         "reward": 1.0,
+        "correct": True,
+        "shaped": 0.75,
         "advantage": 0.5,
         "stop_reason": "stop",
         "policy_version": 3,
@@ -177,8 +182,20 @@ def test_completions_are_written_with_tokens_and_logps(run: RunDir) -> None:
         "logps": [-0.5, -0.25],
         "reward/form": None,
         "reward/match": 1.0,
+        "error/form": None,
     }
-    assert (rows[1]["sample"], rows[1]["reward"]) == (1, None)
+    assert (rows[1]["sample"], rows[1]["reward"], rows[1]["correct"], rows[1]["error/form"]) == (
+        1, None, None, "KeyError: 7"
+    )  # fmt: skip
+
+
+def test_what_rewards_logged_is_written_whatever_its_type(run: RunDir) -> None:
+    (group,) = groups("x")
+    logged = ({"n": 1, "text": "a", "mixed": 2}, {"n": 0.5, "text": None, "mixed": "b\ud800"})
+    rollouts = tuple(replace(r, extras=extras) for r, extras in zip(group.rollouts, logged, strict=True))
+    run.write_completions(1, [replace(group, rollouts=rollouts)])
+    rows = pq.read_table(run.path / "completions" / "step-000001.parquet").to_pylist()
+    assert [(r["extra/n"], r["extra/text"], r["extra/mixed"]) for r in rows] == [(1.0, "a", "2"), (0.5, None, "b?")]
 
 
 def test_a_lone_surrogate_is_written_with_a_replacement(run: RunDir) -> None:

@@ -1,0 +1,129 @@
+"""Advantages of a step: penalties come off the rewards, then an estimator compares the rollouts of each group.
+
+A penalty is what `RewardShape` takes for length and truncation, plus the KL to the reference times its coefficient.
+Where it acts depends on what the estimator compares:
+
+    sums of rewards (most)    in the sum: r_i + penalty_i
+    rewards apart (GDPO)      in the column of the reward that decides correctness, as penalty_i / weight
+    right and wrong alone     after the comparison: A_i + penalty_i - mean of the group's penalties, and
+    (pass@k, GRPO-LEAD)       `truncated_factor` on a positive A_i: it is a discount on being right
+
+Which answers are right is never judged by a penalised number: `Rollout.correct` says it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+from typing import Any
+
+from gruppo.advantage import Advantage, Groups
+from gruppo.reward.shape import RewardShape
+from gruppo.types import Group, Rollout
+
+FLOAT32_EPS = 2.0**-23
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageStage:
+    """The estimator of a run with the penalties that come before it."""
+
+    estimate: Advantage
+    shape: RewardShape
+    weights: Mapping[str, float]
+    """Weight of each reward function."""
+    correct_by: str
+    """The reward that decides correctness."""
+    scale: str | None = None
+
+    def has_signal(self, groups: Sequence[Group]) -> list[bool]:
+        """Whether each group teaches something: the estimator gives it an advantage on its rewards as they are."""
+        rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+        advantages = iter(self._estimate(groups, rewards, rewards))
+        return [any([next(advantages) != 0 for _ in group.rollouts]) for group in groups]
+
+    def assign(self, groups: Sequence[Group], kl_coef: float = 0.0) -> list[Group]:
+        """The groups with shaped rewards and advantages.
+
+        Args:
+            kl_coef: coefficient of the KL to the reference. Above 0 the rollouts need `old_logps` and `ref_logps`.
+        """
+        rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+        shaped = [self._shaped(rollout, kl_coef) for group in groups for rollout in group.rollouts]
+        numbers = zip(shaped, self._estimate(groups, rewards, shaped), strict=True)
+        return [replace(group, rollouts=tuple(_with(group.rollouts, numbers))) for group in groups]
+
+    def _shaped(self, rollout: Rollout, kl_coef: float) -> float | None:
+        sequence = rollout.sequence
+        reward = self.shape.one(rollout.reward, len(sequence.tokens), sequence.is_truncated)
+        return reward if reward is None or not kl_coef else reward - kl_coef * kl_to_reference(rollout)
+
+    def _estimate(
+        self, groups: Sequence[Group], rewards: Sequence[float | None], shaped: Sequence[float | None]
+    ) -> list[float]:
+        """One advantage per rollout, groups one after the other, for its reward without and with penalties."""
+        if not rewards:
+            return []
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        ids = [i for i, group in enumerate(groups) for _ in group.rollouts]
+        inputs = {
+            "lengths": [len(rollout.sequence.tokens) for rollout in rollouts],
+            "greedy_rewards": [self._greedy(group) for group in groups for _ in group.rollouts],
+            "correct": [rollout.correct for rollout in rollouts],
+        }
+        wanted = (*getattr(self.estimate, "needs", ()), *getattr(self.estimate, "uses", ()))
+        options: dict[str, Any] = {name: inputs[name] for name in wanted}
+        if self.scale is not None:
+            options["scale"] = self.scale
+        if getattr(self.estimate, "per_reward", False):
+            compared: Sequence[Any] = [self._columns(*each) for each in zip(rollouts, rewards, shaped, strict=True)]
+            return self.estimate(compared, group_ids=ids, **options).tolist()
+        if getattr(self.estimate, "judges_answers", False) and shaped is not rewards:
+            return self._after(rollouts, shaped, ids, self.estimate(rewards, group_ids=ids, **options).tolist())
+        return self.estimate(shaped, group_ids=ids, **options).tolist()
+
+    def _columns(self, rollout: Rollout, reward: float | None, shaped: float | None) -> list[float | None]:
+        """The rewards apart, with the penalty in the column of the one that decides correctness."""
+        column = self.correct_by if self.weights[self.correct_by] else next(n for n, w in self.weights.items() if w)
+        values = dict(rollout.rewards)
+        value = values[column]
+        if value is not None and reward is not None and shaped is not None:
+            values[column] = value + (shaped - reward) / self.weights[column]
+        return [values[name] for name in self.weights]
+
+    def _after(
+        self,
+        rollouts: Sequence[Rollout],
+        shaped: Sequence[float | None],
+        ids: Sequence[int],
+        advantages: Sequence[float],
+    ) -> list[float]:
+        """Advantages of a comparison of right and wrong, with the penalties behind it."""
+        factor, penalties, scaled = self.shape.truncated_factor, [], []
+        for rollout, reward, advantage in zip(rollouts, shaped, advantages, strict=True):
+            is_cut = rollout.sequence.is_truncated and factor is not None
+            scaled.append(advantage * factor if is_cut and advantage > 0 else advantage)
+            discounted = self.shape.discounted(rollout.reward, rollout.sequence.is_truncated)
+            penalties.append(None if reward is None or discounted is None else reward - discounted)
+        penalty = Groups.read(penalties, 1, ids, "group")
+        return [a + p for a, p in zip(scaled, penalty.result(penalty.centered()).tolist(), strict=True)]
+
+    def _greedy(self, group: Group) -> float | None:
+        return None if group.greedy is None else self._shaped(group.greedy, kl_coef=0.0)
+
+
+def kl_to_reference(rollout: Rollout) -> float:
+    """Log-ratio of a completion to the reference, summed over its tokens; exactly 0 where rounding explains it.
+
+    Both log-probs are the trainer's own: with the sampler's, the gap between two engines would count as KL.
+    """
+    old, reference = rollout.old_logps, rollout.ref_logps
+    assert old is not None and reference is not None, "the trainer scores rollouts before it takes their KL"
+    kl = fsum(old) - fsum(reference)
+    rounding = 4 * FLOAT32_EPS * (fsum(map(abs, old)) + fsum(map(abs, reference)))
+    return 0.0 if abs(kl) <= rounding else kl
+
+
+def _with(rollouts: Sequence[Rollout], numbers: Iterator[tuple[float | None, float]]) -> Iterator[Rollout]:
+    for rollout in rollouts:
+        shaped, advantage = next(numbers)
+        yield replace(rollout, shaped=shaped, advantage=advantage)

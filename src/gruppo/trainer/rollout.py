@@ -1,0 +1,199 @@
+"""Rollouts of a step: which prompts, sampled and scored, and which groups are trained on.
+
+With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) a group without signal is left out, and further prompts are
+sampled until the step is full or the bound is reached. Nothing here is drawn from a generator: the further prompts are
+a function of the step, as the first ones are.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from gruppo.advantage import Groups
+from gruppo.reward import RewardPool, RewardResult
+from gruppo.reward.combine import merged_metrics
+from gruppo.sampler.base import Sampler
+from gruppo.sampler.params import SamplingParams
+from gruppo.task.order import prompt_indices, refill_indices
+from gruppo.trainer.state import SolvedPrompts
+from gruppo.types import Group, Prompt, Rollout, SampleResponse
+
+Timed = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """All groups that were sampled for a step, in the order in which they were drawn."""
+
+    groups: tuple[Group, ...]
+    results: tuple[RewardResult, ...]
+    """One per batch of prompts."""
+
+    @property
+    def kept(self) -> tuple[Group, ...]:
+        """The groups that are trained on."""
+        return tuple(group for group in self.groups if group.status == "kept")
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The rollouts that are trained on, groups one after the other."""
+        return [rollout for group in self.kept for rollout in group.rollouts]
+
+    def with_kept(self, groups: Sequence[Group]) -> "RolloutBatch":
+        """The same batch with its kept groups replaced, in their order."""
+        replaced = iter(groups)
+        return replace(self, groups=tuple(next(replaced) if g.status == "kept" else g for g in self.groups))
+
+    @property
+    def dead_frac(self) -> float:
+        """Share of the sampled groups that teach nothing: left out for it, or kept with all advantages 0."""
+        dead = [
+            g
+            for g in self.groups
+            if g.status == "no_signal" or (g.status == "kept" and all(r.advantage == 0 for r in g.rollouts))
+        ]
+        return len(dead) / len(self.groups) if self.groups else 1.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Rewards, groups and lengths of everything that was sampled: what was kept is a selection."""
+        return merged_metrics(self.results) | rollout_metrics(self.groups)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Groups by what dynamic sampling did with them."""
+        statuses = [group.status for group in self.groups]
+        return {
+            "dynamic/batches": float(len(self.results)),
+            "dynamic/groups_sampled": float(len(self.groups)),
+            "dynamic/groups_kept": float(statuses.count("kept")),
+            "dynamic/groups_dropped": float(statuses.count("no_signal")),
+            "dynamic/groups_surplus": float(statuses.count("surplus")),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSource:
+    """Samples and scores the groups of one step after the other."""
+
+    prompts: Sequence[Prompt]
+    sampler: Sampler
+    pool: RewardPool
+    solved: SolvedPrompts
+    has_signal: Callable[[Sequence[Group]], list[bool]]
+    """Which groups the estimator can learn from."""
+    with_greedy: bool
+    """Whether groups need the greedy completion of their prompt."""
+    prompts_per_step: int
+    group_size: int
+    max_batches: int
+    """Batches of prompts per step with dynamic sampling; 0: one batch, and nothing is left out."""
+    seed: int
+
+    def next(self, number: int, params: SamplingParams, timed: Timed) -> RolloutBatch:
+        """The groups of step `number`, counted from 1."""
+        groups: list[Group] = []
+        results: list[RewardResult] = []
+        used: set[int] = set()
+        num_kept = 0
+        while num_kept < self.prompts_per_step and len(results) < max(self.max_batches, 1):
+            prompts = self._draw(number - 1, used, is_first=not results)
+            if not prompts:
+                break
+            drawn, result = self._sample(prompts, self.group_size, number, params, timed)
+            if self.with_greedy:
+                greedy = SamplingParams(temperature=0.0, max_new_tokens=params.max_new_tokens, stop=params.stop)
+                alone, _ = self._sample(prompts, 1, number, greedy, timed)
+                drawn = [replace(g, greedy=a.rollouts[0]) for g, a in zip(drawn, alone, strict=True)]
+            results.append(result)
+            teaches = self.has_signal(drawn) if self.max_batches else [True] * len(drawn)
+            for group, has_signal in zip(drawn, teaches, strict=True):
+                is_full = num_kept == self.prompts_per_step
+                status = "no_signal" if not has_signal else "surplus" if is_full else "kept"
+                num_kept += status == "kept"
+                groups.append(replace(group, status=status))
+        return RolloutBatch(tuple(groups), tuple(results))
+
+    def _sample(
+        self, prompts: list[Prompt], num_samples: int, number: int, params: SamplingParams, timed: Timed
+    ) -> tuple[list[Group], RewardResult]:
+        with timed("sample"):
+            responses = self.sampler.sample(prompts, num_samples, params)
+        with timed("reward"):
+            return score(prompts, responses, self.pool, step=number - 1, seed=self.seed)
+
+    def _draw(self, step: int, used: set[int], *, is_first: bool) -> list[Prompt]:
+        """The next batch of prompts, without solved ones and without those that this step has had."""
+        chosen: list[int] = []
+        if is_first:
+            first = prompt_indices(len(self.prompts), step, self.prompts_per_step, self.seed)
+            chosen = [i for i in first if self._is_open(i)]
+        if len(chosen) < self.prompts_per_step:
+            taken = used | set(chosen)
+            further = (i for i in refill_indices(len(self.prompts), step, self.seed) if i not in taken)
+            for i in further:
+                if len(chosen) == self.prompts_per_step:
+                    break
+                if self._is_open(i):
+                    chosen.append(i)
+        used.update(chosen)
+        return [self.prompts[i] for i in chosen]
+
+    def _is_open(self, i: int) -> bool:
+        return self.prompts[i].index not in self.solved.retired
+
+
+def score(
+    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], pool: RewardPool, *, step: int, seed: int
+) -> tuple[list[Group], RewardResult]:
+    """The completions of each prompt as a group of scored rollouts, and what the reward functions gave."""
+    owners = [prompt for prompt, r in zip(prompts, responses, strict=True) for _ in r.sequences]
+    sequences = [s for response in responses for s in response.sequences]
+    names = sorted({name for p in prompts for name in p.columns})
+    result = pool.score(
+        [p.source for p in owners],
+        [s.text for s in sequences],
+        completion_ids=[s.tokens for s in sequences],
+        columns={name: [p.columns.get(name) for p in owners] for name in names},
+        step=step,
+        rng_seed=seed,
+    )
+    rollouts = iter([
+        Rollout(
+            sequence=sequence,
+            reward=result.totals[i],
+            rewards={name: values[i] for name, values in result.values.items()},
+            correct=result.correct[i],
+            extras={name: values[i] for name, values in result.extras.items()},
+            errors={name: reasons[i] for name, reasons in result.failures.items() if i in reasons},
+        )
+        for i, sequence in enumerate(sequences)
+    ])  # fmt: skip
+    groups = [
+        Group(prompt=prompt, rollouts=tuple(next(rollouts) for _ in response.sequences))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return groups, result
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Groups without signal, lengths and entropy, over all of these groups. Rewards are the scorer's to report."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    if not rollouts:
+        return {}
+    sequences = [r.sequence for r in rollouts]
+    lengths = sorted(len(s.tokens) for s in sequences)
+    ids = [i for i, g in enumerate(groups) for _ in g.rollouts]
+    has_spread = Groups.read([r.reward for r in rollouts], 1, ids, "group").has_spread().tolist()
+    right = [[r.correct for r in g.rollouts] for g in groups]
+    tokens = [(-logp if s.entropies is None else s.entropies[t]) for s in sequences for t, logp in enumerate(s.logps)]
+    return {
+        "group/zero_std_frac": has_spread.count(False) / len(groups),
+        "group/all_right_frac": sum(all(flags) for flags in right) / len(groups),
+        "group/all_wrong_frac": sum(all(flag is False for flag in flags) for flags in right) / len(groups),
+        "completion/len_mean": sum(lengths) / len(lengths),
+        "completion/len_p95": float(lengths[min(int(0.95 * len(lengths)), len(lengths) - 1)]),
+        "completion/truncated_frac": sum(s.is_truncated for s in sequences) / len(sequences),
+        "completion/empty_frac": sum(not s.text.strip() for s in sequences) / len(sequences),
+        **({"rollout/entropy": sum(tokens) / len(tokens)} if tokens else {}),
+    }

@@ -1,0 +1,347 @@
+"""Which answers are right: a fact about an answer, decided before weights, penalties and KL, and read by all."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from gruppo.errors import InputError
+from gruppo.reward import RewardPool, load_reward
+from gruppo.trainer import GRPOTrainer
+
+Make = Callable[..., GRPOTrainer]
+HELD_OUT = {"eval_data": "builtin:carries?split=heldout", "eval_prompts": 128}
+GREEDY = 71 / 128
+"""Of the first 128 held-out sums, by `greedy_accuracy`, which knows no reward."""
+HOT = {"temperature": 1.5, "max_new_tokens": 5}
+
+
+def rate(trainer: GRPOTrainer, name: str = "exact_match") -> float:
+    rollouts = trainer.batch.rollouts
+    return sum(r.rewards[name] == 1.0 for r in rollouts) / len(rollouts)
+
+
+# --- which reward decides ---------------------------------------------------------------------------------------------
+
+
+def test_the_first_verifier_decides_wherever_it_stands() -> None:
+    def form(completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+    plain = load_reward(form, isolated=False)
+    with RewardPool([plain, "number_match", "exact_match"]) as pool:
+        assert pool.correct_by == "number_match"
+    with RewardPool([plain]) as pool:
+        assert pool.correct_by == "form"
+    with RewardPool(["exact_match", "number_match"], correct_by="number_match") as pool:
+        result = pool.score(["p"] * 3, ["4", "4.0", "5"], columns={"answer": ["4"] * 3})
+        assert result.correct == [True, True, False]
+        assert result.metrics["reward/correct_frac"] == pytest.approx(2 / 3)
+    with pytest.raises(InputError, match="correct_by='math' is not one of the rewards; they are exact_match"):
+        RewardPool(["exact_match"], correct_by="math")
+
+
+def test_an_abstention_is_neither_right_nor_wrong() -> None:
+    with RewardPool(["exact_match"]) as pool:
+        result = pool.score(["p"] * 3, ["4", "5", "6"], columns={"answer": ["4", "4", None]})
+    assert result.correct == [True, False, None]
+    assert result.metrics["reward/correct_frac"] == 0.5
+
+
+def test_the_accuracy_that_these_tests_expect_is_that_of_the_model() -> None:
+    from gruppo.model import TransformersModel
+    from gruppo.task.builtin import greedy_accuracy
+    from gruppo.task.carries import carries_rows
+
+    model = TransformersModel("builtin")
+    assert greedy_accuracy(model.model, model.tokenizer, carries_rows("heldout")[:128]) == GREEDY
+
+
+# --- accuracy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "rewards": ("exact_match", "step_rewards:right")
+        },  # a format reward of weight 1: the sum is 1 for wrong answers
+        {"rewards": ("step_rewards:right", "exact_match"), "reward_weights": (2.0, 1.0)},
+        {"reward_weights": (0.9,)},  # the sum is never 1
+        {"reward_weights": (0.0,)},
+    ],
+)
+def test_held_out_accuracy_does_not_depend_on_weights_or_other_rewards(options: Any, make_trainer: Make) -> None:
+    trainer = make_trainer(**HELD_OUT, eval_samples=2, **options)
+    metrics = trainer.evaluate().metrics
+    plain = make_trainer(**HELD_OUT, eval_samples=2, output=str(trainer.run.path) + "-plain").evaluate().metrics
+    accuracies = {k: v for k, v in metrics.items() if k != "eval/reward"}
+    assert accuracies == {k: v for k, v in plain.items() if k != "eval/reward"}
+    assert metrics["eval/accuracy"] == GREEDY
+
+
+def test_correct_at_is_a_threshold_on_the_deciding_reward_alone(make_trainer: Make) -> None:
+    trainer = make_trainer(
+        rewards=("step_rewards:by_place", "exact_match"), correct_by="by_place", correct_at=0.5, reward_weights=(0.1, 5)
+    )
+    metrics = trainer.step()
+    assert [r.correct for r in trainer.batch.rollouts] == [False, False, True, True] * 4
+    assert metrics["reward/correct_frac"] == 0.5
+
+
+# --- what reads it ----------------------------------------------------------------------------------------------------
+
+
+def test_prompts_retire_by_their_answers_and_not_by_their_sums(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("exact_match", "step_rewards:right"), retire_solved=1, prompts_per_step=8)
+    for _ in range(4):
+        trainer.step()
+        solved = {g.prompt.index for g in trainer.batch.kept if all(r.rewards["exact_match"] == 1 for r in g.rollouts)}
+        assert solved <= trainer.state.solved.retired
+        others = {g.prompt.index for g in trainer.batch.kept} - solved
+        assert not others & trainer.state.solved.retired
+    assert 0 < len(trainer.state.solved.retired) < 32
+
+
+def test_groups_that_are_all_right_are_counted_by_their_answers(make_trainer: Make) -> None:
+    # All wrong with 0.7 each: equal rewards, and nobody is right.
+    metrics = make_trainer(rewards=("step_rewards:constant",)).step()
+    assert (metrics["group/all_right_frac"], metrics["group/all_wrong_frac"]) == (0.0, 1.0)
+
+
+def test_a_run_does_not_stop_at_a_score_that_a_format_reward_gives(make_trainer: Make) -> None:
+    trainer = make_trainer(
+        rewards=("exact_match", "step_rewards:right"), stop_at_score=0.9, steps=2, eval_every=1, **HELD_OUT
+    )
+    assert trainer.train().step == 2
+
+
+@pytest.mark.parametrize("name", ["pass_at_k", "lead", "beta_norm", "maxrl", "length_shaped"])
+@pytest.mark.parametrize("change", [{"kl_in_reward": 0.001}, {"overlong_cache": 4}], ids=["kl", "overlong"])
+def test_estimators_of_success_learn_with_penalties_in_the_reward(name: str, change: Any, make_trainer: Make) -> None:
+    options = {"advantage": name, "advantage_options": {"k": 2} if name == "pass_at_k" else {}, "group_size": 8}
+    trainer = make_trainer(**options, **change, **HOT, lr=1e-3, prompts_per_step=8)
+    for _ in range(3):
+        trainer.step()
+        right = [r for r in trainer.batch.rollouts if r.correct]
+        assert len(right) > 5 and [r.rewards["exact_match"] for r in right] == [1.0] * len(right)
+        mixed = [g for g in trainer.batch.kept if 2 <= sum(r.correct for r in g.rollouts) <= 5]
+        assert mixed
+        for group in mixed:
+            mean = {
+                flag: sum(r.advantage for r in group.rollouts if r.correct is flag)
+                / sum(r.correct is flag for r in group.rollouts)
+                for flag in (True, False)
+            }
+            assert mean[True] > mean[False]
+
+
+# --- KL in the reward -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coefficient", [0.05, 0.5])
+@pytest.mark.parametrize("lora", [False, True])
+def test_equal_rewards_get_exactly_nothing_while_the_policy_is_the_reference(
+    coefficient: float, lora: bool, make_trainer: Make
+) -> None:
+    trainer = make_trainer(rewards=("step_rewards:constant",), kl_in_reward=coefficient, lora=lora, **HOT)
+    metrics = trainer.step()
+    assert {r.advantage for r in trainer.batch.rollouts} == {0.0}
+    assert (metrics["reward/kl"], metrics["group/dead_frac"], metrics["group/zero_std_frac"]) == (0.0, 1.0, 1.0)
+
+
+# --- one population per metric ----------------------------------------------------------------------------------------
+
+
+def test_reward_metrics_cover_everything_that_dynamic_sampling_drew(make_trainer: Make) -> None:
+    trainer = make_trainer(dynamic_sampling=3, prompts_per_step=6, group_size=4)
+    for _ in range(4):
+        metrics = trainer.step()
+        rollouts = [r for g in trainer.batch.groups for r in g.rollouts]
+        mean = sum(r.reward for r in rollouts) / len(rollouts)
+        assert metrics["reward/mean"] == metrics["reward/exact_match/mean"] == pytest.approx(mean)
+        assert metrics["reward/correct_frac"] == pytest.approx(mean)
+        dead = sum(len({r.reward for r in g.rollouts}) == 1 for g in trainer.batch.groups)
+        assert metrics["group/zero_std_frac"] == dead / len(trainer.batch.groups)
+        lengths = [len(r.sequence.tokens) for r in rollouts]
+        assert metrics["completion/len_mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert any(g.status == "surplus" for g in trainer.batch.groups) or metrics["dynamic/groups_surplus"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"entropy_coef": 1e-9}, {"epochs_per_batch": 2}])
+def test_live_metrics_cover_the_same_sequences_whatever_the_options(options: Any, make_trainer: Make) -> None:
+    """Half of the groups is dead. With a KL penalty or a bonus they are computed too, and still not counted."""
+    trainer = make_trainer(rewards=("step_rewards:later_half",), lr=1e-9, **options, **HOT)
+    metrics = trainer.step()
+    live = [r for r in trainer.batch.rollouts if r.advantage]
+    assert metrics["live/frac"] == len(live) / len(trainer.batch.rollouts) == 8 / 16
+    logps = [x for r in live for x in r.sequence.logps]
+    assert metrics["live/mean_new_logp"] == pytest.approx(sum(logps) / len(logps), abs=1e-5)
+    entropies = [x for r in live for x in r.sequence.entropies]
+    assert metrics["live/entropy"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-5)
+    everything = [x for r in trainer.batch.rollouts for x in r.sequence.entropies]
+    assert metrics["rollout/entropy"] == pytest.approx(sum(everything) / len(everything), abs=1e-9)
+
+
+def test_the_gradient_norm_is_that_of_updates_that_had_a_gradient(make_trainer: Make) -> None:
+    """Four updates of one group each, of which the first two are dead."""
+    trainer = make_trainer(rewards=("step_rewards:later_half",), minibatches=4, lr=1e-12, max_grad_norm=1e9)
+    norms: list[float | None] = []
+    step = trainer.model.clip_grad_and_step
+    trainer.model.clip_grad_and_step = lambda norm: norms.append((r := step(norm)).grad_norm) or r  # type: ignore
+    metrics = trainer.step()
+    there = [n for n in norms if n is not None]
+    assert norms[0] is None and 2 <= len(there) < 4
+    assert metrics["optim/grad_norm"] == pytest.approx(sum(there) / len(there))
+
+
+def test_the_gap_to_the_sampler_is_not_the_policys_own_move_and_covers_dead_sequences(make_trainer: Make) -> None:
+    """A sampler whose log-probs are off by 0.1 on every token, and four updates that move the policy far."""
+    trainer = make_trainer(rewards=("step_rewards:later_half",), epochs_per_batch=2, minibatches=2, lr=3e-3, **HOT)
+    sampler, sample = trainer.sampler, trainer.sampler.sample
+    sampler.is_exact = False  # type: ignore[misc]
+    from dataclasses import replace
+
+    def shifted(*args: Any) -> Any:
+        return [
+            replace(r, sequences=tuple(
+                replace(s, logps=tuple(x - 0.1 for x in s.logps)) for s in r.sequences
+            ))
+            for r in sample(*args)
+        ]  # fmt: skip
+
+    sampler.sample = shifted  # type: ignore[method-assign]
+    metrics = trainer.step()
+    assert metrics["live/token_ratio_max"] > 1.2  # it did move
+    assert metrics["sampler/logp_gap_mean"] == pytest.approx(0.1, abs=1e-4)
+    assert metrics["sampler/logp_gap_max"] == pytest.approx(0.1, abs=1e-4)
+    counted: list[int] = []
+    accumulate = trainer.model.mismatch.accumulate
+
+    def count(inputs: Any, **rows: Any) -> None:
+        counted.append(int((inputs["labels"] != -100).sum()))
+        accumulate(inputs, **rows)
+
+    trainer.model.mismatch.accumulate = count  # type: ignore[method-assign]
+    trainer.step()
+    tokens = sum(len(r.sequence.tokens) for r in trainer.batch.rollouts)
+    assert sum(counted) == 2 * tokens  # all of them, in each of two epochs
+
+
+def test_a_sampler_that_is_the_trainer_reports_no_gap(make_trainer: Make) -> None:
+    assert not [key for key in make_trainer().step() if key.startswith("sampler/")]
+
+
+def test_rejected_tokens_are_reported(make_trainer: Make) -> None:
+    trainer = make_trainer(
+        rewards=("step_rewards:by_place",), loss="dppo_tv", loss_options={"region": 1e-6}, epochs_per_batch=2, lr=3e-3
+    )
+    metrics = trainer.step()
+    # Nothing has moved in the first pass; in the second nearly every token has, half of them the way they are pushed.
+    assert 0.1 < metrics["live/rejected_frac"] < 0.5
+    assert "live/rejected_frac" not in make_trainer(output=str(trainer.run.path) + "-2").step()
+
+
+# --- what rewards log -------------------------------------------------------------------------------------------------
+
+
+def test_logged_columns_and_tolerated_failures_reach_the_run_directory(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("exact_match", "step_rewards:logs_and_sometimes_fails"), completions_every=1)
+    trainer.step()
+    rows = pq.read_table(trainer.run.path / "completions" / "step-000001.parquet").to_pylist()
+    assert [r["extra/first_letter"] for r in rows] == [
+        None if r["error/logs_and_sometimes_fails"] else r["completion"][:1] for r in rows
+    ]
+    failed = [r for r in rows if r["error/logs_and_sometimes_fails"]]
+    assert 0 < len(failed) < len(rows)
+    for row in failed:
+        assert row["completion"].endswith("2") and row["reward/logs_and_sometimes_fails"] is None
+        assert row["error/logs_and_sometimes_fails"].endswith("ValueError: I do not like 2")
+        assert "step_rewards.py" in row["error/logs_and_sometimes_fails"]
+
+
+def test_groups_that_are_left_out_are_in_the_file_of_completions_too(make_trainer: Make) -> None:
+    trainer = make_trainer(dynamic_sampling=2, rewards=("step_rewards:later_half",), completions_every=1)
+    metrics = trainer.step()
+    rows = pq.read_table(trainer.run.path / "completions" / "step-000001.parquet").to_pylist()
+    counts = {s: sum(r["status"] == s for r in rows) / 4 for s in ("kept", "no_signal", "surplus")}
+    assert counts == {
+        "kept": metrics["dynamic/groups_kept"],
+        "no_signal": metrics["dynamic/groups_dropped"],
+        "surplus": metrics["dynamic/groups_surplus"],
+    }
+    assert counts["no_signal"] > 0
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(make_trainer: Make, tmp_path: Path) -> Path:
+    """An adapter of rank 3 that has learned something, with its log-probs on record."""
+    trainer = make_trainer(rewards=("step_rewards:by_place",), lora=True, lora_rank=3, lr=3e-2, steps=3, **HOT,
+                           output=str(tmp_path / "first"))  # fmt: skip
+    trainer.train()
+    return tmp_path / "first" / "model"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_folder_with_an_adapter_goes_on_with_it(lora: bool, adapter: Path, make_trainer: Make) -> None:
+    from gruppo.model import TransformersModel
+    from gruppo.types import InputFeature
+
+    features = [InputFeature(prompt_ids=(1, 8, 11, 14, 12, 9, 15), completion_ids=(5, 4, 6))]
+    expected = TransformersModel(str(adapter)).forward_only(features)["logps"][0].tolist()
+    base = TransformersModel("builtin").forward_only(features)["logps"][0].tolist()
+    assert max(abs(a - b) for a, b in zip(expected, base, strict=True)) > 1e-3
+    trainer = make_trainer(model=str(adapter), lora=lora, beta=0.5, rewards=("step_rewards:by_place",), lr=3e-2)
+    assert trainer.model.forward_only(features)["logps"][0].tolist() == expected
+    assert trainer.model.lora is not None and trainer.model.lora.rank == 3
+    # The reference is the model at the start, as the help says, and not the bare base.
+    first, second = trainer.step(), trainer.step()
+    assert first["policy/kl"] == 0.0 and second["policy/kl"] > 1e-4
+    assert trainer.model.reference_logps(features)[0].tolist() == expected
+
+
+def test_options_of_a_new_adapter_are_refused_where_a_folder_brings_one(adapter: Path, make_trainer: Make) -> None:
+    with pytest.raises(InputError, match=r"lora_rank=8 is for a new adapter, and model .* holds one already"):
+        make_trainer(model=str(adapter), lora=True, lora_rank=8)
+    with pytest.raises(InputError, match="lora_alpha is for an adapter; set lora, or leave it out"):
+        make_trainer(lora_alpha=4.0)
+
+
+def test_a_second_adapter_on_an_adapted_model_is_refused(adapter: Path) -> None:
+    from gruppo.model import LoraSpec, TransformersModel
+
+    with pytest.raises(InputError, match=r"carries an adapter already \(rank 3, alpha 16, on .*q_proj"):
+        TransformersModel(str(adapter), lora=LoraSpec(rank=2))
+    peft = pytest.importorskip("peft")
+    with pytest.raises(InputError, match="lora must be a LoraSpec"):
+        TransformersModel("builtin", lora=peft.LoraConfig())
+
+
+def test_a_run_on_an_adapter_resumes_with_the_reference_of_its_start(
+    adapter: Path, make_trainer: Make, tmp_path: Path
+) -> None:
+    options = dict(model=str(adapter), lora=True, beta=0.5, rewards=("step_rewards:by_place",), lr=3e-2, save_every=1)
+    whole = make_trainer(**options, steps=4, output=str(tmp_path / "whole"))
+    whole.train()
+    make_trainer(**options, steps=2, output=str(tmp_path / "part")).train()
+    resumed = make_trainer(**options, steps=4, output=str(tmp_path / "part"), resume=True)
+    resumed.train()
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "part")]
+    assert [json.loads(x)["policy/kl"] for x in lines[0]] == [json.loads(x)["policy/kl"] for x in lines[1]]
+
+
+def test_the_reference_of_an_adapter_can_be_moved_and_resumed(make_trainer: Make, tmp_path: Path) -> None:
+    options = dict(lora=True, beta=0.5, ref_every=2, rewards=("step_rewards:by_place",), lr=3e-2, save_every=1)
+    whole = make_trainer(**options, steps=5, output=str(tmp_path / "whole"))
+    kls = [m["policy/kl"] for m in whole.train().metrics]
+    assert kls[0] == kls[2] == kls[4] == 0.0 and min(kls[1], kls[3]) > 1e-6
+    make_trainer(**options, steps=3, output=str(tmp_path / "part")).train()
+    resumed = make_trainer(**options, steps=5, output=str(tmp_path / "part"), resume=True)
+    assert [m["policy/kl"] for m in resumed.train().metrics] == kls
