@@ -21,6 +21,8 @@ HOSTILE = {
     "groups": "1,111",
     "slashes": "1/",
     "fractions": r"\frac{1}{",
+    "bare fractions": r"\frac1",
+    "powers": "cm^2",
     "boxes": r"\boxed{",
     "braces": "{",
     "markers": "#### ",
