@@ -19,7 +19,7 @@ from typing import Any
 
 from gruppo.errors import InputError, require
 from gruppo.reward.base import Reward, parameters_of
-from gruppo.reward.format import TagFormat
+from gruppo.reward.format import TagFormat, ThinkFormat
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.match import ExactMatch, NormalizedMatch
 from gruppo.reward.math import MathMatch
@@ -32,6 +32,7 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "number_match": NumberMatch,
     "math_match": MathMatch,
     "tag_format": TagFormat,
+    "think_format": ThinkFormat,
     "length_penalty": LengthPenalty,
     "soft_overlong": SoftOverlong,
     "pattern_match": PatternMatch,
