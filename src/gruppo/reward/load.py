@@ -63,7 +63,7 @@ def load_reward(
     if not isinstance(spec, str):
         target, default_name = spec, name_of(spec)
     elif ":" in spec:
-        target, default_name, source = import_object(spec), spec.rpartition(":")[2].rpartition(".")[2], spec
+        target, default_name, source = import_object(spec, "reward"), spec.rpartition(":")[2].rpartition(".")[2], spec
     elif spec in BUILTIN:
         target, default_name = BUILTIN[spec], spec
     else:
@@ -120,17 +120,17 @@ def number_names(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
     return tuple(numbered)
 
 
-def import_object(spec: str, what: str = "reward") -> Any:
+def import_object(spec: str, what: str) -> Any:
     """The object that `module:name` stands for; the current directory is searched after the installed packages.
 
-    `what` it is goes into the error texts.
+    `what` is the word for it in error texts, such as "reward" or "loss".
     """
     module_name, _, path = spec.partition(":")
     if not module_name or not path or ":" in path:
-        raise InputError(f"{spec!r} is not of the form module:function")
+        raise InputError(f"{what} {spec!r} is not of the form module:name")
     if module_name.endswith(".py") or "/" in module_name:
         guess = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise InputError(f"{spec!r} names a file; name the module: '{guess}:{path}'")
+        raise InputError(f"{what} {spec!r} names a file; name the module: '{guess}:{path}'")
     if os.getcwd() not in sys.path:  # the `gruppo` script has its own directory there instead
         sys.path.append(os.getcwd())
     try:

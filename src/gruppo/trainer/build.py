@@ -30,7 +30,7 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
             raise InputError(
                 f"loss={config.loss!r} is unknown; use one of {', '.join(LOSSES)}, or your.module:YourLoss"
             )
-        cls = import_object(config.loss)
+        cls = import_object(config.loss, "loss")
     parameters = inspect.signature(cls).parameters
     options: dict[str, Any] = {"beta": config.beta, "kl_estimator": config.kl_estimator}
     options["entropy_coef"] = config.entropy_coef
@@ -71,7 +71,7 @@ def set_correction(loss: PolicyLoss, config: TrainConfig) -> None:
         raise InputError(
             f"correction={name!r} is unknown; use auto, none, {', '.join(CORRECTIONS)}, or your.module:your_function"
         )
-    loss.correction = CORRECTIONS[name] if name in CORRECTIONS else import_object(name)
+    loss.correction = CORRECTIONS[name] if name in CORRECTIONS else import_object(name, "correction")
     check_composition(loss)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import hostile_rewards
 import pytest
 
+from gruppo.cli.losses import formula
 from gruppo.errors import InputError, MissingExtraError
 from gruppo.reward import (
     ExactMatch,
@@ -20,6 +21,9 @@ from gruppo.reward import (
     load_reward,
 )
 from gruppo.reward.load import BUILTIN, sendable
+from gruppo.trainer import TrainConfig
+from gruppo.trainer.build import build_loss
+from gruppo.trainer.build_credit import build_advantage
 
 
 def test_every_builtin_loads_by_name_with_its_defaults():
@@ -134,8 +138,8 @@ def test_a_module_is_found_in_the_current_directory(tmp_path, monkeypatch):
         ("exact_mach", "no built-in reward is called 'exact_mach'.*did you mean 'exact_match'"),
         ("hostile_rewards:lenght", "has no 'lenght'.*did you mean 'length'"),
         ("hostile_rewards:not_callable", "is int 3, not a function"),
-        ("hostile_rewards:", "is not of the form module:function"),
-        (":f", "is not of the form module:function"),
+        ("hostile_rewards:", "is not of the form module:name"),
+        (":f", "is not of the form module:name"),
         ("hostile_rewards.py:length", "names a file; name the module: 'hostile_rewards:length'"),
         ("./dir/hostile_rewards.py:length", "name the module: 'dir.hostile_rewards:length'"),
         ("no_such_module_here:f", "no module 'no_such_module_here'"),
@@ -153,14 +157,36 @@ def test_a_misspelt_module_of_the_current_directory_is_suggested(tmp_path, monke
         load_reward("my_reward:f")
 
 
-def test_a_module_that_fails_to_import_shows_why(tmp_path, monkeypatch):
-    (tmp_path / "broken_rewards.py").write_text("raise RuntimeError('no licence')\n")
-    (tmp_path / "needy_rewards.py").write_text("import no_such_module_here\n")
+@pytest.mark.parametrize(
+    ("what", "load"),
+    [
+        ("reward", load_reward),
+        ("loss", lambda spec: build_loss(TrainConfig(loss=spec))),
+        ("loss", formula),
+        ("correction", lambda spec: build_loss(TrainConfig(correction=spec))),
+        ("advantage", lambda spec: build_advantage(TrainConfig(advantage=spec))),
+    ],
+)
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("no_such_module_here:f", "^no module 'no_such_module_here' for {what} 'no_such_module_here:f'"),
+        ("hostile_rewards:lenght", "has no 'lenght' for {what} 'hostile_rewards:lenght' .did you mean 'length'"),
+        ("hostile_rewards:", "^{what} 'hostile_rewards:' is not of the form module:name"),
+        ("rewards.py:f", "^{what} 'rewards.py:f' names a file; name the module: 'rewards:f'"),
+        ("broken_things:f", "^importing 'broken_things' for {what} 'broken_things:f' failed:(?s:.*)no licence"),
+        (
+            "needy_things:f",
+            "^'needy_things' of {what} 'needy_things:f' needs a module that is absent: No module named 'no_such",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_is_called_what_it_is(what, load, spec, text, tmp_path, monkeypatch):
+    (tmp_path / "broken_things.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "needy_things.py").write_text("import no_such_module_here\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match=r"importing 'broken_rewards'(?s:.*)no licence"):
-        load_reward("broken_rewards:f")
-    with pytest.raises(InputError, match="needs a module that is absent: No module named 'no_such_module_here'"):
-        load_reward("needy_rewards:f")
+    with pytest.raises(InputError, match=text.format(what=what)):
+        load(spec)
 
 
 def test_parameters_for_a_function_and_unknown_parameters_are_refused():
