@@ -62,7 +62,7 @@ def formula(name: str) -> str:
     if cls is None and ":" in name:
         from gruppo.reward.load import import_object
 
-        cls = import_object(name)
+        cls = import_object(name, "loss")
     if cls is None:
         near = difflib.get_close_matches(name, LOSSES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`gruppo losses` lists them"

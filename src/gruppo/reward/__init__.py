@@ -23,7 +23,7 @@ their default parameters; the classes take others: `NumberMatch(column="target")
 from gruppo.reward.base import Reward
 from gruppo.reward.budget import ErrorBudget
 from gruppo.reward.combine import RewardResult, weighted_totals
-from gruppo.reward.format import TagFormat, tag_format
+from gruppo.reward.format import TagFormat, ThinkFormat, tag_format, think_format
 from gruppo.reward.length import LengthPenalty, SoftOverlong, length_penalty, soft_overlong
 from gruppo.reward.load import load_reward
 from gruppo.reward.match import ExactMatch, NormalizedMatch, exact_match, normalized_match
@@ -48,6 +48,7 @@ __all__ = [
     "RewardShape",
     "SoftOverlong",
     "TagFormat",
+    "ThinkFormat",
     "Verifier",
     "exact_match",
     "length_penalty",
@@ -58,5 +59,6 @@ __all__ = [
     "pattern_match",
     "soft_overlong",
     "tag_format",
+    "think_format",
     "weighted_totals",
 ]

@@ -22,8 +22,10 @@ function from its name is in `load.py`, checking what it returned in `returned.p
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gruppo.errors import InputError
@@ -52,6 +54,8 @@ class Reward:
     """Run in a worker process that can be killed. False runs it in this process, where a hang hangs the trainer."""
     source: str = ""
     """`module:function` that a worker imports it from; empty when only the object is known."""
+    is_unnamed: bool = False
+    """The name is the function's own, not one that was given, so a pool may number it: `name_2`."""
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or not self.name.isprintable():
@@ -91,7 +95,7 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
             takes_all = True
         elif parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise InputError(
-                f"reward function {_name(function)} takes {parameter.name!r} by position only; rewards are called "
+                f"reward function {name_of(function)!r} takes {parameter.name!r} by position only; rewards are called "
                 "with keywords, so remove the '/' from its signature"
             )
         elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -130,5 +134,12 @@ def as_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[str | l
     ]
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return repr(getattr(function, "__qualname__", type(function).__qualname__))
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or the class name of an instance in the style of one: `ExactMatch` -> `exact_match`.
+
+    A `functools.partial` has the name of what it wraps.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", "")
+    return name or re.sub(r"(?<!^)(?=[A-Z])", "_", type(function).__name__).lower()

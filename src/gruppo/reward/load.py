@@ -7,19 +7,19 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import pkgutil
-import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from gruppo.errors import InputError, require
-from gruppo.reward.base import Reward, parameters_of
-from gruppo.reward.format import TagFormat
+from gruppo.reward.base import Reward, name_of, parameters_of
+from gruppo.reward.format import TagFormat, ThinkFormat
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.match import ExactMatch, NormalizedMatch
 from gruppo.reward.math import MathMatch
@@ -32,6 +32,7 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "number_match": NumberMatch,
     "math_match": MathMatch,
     "tag_format": TagFormat,
+    "think_format": ThinkFormat,
     "length_penalty": LengthPenalty,
     "soft_overlong": SoftOverlong,
     "pattern_match": PatternMatch,
@@ -49,19 +50,20 @@ def load_reward(
     """A `Reward` from a built-in's name, from `module:function`, or from a callable.
 
     `parameters` configure a built-in or a class named by `module:Class`. A function runs in a worker process unless
-    `isolated=False`, or unless it has an attribute `isolated` that says otherwise, as most built-ins do.
+    `isolated=False`, or unless it has an attribute `isolated` that says otherwise, as most built-ins do. Without a
+    `name` it is called as the built-in or the function, which a `RewardPool` numbers when several share it.
 
     >>> load_reward("exact_match", weight=0.5, column="target").function
     ExactMatch(column='target', inside='')
     """
     if isinstance(spec, Reward):
-        changes = {"name": name, "weight": weight, "isolated": isolated}
+        changes = {"name": name, "weight": weight, "isolated": isolated, "is_unnamed": None if name is None else False}
         return replace(spec, **{key: value for key, value in changes.items() if value is not None})
     source = ""
     if not isinstance(spec, str):
-        target, default_name = spec, _name_of(spec)
+        target, default_name = spec, name_of(spec)
     elif ":" in spec:
-        target, default_name, source = import_object(spec), spec.rpartition(":")[2].rpartition(".")[2], spec
+        target, default_name, source = import_object(spec, "reward"), spec.rpartition(":")[2].rpartition(".")[2], spec
     elif spec in BUILTIN:
         target, default_name = BUILTIN[spec], spec
     else:
@@ -90,20 +92,45 @@ def load_reward(
         weight=1.0 if weight is None else weight,
         isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
         source=source,
+        is_unnamed=name is None and (bool(source) or not isinstance(spec, str)),
     )
 
 
-def import_object(spec: str, what: str = "reward") -> Any:
+def number_names(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
+    """The rewards under different names: where functions share their own name, `name`, `name_2`, `name_3`.
+
+    Names that were given stay as they are. Two of these that are equal are an error, and so is a function that is there
+    twice under its own name.
+    """
+    given = [reward.name for reward in rewards if not reward.is_unnamed]
+    functions = {(reward.name, id(reward.function)) for reward in rewards}
+    if len(set(given)) < len(given) or len(functions) < len(rewards):
+        raise InputError(
+            f"rewards must have different names, got {[reward.name for reward in rewards]}; leave one out, or name it: "
+            "load_reward(..., name=...)"
+        )
+    taken = set(given)
+    numbered: list[Reward] = []
+    for reward in rewards:
+        if reward.is_unnamed:
+            names = itertools.chain([reward.name], (f"{reward.name}_{number}" for number in itertools.count(2)))
+            reward = replace(reward, name=next(name for name in names if name not in taken))
+            taken.add(reward.name)
+        numbered.append(reward)
+    return tuple(numbered)
+
+
+def import_object(spec: str, what: str) -> Any:
     """The object that `module:name` stands for; the current directory is searched after the installed packages.
 
-    `what` it is goes into the error texts.
+    `what` is the word for it in error texts, such as "reward" or "loss".
     """
     module_name, _, path = spec.partition(":")
     if not module_name or not path or ":" in path:
-        raise InputError(f"{spec!r} is not of the form module:function")
+        raise InputError(f"{what} {spec!r} is not of the form module:name")
     if module_name.endswith(".py") or "/" in module_name:
         guess = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise InputError(f"{spec!r} names a file; name the module: '{guess}:{path}'")
+        raise InputError(f"{what} {spec!r} names a file; name the module: '{guess}:{path}'")
     if os.getcwd() not in sys.path:  # the `gruppo` script has its own directory there instead
         sys.path.append(os.getcwd())
     try:
@@ -168,12 +195,6 @@ def _build(spec: Any, target: Callable[..., Any], parameters: dict[str, Any]) ->
         return target(**parameters)
     except TypeError as error:
         raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {error}") from error
-
-
-def _name_of(target: Callable[..., Any]) -> str:
-    """A function's own name, or the class name of an instance in the style of one: `ExactMatch` -> `exact_match`."""
-    name = getattr(target, "__name__", "")
-    return name or re.sub(r"(?<!^)(?=[A-Z])", "_", type(target).__name__).lower()
 
 
 def _near(name: str, names: Any) -> str:

@@ -1,29 +1,37 @@
 r"""The number a solution ends with: `#### 1,234`, `\boxed{1234}`, or the last number in the text.
 
 Numbers are compared as exact fractions, so 3.0 equals 3 and 0.5 equals 1/2, and 0.1 equals 0.10. A percent or
-currency sign is dropped: 50% equals 50.
+currency sign is dropped: 50% equals 50. A completion may hold any numbers, and the last one counts. A gold answer must
+hold one number and no more; pairs, lists and formulas are for `math_match`.
 """
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 
 from gruppo.reward.verifier import Verifier
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+# TeX takes one digit where braces are absent: \frac12 is 1/2.
+_TOP, _BOTTOM = rf"[ ]?(?:[0-9]|\{{-?{_DIGITS}\}})", rf"[ ]?(?:[0-9]|\{{{_DIGITS}\}})"
 _NUMBER = re.compile(
     rf"""
     (?<![A-Za-z0-9_]) (?<![0-9]\.)      # not inside a word (H2O) or a version (1.2.3)
     (?P<sign>(?<![)\]}}])[-+])?         # after a bracket it is a subtraction
     (?:[$€£¥] (?P<inner_sign>-)?)?
     (?:
-        \\[dt]?frac\{{ (?P<top>-?{_DIGITS}) \}} \{{ (?P<bottom>{_DIGITS}) \}}
+        \\[dt]?frac (?P<top>{_TOP}) (?P<bottom>{_BOTTOM})
       | (?P<whole>{_DIGITS}(?:\.[0-9]+)? | (?<!\.)\.[0-9]+) (?P<exponent>[eE][-+]?[0-9]{{1,2}}(?![0-9]))?
         (?: [ ]?/[ ]? (?P<over>{_DIGITS}) (?![0-9/]) )?
     )
+    (?P<factor> [0-9]+ | \\[dt]?frac{_TOP}{_BOTTOM} )?     # \frac123 and 2\frac12 are two numbers side by side
     """,
     re.VERBOSE,
 )
+_FORMULA = re.compile(r"\\(?!text|mathrm|mbox|circ|degree|left|right)[A-Za-z]|[+√π]|\^(?!\{?\\circ)")
+"""What makes more of a number than its unit: `\\sqrt{2}`, `2\\pi`, `x+3`, `2^x`."""
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\^(?:-?[0-9]+|\{-?[0-9]+\})")
 _MAX_DIGITS = 100
 """A longer run of digits is not an answer; converting one takes quadratic time."""
 _WINDOW = 400
@@ -33,14 +41,14 @@ _ASCII_SIGNS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberMatch(Verifier):
-    """1 when the final number of the completion equals the one of the gold answer, else 0; no gold number abstains.
+    """1 when the final number of the completion equals the gold number, else 0; a gold that is not one number abstains.
 
     >>> NumberMatch()(completions=["It is $1,234.00."], answer=["6*200+34 = 1234\\n#### 1234"])
     [1.0]
     """
 
     def score(self, text: str, gold: str) -> float | None:
-        expected = final_number(gold)
+        expected = gold_number(gold)
         return None if expected is None else float(final_number(text) == expected)
 
 
@@ -50,26 +58,50 @@ def final_number(text: str) -> Fraction | None:
     >>> final_number(r"so \boxed{\frac{3}{4}} of the 12 apples")
     Fraction(3, 4)
     """
+    marked, part = _answer_part(text)
+    return _last_number(part) if marked is None else marked
+
+
+def gold_number(text: str) -> Fraction | None:
+    r"""The one number of a gold answer: after the last `####` or in the last `\boxed{}`, else in the whole text.
+
+    None when there are two, or when the number is part of a formula. Words, units and currencies do not matter.
+
+    >>> gold_number("about 25 cm^2"), gold_number("(1,2)")
+    (Fraction(25, 1), None)
+    """
+    marked, part = _answer_part(text)
+    if marked is not None:
+        return marked
+    part = _plain(part)
+    matches = list(islice(_NUMBER.finditer(part), 2))
+    if len(matches) != 1:
+        return None
+    around = part[: matches[0].start()] + " " + part[matches[0].end() :]
+    return None if _FORMULA.search(around) else _value(matches[0])
+
+
+def _answer_part(text: str) -> tuple[Fraction | None, str]:
+    r"""The number after the last `####`, if there is one, and what to search if not: the last `\boxed{}`, or all."""
     boxed_at, marked_at = text.rfind("\\boxed{"), text.rfind("####")
+    marked = None
     if marked_at > boxed_at:
         marked = _after_marker(text[marked_at + 4 : marked_at + 4 + _WINDOW])
-        if marked is not None:
-            return marked
-    if boxed_at >= 0:
-        start = boxed_at + len("\\boxed{")
-        return _last_number(_braced(text[start : start + _WINDOW]))
-    return _last_number(text)
+    if boxed_at < 0:
+        return marked, text
+    start = boxed_at + len("\\boxed{")
+    return marked, _braced(text[start : start + _WINDOW])
 
 
 def _after_marker(tail: str) -> Fraction | None:
-    """The number of a GSM8K line. None for a heading: "#### Step 3" and "#### 3. Add up" are Markdown."""
+    """The number of a GSM8K line. None for a formula and for a Markdown heading: "#### Step 3", "#### 3. Add up"."""
     line = _plain(tail.lstrip(" ").partition("\n")[0]).strip(" *")
     match = _NUMBER.match(line)
     if match is None:
         return None
     rest = line[match.end() :]
-    is_heading = re.match(r"[.:)]\s+\w", rest) is not None or _NUMBER.search(rest) is not None
-    return None if is_heading else _value(match)
+    is_heading = re.match(r"[.:)]\s+\w", rest) is not None
+    return None if is_heading or _NUMBER.search(rest) or _FORMULA.search(rest) else _value(match)
 
 
 def _braced(text: str) -> str:
@@ -95,15 +127,16 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    r"""Without what stands between digits in LaTeX (`1{,}234`, `1\,234`, `\$5`), and with ASCII signs."""
+    r"""With ASCII signs, without LaTeX between digits (`1{,}234`, `1\,234`, `\$5`) and powers of units (`cm^2`)."""
     for noise, plain in (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%")):
         text = text.replace(noise, plain)
-    return text.translate(_ASCII_SIGNS)
+    return _UNIT_POWER.sub("", text.translate(_ASCII_SIGNS))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    top, bottom = match["top"] or match["whole"], match["bottom"] or match["over"] or "1"
-    if len(top) > _MAX_DIGITS or len(bottom) > _MAX_DIGITS:
+    top = (match["top"] or match["whole"]).strip(" {}")
+    bottom = (match["bottom"] or match["over"] or "1").strip(" {}")
+    if match["factor"] or len(top) > _MAX_DIGITS or len(bottom) > _MAX_DIGITS:
         return None
     denominator = int(bottom.replace(",", ""))
     if denominator == 0:

@@ -20,7 +20,7 @@ from gruppo.reward.budget import Account, ErrorBudget, Tally
 from gruppo.reward.call import Reply, call_reward
 from gruppo.reward.combine import RewardResult, gather
 from gruppo.reward.crew import Crew
-from gruppo.reward.load import load_reward, sendable
+from gruppo.reward.load import load_reward, number_names, sendable
 from gruppo.reward.request import Request
 from gruppo.reward.worker import Job, Load
 
@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 class RewardPool:
     """Reward functions with the processes they run in. One `score` at a time; use it in a `with`, or call `close`.
+
+    Functions that share their own name get numbers: `f`, `f_2`.
 
     >>> with RewardPool(["exact_match"]) as pool:
     ...     pool.score(["1+1="], ["2"], columns={"answer": ["2"]}).totals
@@ -59,10 +61,9 @@ class RewardPool:
             correct_at: the least value of that function that means right.
             on_wait: called at least twice a second while waiting; may raise to leave.
         """
-        self.rewards = tuple(load_reward(reward) for reward in rewards)
-        names = [reward.name for reward in self.rewards]
-        if not names or len(set(names)) != len(names):
-            raise InputError(f"rewards need at least one function and different names, got {names}")
+        if not rewards:
+            raise InputError(f"rewards needs at least one function, such as 'exact_match', got {rewards!r}")
+        self.rewards = number_names([load_reward(reward) for reward in rewards])
         if workers < 1 or not deadline_s > 0 or not math.isfinite(failure_score):
             raise InputError(
                 "workers must be at least 1, deadline_s positive and failure_score finite, got "

@@ -5,6 +5,7 @@ completions, a None that turned all advantages into NaN.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ def check_returned(name: str, returned: Any, num: int) -> Checked:
     if not isinstance(plain, list | tuple):
         raise InputError(
             f"reward {name!r} returned {_describe(returned)} for {num} completions; return a list with one float or "
-            "None per completion"
+            f"None per completion{_remedy(returned)}"
         )
     if len(plain) != num:
         raise InputError(
@@ -60,7 +61,7 @@ def _as_float(name: str, index: int, item: Any) -> float:
         return _float_or_inf(item)
     raise InputError(
         f"reward {name!r} returned {_describe(item)} as value {index}; each value must be a float, an int, a bool or "
-        "None"
+        f"None{_remedy(item)}"
     )
 
 
@@ -69,6 +70,13 @@ def _float_or_inf(item: Any) -> float:
         return float(item)
     except OverflowError:  # an int beyond the range of a float
         return math.inf
+
+
+def _remedy(value: Any) -> str:
+    """A hint for a dict, which is what reward functions of verl return."""
+    if not isinstance(value, Mapping):
+        return ""
+    return '. Of a dict return its number, as in result["score"]'
 
 
 def _describe(value: Any) -> str:

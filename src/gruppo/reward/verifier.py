@@ -13,7 +13,10 @@ from gruppo.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
-    """Compare a completion with the row's gold answer. A subclass says how, in `score`."""
+    """Compare a completion with the row's gold answer. A subclass says how, in `score`.
+
+    Thoughts are cut off before anything else: see `without_thoughts`.
+    """
 
     column: str = "answer"
     """Column with the gold answer. A row without one (None) abstains."""
@@ -36,10 +39,12 @@ class Verifier:
     def _score_one(self, completion: Any, gold: Any) -> float | None:
         if gold is None:
             return None
-        text: str | None = completion_text(completion)
-        if self.inside:
+        text = without_thoughts(completion_text(completion))
+        if self.inside and text is not None:
             text = text_inside(text, self.inside)
-        return 0.0 if text is None else self.score(text, str(gold))
+        score = self.score(text or "", str(gold))
+        # Whether a row abstains depends on its gold answer alone, so `score` decides that for empty text too.
+        return 0.0 if text is None and score is not None else score
 
     def score(self, text: str, gold: str) -> float | None:
         """The reward of one completion; None when the gold answer cannot be used."""
@@ -60,6 +65,18 @@ def completion_text(completion: Any) -> str:
     if isinstance(content, list):  # parts of a multimodal message
         return "".join(part.get("text", "") for part in content if isinstance(part, dict))
     return content or ""
+
+
+def without_thoughts(text: str) -> str | None:
+    """The answer: what stands after the last `</think>`, up to a `<think>` that is never closed.
+
+    A text without these tags is all answer. One that is nothing but an unclosed thought has none.
+
+    >>> without_thoughts("<think>41?</think> 42"), without_thoughts("<think>42")
+    (' 42', None)
+    """
+    answer, opened, _ = text.rpartition("</think>")[2].partition("<think>")
+    return None if opened and not answer.strip() else answer
 
 
 def text_inside(text: str, tag: str) -> str | None:

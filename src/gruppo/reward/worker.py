@@ -103,7 +103,7 @@ def _settle() -> None:
 
 
 def _load(load: Load) -> Callable[..., Any]:
-    function = import_object(load.function) if isinstance(load.function, str) else load.function
+    function = import_object(load.function, "reward") if isinstance(load.function, str) else load.function
     prepare = getattr(function, "prepare", None)
     if callable(prepare):
         prepare()

@@ -149,11 +149,6 @@ def test_a_reward_that_cannot_be_shown_or_summed_is_refused(field, value):
         Reward(**{"name": "f", "function": len, field: value})
 
 
-def test_rewards_of_the_same_name_are_refused():
-    with pytest.raises(InputError, match="different names"):
-        RewardPool(["exact_match", "exact_match"])
-
-
 def test_importing_the_stage_imports_neither_torch_nor_numpy_nor_math_verify():
     code = "import sys, gruppo.reward; print({'torch', 'numpy', 'sympy', 'asyncio', 'pydantic'} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

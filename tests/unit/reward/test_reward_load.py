@@ -2,13 +2,17 @@
 
 import importlib.util
 import sys
+from functools import partial
 
+import hostile_rewards
 import pytest
 
+from gruppo.cli.losses import formula
 from gruppo.errors import InputError, MissingExtraError
 from gruppo.reward import (
     ExactMatch,
     MathMatch,
+    NumberMatch,
     PatternMatch,
     Reward,
     RewardPool,
@@ -17,6 +21,9 @@ from gruppo.reward import (
     load_reward,
 )
 from gruppo.reward.load import BUILTIN, sendable
+from gruppo.trainer import TrainConfig
+from gruppo.trainer.build import build_loss
+from gruppo.trainer.build_credit import build_advantage
 
 
 def test_every_builtin_loads_by_name_with_its_defaults():
@@ -54,6 +61,70 @@ def test_a_reward_passes_through_with_changes():
     )
 
 
+def names(*rewards):
+    return [reward.name for reward in RewardPool(rewards).rewards]
+
+
+def at_least(completions, length):
+    return [float(len(text) >= length) for text in completions]
+
+
+def test_a_partial_is_named_after_the_function_it_wraps():
+    assert load_reward(partial(at_least, length=3)).name == "at_least"
+    assert load_reward(partial(partial(at_least), length=3)).name == "at_least"
+    assert load_reward(partial(ExactMatch(column="target"))).name == "exact_match"
+
+
+def test_callables_of_the_same_name_are_numbered_and_keep_their_values():
+    rewards = [load_reward(partial(at_least, length=n), weight=n, isolated=False) for n in (1, 2, 4)]
+    with RewardPool([*rewards, NumberMatch(), NumberMatch(column="other")]) as pool:
+        result = pool.score(["p"] * 2, ["12", "1234"], columns={"answer": ["12", "12"], "other": ["0", "1234"]})
+    assert result.values == {
+        "at_least": [1.0, 1.0],
+        "at_least_2": [1.0, 1.0],
+        "at_least_3": [0.0, 1.0],
+        "number_match": [1.0, 0.0],
+        "number_match_2": [0.0, 1.0],
+    }
+    assert result.totals == [1.0 + 2.0 + 1.0, 1.0 + 2.0 + 4.0 + 1.0]
+
+
+def test_a_number_avoids_every_name_that_was_given():
+    assert names(ExactMatch(column="a"), "exact_match") == ["exact_match_2", "exact_match"]
+    taken = load_reward(at_least, name="length_2")
+    assert names(hostile_rewards.length, partial(hostile_rewards.length), taken) == ["length", "length_3", "length_2"]
+
+
+def test_functions_of_the_same_name_from_two_modules_are_numbered(tmp_path, monkeypatch):
+    (tmp_path / "other_rewards.py").write_text("def length(completions):\n    return [7.0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert names("hostile_rewards:length", "other_rewards:length") == ["length", "length_2"]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        ["number_match", "number_match"],
+        [load_reward("number_match", column="a"), load_reward("number_match", column="b")],
+        ["hostile_rewards:length", "hostile_rewards:length"],
+        [load_reward("hostile_rewards:Scaled", factor=2), load_reward("hostile_rewards:Scaled", factor=3)],
+        [at_least, at_least],
+        [Reward(name="f", function=at_least), Reward(name="f", function=hostile_rewards.length)],
+        [load_reward(at_least, name="f"), load_reward(load_reward(hostile_rewards.length), name="f")],
+    ],
+)
+def test_the_same_reward_twice_and_a_name_given_twice_are_refused(rewards):
+    with pytest.raises(
+        InputError, match=r"must have different names, got \['(\w+)', '\1'\].*load_reward\(\.\.\., name="
+    ):
+        RewardPool(rewards)
+
+
+def test_a_pool_without_rewards_is_refused():
+    with pytest.raises(InputError, match=r"rewards needs at least one function, such as 'exact_match', got \[\]"):
+        RewardPool([])
+
+
 def test_a_module_is_found_in_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "rewards_of_mine.py").write_text("def f(completions):\n    return [7.0]\n")
     monkeypatch.chdir(tmp_path)
@@ -67,8 +138,8 @@ def test_a_module_is_found_in_the_current_directory(tmp_path, monkeypatch):
         ("exact_mach", "no built-in reward is called 'exact_mach'.*did you mean 'exact_match'"),
         ("hostile_rewards:lenght", "has no 'lenght'.*did you mean 'length'"),
         ("hostile_rewards:not_callable", "is int 3, not a function"),
-        ("hostile_rewards:", "is not of the form module:function"),
-        (":f", "is not of the form module:function"),
+        ("hostile_rewards:", "is not of the form module:name"),
+        (":f", "is not of the form module:name"),
         ("hostile_rewards.py:length", "names a file; name the module: 'hostile_rewards:length'"),
         ("./dir/hostile_rewards.py:length", "name the module: 'dir.hostile_rewards:length'"),
         ("no_such_module_here:f", "no module 'no_such_module_here'"),
@@ -86,14 +157,36 @@ def test_a_misspelt_module_of_the_current_directory_is_suggested(tmp_path, monke
         load_reward("my_reward:f")
 
 
-def test_a_module_that_fails_to_import_shows_why(tmp_path, monkeypatch):
-    (tmp_path / "broken_rewards.py").write_text("raise RuntimeError('no licence')\n")
-    (tmp_path / "needy_rewards.py").write_text("import no_such_module_here\n")
+@pytest.mark.parametrize(
+    ("what", "load"),
+    [
+        ("reward", load_reward),
+        ("loss", lambda spec: build_loss(TrainConfig(loss=spec))),
+        ("loss", formula),
+        ("correction", lambda spec: build_loss(TrainConfig(correction=spec))),
+        ("advantage", lambda spec: build_advantage(TrainConfig(advantage=spec))),
+    ],
+)
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("no_such_module_here:f", "^no module 'no_such_module_here' for {what} 'no_such_module_here:f'"),
+        ("hostile_rewards:lenght", "has no 'lenght' for {what} 'hostile_rewards:lenght' .did you mean 'length'"),
+        ("hostile_rewards:", "^{what} 'hostile_rewards:' is not of the form module:name"),
+        ("rewards.py:f", "^{what} 'rewards.py:f' names a file; name the module: 'rewards:f'"),
+        ("broken_things:f", "^importing 'broken_things' for {what} 'broken_things:f' failed:(?s:.*)no licence"),
+        (
+            "needy_things:f",
+            "^'needy_things' of {what} 'needy_things:f' needs a module that is absent: No module named 'no_such",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_is_called_what_it_is(what, load, spec, text, tmp_path, monkeypatch):
+    (tmp_path / "broken_things.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "needy_things.py").write_text("import no_such_module_here\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match=r"importing 'broken_rewards'(?s:.*)no licence"):
-        load_reward("broken_rewards:f")
-    with pytest.raises(InputError, match="needs a module that is absent: No module named 'no_such_module_here'"):
-        load_reward("needy_rewards:f")
+    with pytest.raises(InputError, match=text.format(what=what)):
+        load(spec)
 
 
 def test_parameters_for_a_function_and_unknown_parameters_are_refused():
@@ -114,8 +207,6 @@ def test_a_closure_is_refused_when_isolated():
 
 def test_what_can_be_imported_is_sent_by_name_and_instances_as_they_are():
     assert sendable(load_reward("hostile_rewards:named_lambda")) == "hostile_rewards:named_lambda"
-    import hostile_rewards
-
     assert sendable(load_reward(hostile_rewards.length)) == "hostile_rewards:length"
     assert sendable(load_reward("pattern_match", pattern="a")) == PatternMatch(pattern="a")
 

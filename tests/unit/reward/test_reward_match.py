@@ -7,15 +7,19 @@ from gruppo.reward import (
     ExactMatch,
     LengthPenalty,
     NormalizedMatch,
+    NumberMatch,
     PatternMatch,
     SoftOverlong,
     TagFormat,
+    ThinkFormat,
     exact_match,
     normalized_match,
+    number_match,
     tag_format,
+    think_format,
 )
 from gruppo.reward.match import normalize
-from gruppo.reward.verifier import completion_text
+from gruppo.reward.verifier import completion_text, without_thoughts
 
 
 def message(text):
@@ -69,6 +73,50 @@ def test_only_the_last_block_is_read_when_inside_is_given():
     assert inside(completions=texts, answer=["2"] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("42", "42"),
+        ("<think>41</think> 42", " 42"),
+        ("41</think>42", "42"),
+        ("<think>40</think>41<think>41</think>42", "42"),
+        ("<think>a</think>42<think>43", "42"),
+        ("42<think>43", "42"),
+        ("<think>a</think>", ""),
+        ("", ""),
+        ("<think>42", None),
+        (" \n<think>42", None),
+        ("<think>41</think>\n<think>42", None),
+        ("<think>41<think>42</think>43", "43"),
+        ("<thinking>42", "<thinking>42"),
+    ],
+)
+def test_thoughts_end_at_the_last_closing_tag_and_an_unclosed_one_never_ends(text, answer):
+    assert without_thoughts(text) == answer
+
+
+@pytest.mark.parametrize("verifier", [exact_match, normalized_match, number_match])
+def test_a_verifier_reads_the_answer_and_not_the_thoughts(verifier):
+    texts = ["<think>41</think>42", "<think>42</think>41", "<think>42", "<think>42</think>", "42<think>41"]
+    assert verifier(completions=texts, answer=["42"] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert verifier(completions=[message(text) for text in texts], answer=["42"] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_block_inside_the_thoughts_is_not_read():
+    inside = NormalizedMatch(inside="answer")
+    texts = ["<think><answer>2</answer></think>2", "<think><answer>1</answer></think><answer>2</answer>"]
+    assert inside(completions=texts, answer=["2", "2"]) == [0.0, 1.0]
+
+
+def test_thought_without_an_answer_is_not_the_empty_answer():
+    assert exact_match(completions=["", "<think>a</think>", "<think>a"], answer=[""] * 3) == [1.0, 1.0, 0.0]
+
+
+def test_a_gold_that_cannot_be_used_abstains_for_completions_without_an_answer_too():
+    golds = ["(1,2)"] * 3
+    assert NumberMatch(inside="answer")(completions=["<answer>2</answer>", "2", "<think>2"], answer=golds) == [None] * 3
+
+
 def test_text_of_messages_is_the_last_one_and_empty_ones_are_empty():
     assert completion_text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) == "b"
     assert completion_text([]) == ""
@@ -112,6 +160,38 @@ def test_a_tag_opened_by_the_prompt_counts():
     assert TagFormat(tags=["sum"])(completions=["<sum>1</sum>"]) == [1.0]
     with pytest.raises(InputError):
         TagFormat(tags=())
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<think>a</think>b", 1.0),
+        ("\n <think>\na\n</think>\n\nb\nc\n", 1.0),
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("<think>a</think>", 0.0),
+        ("<think>a</think> \n", 0.0),
+        ("<think></think>b", 0.0),
+        ("<think> \n</think>b", 0.0),
+        ("text<think>a</think>b", 0.0),
+        ("a</think>b", 0.0),
+        ("<think>a b", 0.0),
+        ("</think>a<think>b", 0.0),
+        ("<think><think>a</think>b", 0.0),
+        ("<think>a</think></think>b", 0.0),
+        ("<think>a</think>b<think>c</think>d", 0.0),
+        ("<think>a</think>b<think>", 0.0),
+        ("b", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_thought_must_stand_once_and_first_with_an_answer_after_it(text, score):
+    assert think_format(completions=[text, message(text)]) == [score, score]
+
+
+def test_thought_opened_by_the_prompt_counts():
+    opened = ThinkFormat(prefix="<think>\n")
+    texts = ["a</think>b", "<think>a</think>b", "</think>b", "a</think>", "a"]
+    assert opened(completions=texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_pattern_is_searched_in_the_end_of_the_text():

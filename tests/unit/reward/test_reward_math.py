@@ -32,3 +32,8 @@ def test_equal_expressions_score_1(text, gold, score):
 def test_a_gold_answer_that_cannot_be_read_abstains_whatever_the_completion_says(gold):
     texts = [str(gold), f"${gold}$", f"\\boxed{{{gold}}}", "1"]
     assert math_match(completions=texts, answer=[gold] * 4) == [None] * 4
+
+
+def test_an_answer_inside_the_thoughts_is_not_read():
+    texts = [r"<think>\boxed{42}</think>", r"<think>\boxed{42}", r"<think>42</think>\boxed{41}", r"<think>41</think>42"]
+    assert math_match(completions=texts, answer=["42"] * 4) == [0.0, 0.0, 0.0, 1.0]

@@ -46,7 +46,17 @@ def test_numbers_of_every_kind_become_floats(returned, expected):
         (numpy.ones((2, 1)), r"returned list \[1.0\] as value 0"),
         ([1.0, torch.ones(1)], r"returned Tensor tensor\(\[1.\]\) as value 1"),
         (["1", "2"], "returned str '1' as value 0"),
-        ([1.0, 2j], "returned complex 2j as value 1"),
+        ([1.0, 2j], "returned complex 2j as value 1; each value must be a float, an int, a bool or None$"),
+        (
+            [{"score": 1.0}] * 2,
+            r"returned dict {'score': 1.0} as value 0; .*return its number, as in result\[\"score\"\]",
+        ),
+        ([1.0, {"acc": 1}], r"returned dict {'acc': 1} as value 1; .*return its number, as in result"),
+        (
+            {"score": [1.0, 2.0]},
+            r"returned dict {'score': \[1.0, 2.0\]} for 2 .*return its number, as in result\[\"score\"\]$",
+        ),
+        ({"score": 1.0}, r"returned dict {'score': 1.0} for 2 .*return a list with one float or None per completion"),
     ],
 )
 def test_anything_else_is_refused_by_name(returned, text):

@@ -4,7 +4,15 @@ import time
 
 import pytest
 
-from gruppo.reward import NumberMatch, PatternMatch, exact_match, normalized_match, number_match, tag_format
+from gruppo.reward import (
+    NumberMatch,
+    PatternMatch,
+    exact_match,
+    normalized_match,
+    number_match,
+    tag_format,
+    think_format,
+)
 
 VERIFIERS = {
     "exact": exact_match,
@@ -12,6 +20,7 @@ VERIFIERS = {
     "number": number_match,
     "inside": NumberMatch(inside="answer"),
     "tags": tag_format,
+    "think": think_format,
     "pattern": PatternMatch(pattern=r"\d+ apples"),
 }
 
@@ -21,6 +30,8 @@ HOSTILE = {
     "groups": "1,111",
     "slashes": "1/",
     "fractions": r"\frac{1}{",
+    "bare fractions": r"\frac1",
+    "powers": "cm^2",
     "boxes": r"\boxed{",
     "braces": "{",
     "markers": "#### ",
@@ -28,6 +39,7 @@ HOSTILE = {
     "words": "1 ",
     "lines": "\n",
     "opening tags": "<think>",
+    "closing tags": "</think>",
     "half tags": "<think></think><answer>",
     "minus signs": "-",
     "exponents": "1e",
@@ -39,7 +51,7 @@ HOSTILE = {
 
 
 def seconds(verifier, text):
-    columns = {} if verifier is tag_format else {"answer": [text[:50] + "7"]}
+    columns = {} if verifier in (tag_format, think_format) else {"answer": [text[:50] + "7"]}
     best = float("inf")
     for _ in range(3):
         start = time.process_time()  # not the clock on the wall: other processes share the machine
