@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from gruppo import tutorial
 from gruppo.errors import InputError
+from gruppo.loss import GRPOLoss
 from gruppo.tutorial import compute_log_probs, grpo_loss, grpo_loss_with_clip, grpo_loss_with_kl, prepare_inputs
 
 WORDS = ["<unk>", "<bos>", "<eos>", "The", "quick", "brown", "fox", "jumped", "over", "the", "fence", "and"]
@@ -233,6 +234,26 @@ def test_value_in_float32_is_that_of_plain_torch_in_float64(models_of_the_post, 
     model, ref_model = model.double().eval(), ref_model.double().eval()
     new, ref = (logps_prefix_by_prefix(m, PROMPT_IDS, COMPLETION_IDS) for m in (model, ref_model))
     assert ours.item() == pytest.approx(plain_loss(loss_of.__name__, new, ref, 2.0).item(), rel=1e-5)
+
+
+def test_the_mean_over_a_group_is_grpo_loss_of_the_batch(models_of_the_post):
+    """Rows of unequal length, padded on the right; the pads hold log-probs that no loss may see."""
+    model, ref_model = models_of_the_post
+    group, advantages = ["fence and", "fox", "the fence and the fox"], [1.5, -0.5, -1.0]
+    one_by_one = torch.stack(
+        [grpo_loss_with_kl(model, ref_model, PROMPT, c, a) for c, a in zip(group, advantages, strict=True)]
+    ).mean()
+    labels, logps, ref_logps = (torch.full((3, 13), fill) for fill in (-100, float("nan"), float("nan")))
+    for row, completion in enumerate(group):
+        input_ids, attention_mask, mask = prepare_inputs(PROMPT, completion)
+        width = input_ids.shape[1]
+        labels[row, :width] = input_ids[0].masked_fill(mask == 0, -100)
+        for values, scored_by in ((logps, model), (ref_logps, ref_model)):
+            values[row, :width] = compute_log_probs(scored_by, input_ids, attention_mask)[0].detach()
+    at_once = GRPOLoss(clip_range=0.2, beta=0.1)(
+        {"labels": labels}, {"logps": logps}, advantages=advantages, old_logps=ref_logps, ref_logps=ref_logps
+    )
+    assert one_by_one.item() == pytest.approx(at_once.loss.item(), rel=1e-5)
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
