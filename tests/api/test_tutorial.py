@@ -158,7 +158,7 @@ def completion_logp(model, input_ids, attention_mask, completion_mask):
         return float((compute_log_probs(model, input_ids, attention_mask) * completion_mask).sum())
 
 
-def test_the_post_s_own_loss_over_these_log_probs_is_the_same(models_of_the_post):
+def test_the_own_loss_of_the_post_over_these_log_probs_is_the_same(models_of_the_post):
     """Mask and log-probs have the shapes of the post: its formula runs on them unchanged."""
     model, ref_model = models_of_the_post
     epsilon, beta, advantage = 0.2, 0.1, 2.0
