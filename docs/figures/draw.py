@@ -1,19 +1,25 @@
-"""Draw the figures of docs/losses.md by calling the losses themselves: `python docs/figures/draw.py`.
+"""Draw the figures of docs/losses.md and docs/tutorial.md with the losses themselves: `python docs/figures/draw.py`.
 
-surrogates.png  loss and gradient of each variant against the ratio, for A = +1 and A = -1
-kl.png          k1, k2, k3 against delta = logp - ref, value and gradient
+surrogates.png      loss and gradient of each variant against the ratio, for A = +1 and A = -1
+kl.png              k1, k2, k3 against delta = logp - ref, value and gradient
+tutorial_ratio.png  how far a clipped loss gets, with the ratio over the reference and over the last policy
+tutorial_kl.png     k3 against delta, with its two regions
 """
 
+import copy
 import io
 from collections.abc import Callable
+from math import log
 from pathlib import Path
 
 import altair as alt
 import torch
 import vl_convert
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gruppo import tutorial
 from gruppo.loss import (
     BNPOLoss,
     CISPOLoss,
@@ -28,6 +34,7 @@ from gruppo.loss import (
     k3,
 )
 from gruppo.loss.inputs import align
+from gruppo.task import builtin_model_path
 
 HERE = Path(__file__).parent
 INK, MUTED, GRID, BAND = "#1f2430", "#667085", "#eceef2", "#dfe6f1"
@@ -229,6 +236,87 @@ def draw_kl() -> None:
     )
 
 
+def climb(reference: nn.Module, *, over_reference: bool, updates: int = 60) -> list[float]:
+    """p("132") after "47+85=" before and after each update of docs/tutorial.md's experiment."""
+    prompt, completion = "47+85=", "132"
+    policy = copy.deepcopy(reference)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.002)
+    input_ids, attention_mask, completion_mask = tutorial.prepare_inputs(prompt, completion)
+    chances = []
+    for _ in range(updates + 1):
+        with torch.no_grad():
+            logps = tutorial.compute_log_probs(policy, input_ids, attention_mask)
+        chances.append((logps * completion_mask).sum().exp().item())
+        old = reference if over_reference else copy.deepcopy(policy)
+        optimizer.zero_grad()
+        tutorial.grpo_loss_with_clip(policy, old, prompt, completion, advantage=1.0).backward()
+        optimizer.step()
+    return chances
+
+
+def draw_tutorial_ratio() -> None:
+    reference = AutoModelForCausalLM.from_pretrained(builtin_model_path(), dtype=torch.float32)
+    tutorial.tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
+    curves = {
+        "over the last policy": (climb(reference, over_reference=False), BLUE),
+        "over the reference": (climb(reference, over_reference=True), ORANGE),
+    }
+    updates = torch.arange(61)
+    data = [row for name, (chances, _) in curves.items() for row in rows(updates, torch.tensor(chances), name)]
+    labels = [
+        (31, 0.67, "ratio over the last policy", BLUE),
+        (31, 0.24, "ratio over the reference: stops near 1.2 ×", ORANGE),
+    ]
+    lines = panel(
+        data,
+        {name: ink for name, (_, ink) in curves.items()},
+        ("updates", [0, 60], [0, 10, 20, 30, 40, 50, 60]),
+        ("probability of 132", [0, 1], [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        labels,
+        size=(560, 260),
+    )
+    finish(
+        alt.hconcat(lines),
+        "With a ratio over the reference, the clip ends learning",
+        [
+            "The embedded model is trained on one good answer, 47+85=132, with A = 1 and the clip at [0.8, 1.2].",
+            "Over the reference the band is used up once and for all; over the last policy it moves along.",
+        ],
+        "tutorial_ratio.png",
+    )
+
+
+def draw_tutorial_kl() -> None:
+    delta = torch.linspace(-3.2, 3.2, 257, dtype=torch.float64)
+    twentyfold = torch.tensor([-log(20), log(20)], dtype=torch.float64)
+    less, more = k3(twentyfold, twentyfold).tolist()
+    curve = panel(
+        rows(delta, k3(delta, delta), "k3"),
+        {"k3": BLUE},
+        ("Δ = log p − log p_ref   (nats)", [-3.2, 3.2], [-3, -2, -1, 0, 1, 2, 3]),
+        ("penalty of the token  (nats)", [0, 20], [0, 5, 10, 15, 20]),
+        [
+            (-2.85, less, f"20 × less likely: {less:.1f}", INK),
+            (1.6, more + 1.6, f"20 × more likely: {more:.1f}", INK),
+            (-2.2, 8.2, "forgetting: exponential", ORANGE),
+            (0.35, 8.2, "new habits: linear, slope below 1", GREEN),
+        ],
+        band=(-3.2, 0.0),
+        rule=0.0,
+        size=(560, 260),
+    )
+    points = alt.Data(values=[{"x": x, "y": y} for x, y in zip(twentyfold.tolist(), (less, more), strict=True)])
+    dots = alt.Chart(points).mark_point(color=INK, filled=True, size=60, opacity=1).encode(x="x:Q", y="y:Q")
+    finish(
+        alt.hconcat(alt.layer(curve, dots)),
+        "The KL penalty exp(−Δ) − 1 + Δ",
+        ["Left of 0 the policy gives a token less than the reference does, right of 0 more. At 0 the two agree."],
+        "tutorial_kl.png",
+    )
+
+
 if __name__ == "__main__":
     draw_surrogates()
     draw_kl()
+    draw_tutorial_ratio()
+    draw_tutorial_kl()

@@ -22,6 +22,7 @@ PAGES = [
     "dataflow.md",
     "recipes.md",
     "shared_prompts.md",
+    "tutorial.md",
 ]
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
@@ -175,7 +176,7 @@ def test_advantages_page_lists_every_number_of_dynamic_sampling():
     assert listed == [*Rounds().counts, "dynamic/prompts_retired"]
 
 
-@pytest.mark.parametrize("figure", ["surrogates.png", "kl.png"])
+@pytest.mark.parametrize("figure", ["surrogates.png", "kl.png", "tutorial_ratio.png", "tutorial_kl.png"])
 def test_figures_are_small_png_files(figure):
     data = (DOCS / "figures" / figure).read_bytes()
     assert data.startswith(b"\x89PNG\r\n") and len(data) < 200_000

@@ -1,4 +1,4 @@
-"""Features -> PackedBatch. The only shift by one in the code base is here.
+"""Features -> PackedBatch. The only shift by one of a run is here.
 
 A causal model's output at slot t predicts token t + 1, so `labels[t]` is token t + 1 of the same sequence when
 that token is scored, else -100. The last token of a sequence predicts nothing and gets no slot: n tokens make

@@ -98,10 +98,10 @@ class AdvantageStage:
         advantages: Sequence[float],
     ) -> list[float]:
         """Advantages of a comparison of right and wrong, with the penalties behind it."""
-        factor, penalties, scaled = self.shape.truncated_factor, [], []
+        factor = 1.0 if self.shape.truncated_factor is None else self.shape.truncated_factor
+        penalties, scaled = [], []
         for rollout, reward, advantage in zip(rollouts, shaped, advantages, strict=True):
-            is_cut = rollout.sequence.is_truncated and factor is not None
-            scaled.append(advantage * factor if is_cut and advantage > 0 else advantage)
+            scaled.append(advantage * factor if rollout.sequence.is_truncated and advantage > 0 else advantage)
             discounted = self.shape.discounted(rollout.reward, rollout.sequence.is_truncated)
             penalties.append(None if reward is None or discounted is None else reward - discounted)
         penalty = Groups.read(penalties, 1, ids, "group")

@@ -22,8 +22,7 @@ from gruppo.reward import (
 )
 from gruppo.reward.load import BUILTIN, sendable
 from gruppo.trainer import TrainConfig
-from gruppo.trainer.build import build_loss
-from gruppo.trainer.build_credit import build_advantage
+from gruppo.trainer.build import build_advantage, build_loss
 
 
 def test_every_builtin_loads_by_name_with_its_defaults():
