@@ -187,8 +187,8 @@ MORE_LOSSES = {
     "GMPOLoss": {"*log_clip": 0.4},
     "LUSPOLoss": {"*clip_range": 0.2},
     "VESPOLoss": {"*positive": (2.0, 3.0), "*negative": (3.0, 2.0)},
-    "DPPOTVLoss": {"*region": 0.2, "*cap": 20.0},
-    "DPPOKLLoss": {"*region": 0.05, "*cap": 20.0},
+    "DPPOTVLoss": {"*region": 0.2, "*cap": 20.0, "*anchor": "old"},
+    "DPPOKLLoss": {"*region": 0.05, "*cap": 20.0, "*anchor": "old"},
     "PrimeLoss": {"*region": 0.2, "*pull": 1e-3},
     "IPOLoss": {"*threshold": 0.1, "*pull": 1e-3},
     "M2POLoss": {"*threshold": 0.04},
@@ -354,14 +354,14 @@ ADVANTAGE_KEYWORDS = {
     "gdpo": ({"weights": None, **DEVIATION}, {"scale": "group"}),
     "opo": ({}, {"scale": "none", "*lengths": None}),
     "gpg": ({"counted": "signal"}, {"scale": "none"}),
-    "maxrl": ({}, {"scale": "none"}),
-    "beta_norm": ({"low": 0.0, "high": 1.0, "max_weight": 1e6}, {"scale": "none"}),
-    "pass_at_k": ({"k": 4, "correct_at": 1.0}, {"scale": "group"}),
+    "maxrl": ({}, {"scale": "none", "*correct": None}),
+    "beta_norm": ({"low": 0.0, "high": 1.0, "max_weight": 1e6}, {"scale": "none", "*correct": None}),
+    "pass_at_k": ({"k": 4, "correct_at": 1.0}, {"scale": "group", "*correct": None}),
     "best_of_group": ({"normalization": "centered", **DEVIATION}, {"scale": "group"}),
-    "length_shaped": ({"weight": 0.1, "correct_at": 1.0}, {"scale": "none", "*lengths": None}),
+    "length_shaped": ({"weight": 0.1, "correct_at": 1.0}, {"scale": "none", "*lengths": None, "*correct": None}),
     "lead": (
         {"length_weight": 0.05, "low": 0.4, "high": 1.5, "middle": 0.75, "slope": 10.0, "correct_at": 1.0, **DEVIATION},
-        {"scale": "group", "*lengths": None},
+        {"scale": "group", "*lengths": None, "*correct": None},
     ),
 }
 
@@ -404,6 +404,7 @@ def test_batch_calls():
         "*tokens": ...,
         "*local_tokens": None,
         "*local_share": 1.0,
+        "*step": 0,
         "*survey": None,
     }
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gruppo.cli.options import parse
 
@@ -26,6 +26,8 @@ class EvalArguments:
     """Least value of that reward that counts as right."""
     prompt_column: str = "prompt"
     system: str | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Further variables of the model's chat template, as in training."""
     seed: int = 0
     json: bool = False
     """Print one JSON object instead of a table."""
@@ -48,7 +50,13 @@ def evaluate_model(arguments: Sequence[str]) -> int:
         rows = resolve_source(given.data, prompt_column=given.prompt_column)
         sampler = TorchSampler(given.model, temperature=given.temperature)
         assert sampler.tokenizer is not None  # loaded by id, so it has one
-        prompts = load_prompts(rows, sampler.tokenizer, limit=given.limit, system=given.system).prompts
+        prompts = load_prompts(
+            rows,
+            sampler.tokenizer,
+            limit=given.limit,
+            system=given.system,
+            chat_template_kwargs=given.chat_template_kwargs,
+        ).prompts
         params = SamplingParams(temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed)
         result = evaluate(prompts, sampler, pool, params, num_samples=given.num_samples)
     if given.json:

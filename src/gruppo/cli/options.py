@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import tyro
 
 from gruppo.errors import InputError
-from gruppo.trainer.config import TrainConfig, read_yaml
+from gruppo.trainer.config import REFUSED, TrainConfig, read_yaml
 
 T = TypeVar("T")
 
@@ -31,6 +31,10 @@ def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: 
     """A TrainConfig: flags over the config file over the recipe over the verb's preset over the defaults."""
     words, path = take_value(list(arguments), "--config")
     words, name = take_value(words, "--recipe", "a name")
+    for word in words:
+        flag = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and flag in REFUSED:
+            raise InputError(f"{word.partition('=')[0]} is refused: {REFUSED[flag]}")
     values = preset | _recipe_values(name) | (read_yaml(path) if path else {})
     default = TrainConfig.read(values, where=path or verb)
     return parse(TrainConfig, words, verb=verb, description=description, default=default)

@@ -1,7 +1,7 @@
 """`gruppo sample`: completions of a prompt."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tyro
 
@@ -25,6 +25,8 @@ class SampleArguments:
     stop: tuple[str, ...] = ()
     chat: bool = False
     """Put the prompt through the model's chat template."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Further variables of that template, as in training."""
     seed: int = 0
 
 
@@ -56,7 +58,7 @@ def sample(arguments: Sequence[str]) -> int:
     sampler = TorchSampler(given.model)
     assert sampler.tokenizer is not None  # loaded by id, so it has one
     rows = [{"prompt": [{"role": "user", "content": p}] if given.chat else p} for p in given.prompts]
-    prompts = load_prompts(rows, sampler.tokenizer).prompts
+    prompts = load_prompts(rows, sampler.tokenizer, chat_template_kwargs=given.chat_template_kwargs).prompts
     console = Console(highlight=False)
     for prompt, response in zip(prompts, sampler.sample(prompts, given.num_samples, params), strict=True):
         for sequence in response.sequences:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_OURS = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "tokenizer_kwargs", "messages"})
+
+
 def check_chat_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raises unless the tokenizer can render conversations."""
     if not getattr(tokenizer, "chat_template", None):
@@ -32,9 +35,14 @@ def with_system(messages: Sequence[Mapping[str, Any]], system: str | None) -> li
 
 
 def render_chat(
-    messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase"
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[int, ...], str]:
     """Token ids and text of a conversation, ending where the assistant's turn begins.
+
+    Args:
+        template_kwargs: further variables of the template, such as `{"enable_thinking": False}`.
 
     Raises InputError when the template refuses the conversation, as some do when roles do not alternate.
     """
@@ -42,6 +50,10 @@ def render_chat(
 
     check_chat_template(tokenizer)
     conversation = [dict(message) for message in messages]
+    options = dict(template_kwargs or {})
+    clash = sorted(options.keys() & _OURS)
+    if clash:
+        raise InputError(f"chat_template_kwargs has {clash[0]!r}, which is not the template's to decide; leave it out")
     try:
         encoded: Any = tokenizer.apply_chat_template(
             conversation,
@@ -49,8 +61,9 @@ def render_chat(
             add_generation_prompt=True,
             return_dict=True,
             tokenizer_kwargs={"verbose": False},  # lengths are our caller's to judge
+            **options,
         )
-        text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **options)
     except TemplateError as error:
         raise InputError(f"the chat template refuses the conversation: {error}") from error
     return tuple(encoded["input_ids"]), text

@@ -89,6 +89,7 @@ def load_prompts(
     max_prompt_tokens: int | None = None,
     template: Template = "auto",
     system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: int | None = None,
     on_bad_row: BadRowPolicy = "fail",
 ) -> PromptSet:
@@ -98,6 +99,7 @@ def load_prompts(
         source: whatever `gruppo.task.load.resolve_source` takes: a path, a name, a list of rows.
         max_prompt_tokens: longer prompts are dropped and listed.
         system: a system message for conversations that have none.
+        chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": False}`.
         limit: how many prompts to keep, from the beginning.
         on_bad_row: what to do with rows that cannot be used; prompts that are too long are always dropped.
     """
@@ -113,7 +115,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     dropped = list(rows.dropped)
     columns = tuple(name for name in rows.columns if name != "prompt")
-    for row, rendered in _render(rows, tokenizer, template, system):
+    for row, rendered in _render(rows, tokenizer, template, system, chat_template_kwargs):
         if limit is not None and len(prompts) == limit:
             break
         if isinstance(rendered, str):
@@ -150,17 +152,23 @@ def _check_options(max_prompt_tokens: int | None, template: str, limit: int | No
 
 
 def _render(
-    rows: Rows, tokenizer: "PreTrainedTokenizerBase", template: Template, system: str | None
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    template: Template,
+    system: str | None,
+    template_kwargs: Mapping[str, Any] | None,
 ) -> Iterator[tuple[Row, tuple[tuple[int, ...], str] | str]]:
     """Each row with its token ids and text, or with the reason why there are none."""
     kind = prompt_kind(rows[0]["prompt"])  # one source is of one kind
     if kind == "message list" and template == "plain":
         raise InputError(f"{rows.source} holds conversations, which template='plain' cannot render; use 'auto'")
     if kind == "string" and template != "chat":
-        if system is not None:
-            raise InputError(
-                "a system message needs conversations; pass template='chat' to make the strings user turns"
-            )
+        for name, value in (("a system message", system), ("chat_template_kwargs", template_kwargs)):
+            if value:
+                raise InputError(
+                    f"{name} needs conversations, and these prompts are text; give them as messages: "
+                    '[{"role": "user", "content": ...}]'
+                )
         remaining = iter(rows.rows)
         while chunk := list(islice(remaining, ENCODE_CHUNK)):
             texts = [row.values["prompt"] for row in chunk]
@@ -172,7 +180,7 @@ def _render(
         prompt = row.values["prompt"]
         messages = [{"role": "user", "content": prompt}] if kind == "string" else prompt
         try:
-            rendered = render_chat(with_system(messages, system), tokenizer)
+            rendered = render_chat(with_system(messages, system), tokenizer, template_kwargs)
         except InputError as error:
             rendered = str(error)
         yield row, rendered

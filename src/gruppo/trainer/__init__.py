@@ -2,16 +2,11 @@
 
     config.py    TrainConfig: every option, checked before anything heavy is loaded
     plan.py      what a run will do, in numbers, before it does it
-    build.py     from a config to a model, prompts, rewards and loss
-    build_credit.py  from a config to the estimator, reward shapes and memory
-    trainer.py   GRPOTrainer: `step()` reads like the algorithm
-    rounds.py    prompts of a step, sampled and scored; dynamic sampling
-    credit.py    from rewards to advantages: shapes, KL in the reward, the estimator
-    collect.py   the steps of that, as functions
-    entropy_bonus.py  the entropy bonus, and the target that moves it
-    reward_kl.py KL to the reference in the reward, and its controller
-    solved.py    prompts that are solved and drawn no more
-    memory.py    what a run remembers besides weights and optimizer
+    build.py     parts of a run, made from its config
+    trainer.py   GRPOTrainer: the loop, one method per stage
+    rollout.py   groups of a step, sampled and scored; dynamic sampling
+    advantages.py  penalties come off the rewards, then the estimator compares
+    state.py     solved prompts, adaptive coefficients, a reference that moves
     evaluate.py  held-out score, pass@k, confidence intervals
     advice.py    what the numbers of a run say about their cause
     run_dir.py   the run directory: config, metrics, completions, checkpoints, status

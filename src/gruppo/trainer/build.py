@@ -136,6 +136,7 @@ def build_prompts(config: TrainConfig, tokenizer: Any) -> Prompts:
             )
         longest = room if longest is None else min(longest, room)
     options: dict[str, Any] = {"max_prompt_tokens": longest, "system": config.system}
+    options["chat_template_kwargs"] = config.chat_template_kwargs
     rows = resolve_source(config.data, prompt_column=config.prompt_column)
     train = load_prompts(rows, tokenizer, **options)
     if not config.eval_prompts:

@@ -12,6 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from gruppo.errors import InputError
 
+_FILTER = (
+    "training draws from the whole vocabulary: a token outside the filter could never be learned, and the loss would "
+    "score tokens over another set than they were drawn from. Leave it out and use temperature; `gruppo sample` has it"
+)
+REFUSED = {"top_p": _FILTER, "top_k": _FILTER, "min_p": _FILTER}
+"""Options that other trainers have and this one refuses, with the reason."""
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -32,6 +39,8 @@ class TrainConfig(BaseModel):
     """Column with the prompt: a string, or a list of chat messages."""
     system: str | None = None
     """System message put before every chat prompt."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Further variables of the model's chat template, e.g. enable_thinking False."""
     max_prompt_tokens: Positive | None = None
     """Longer prompts are dropped and counted, never cut."""
     rewards: tuple[str, ...] = ("exact_match",)
@@ -281,7 +290,9 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
     lines = []
     for item in error.errors():
         field = ".".join(str(p) for p in item["loc"] if not str(p).startswith(("function-", "float", "tuple", "int")))
-        if item["type"] == "extra_forbidden":
+        if item["type"] == "extra_forbidden" and field in REFUSED:
+            lines.append(f"{where}: {field}={item['input']!r} is refused: {REFUSED[field]}")
+        elif item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(field, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "see `gruppo train --help`"
             lines.append(f"{where}: unknown option {field!r}; {hint}")

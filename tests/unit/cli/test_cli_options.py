@@ -133,3 +133,26 @@ def test_the_help_of_train_explains_every_option(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     for name in TrainConfig.model_fields:
         assert f"--{name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize("words", [["--top-p", "0.9"], ["--top_k=50"], ["--min-p", "0.1"]])
+def test_filters_of_the_vocabulary_are_refused_with_the_reason(words: list[str]) -> None:
+    with pytest.raises(InputError) as error:
+        parse_run(words, verb="train", description="", preset={})
+    assert str(error.value).startswith(f"{words[0].partition('=')[0]} is refused: training draws from the whole vocab")
+    assert "use temperature" in str(error.value)
+
+
+def test_filters_in_a_file_are_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("top_p: 0.9\n")
+    with pytest.raises(InputError, match=r"run\.yaml: top_p=0\.9 is refused: training draws from the whole vocabulary"):
+        parse_run(["--config", str(tmp_path / "run.yaml")], verb="train", description="", preset={})
+
+
+def test_variables_of_a_chat_template_from_flags_and_yaml(tmp_path: Path) -> None:
+    words = ["--chat-template-kwargs", "enable_thinking", "False"]
+    config = parse_run(words, verb="train", description="", preset={})
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    again = parse_run(["--config", str(tmp_path / "run.yaml")], verb="train", description="", preset={})
+    assert again.chat_template_kwargs == {"enable_thinking": False}

@@ -89,7 +89,7 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template(chat_tokeniz
         ([{"prompt": [user("1")]}], {}, "has no chat template; use the tokenizer of an instruction-tuned model"),
         ([{"prompt": "1"}], {"template": "chat"}, "has no chat template"),
         ([{"prompt": [user("1")]}], {"template": "plain"}, "holds conversations, which template='plain' cannot"),
-        ([{"prompt": "1"}], {"system": "9"}, "a system message needs conversations; pass template='chat'"),
+        ([{"prompt": "1"}], {"system": "9"}, "a system message needs conversations, and these prompts are text"),
         ([{"prompt": "1"}], {"template": "jinja"}, "template must be 'auto', 'chat' or 'plain', got 'jinja'"),
         ([{"prompt": "1"}], {"limit": 0}, "limit must be at least 1, got 0"),
         ([{"prompt": "1"}], {"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
@@ -169,3 +169,24 @@ def test_a_prompt_that_is_held_out_is_not_trained_on_under_another_row() -> None
 def test_a_holdout_that_leaves_nothing_is_refused(n: int) -> None:
     with pytest.raises(InputError, match=f"cannot hold out {n} of 20 prompts"):
         make_set(20).split_holdout(n, seed=0)
+
+
+def test_variables_of_the_template_reach_it(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}00{% endif %}"
+    rows = [{"prompt": [user("47")]}]
+    assert load_prompts(rows, tokenizer)[0].token_ids == (1, 14, 8, 11, 15)
+    [prompt] = load_prompts(rows, tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert (prompt.token_ids, prompt.text) == ((1, 14, 8, 11, 15, 4, 4), "<bos>+47=00")
+    assert load_prompts(rows, tokenizer, chat_template_kwargs={"enable_thinking": True})[0].text == "<bos>+47="
+
+
+@pytest.mark.parametrize("kwargs", [{"tokenize": False}, {"add_generation_prompt": False}])
+def test_variables_that_are_not_the_templates_are_refused(chat_tokenizer: Any, kwargs: dict[str, Any]) -> None:
+    (name,) = kwargs
+    with pytest.raises(InputError, match=f"chat_template_kwargs has '{name}', which is not the template's to decide"):
+        load_prompts([{"prompt": [user("1")]}], chat_tokenizer, chat_template_kwargs=kwargs)
+
+
+def test_variables_of_a_template_need_conversations(tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="chat_template_kwargs needs conversations, and these prompts are text"):
+        load_prompts([{"prompt": "1+1="}], tokenizer, chat_template_kwargs={"enable_thinking": False})
