@@ -1,9 +1,9 @@
 """PackedBatch -> hidden states, log-probs and entropies of its scored slots.
 
 The body of the model runs on rows padded on the right: a causal model never looks to the right, so the padding needs
-no attention mask and changes nothing. (`layout="packed"` runs one long row instead, for attention kernels that know
-sequence boundaries.) A batch with `shared` rows runs on those: each prompt once. Only the scored slots reach the head,
-in float32.
+no attention mask and changes nothing. A batch `in_one_row` runs as one long row instead, for attention that takes
+sequence boundaries from the positions. A batch with `shared` rows runs on those: each prompt once. Only the scored
+slots reach the head, in float32.
 """
 
 import copy
@@ -25,7 +25,6 @@ from gruppo.model.output import find_output_layer
 
 logger = logging.getLogger(__name__)
 
-Layout = Literal["auto", "padded", "packed", "shared"]
 HeadChoice = Literal["auto", "walk", "plain"]
 
 SMALL_LOGITS = 1 << 25
@@ -44,13 +43,11 @@ class Scorer:
         model: nn.Module,
         *,
         temperature: float = 1.0,
-        layout: Layout = "auto",
         head: HeadChoice = "auto",
     ) -> None:
         reference.check_temperature(temperature)
         self.model = model
         self.temperature = temperature
-        self.layout: Layout = layout
         self.head: HeadChoice = head
         self.base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
         self.output = find_output_layer(model)
@@ -104,7 +101,7 @@ class Scorer:
             set_shared_attention(self.base)
             values_RWD = getattr(module(**call_keywords(batch.shared)), output)
             return gather_rows(values_RWD.flatten(0, 1), batch.shared.slot_of[scored])
-        if self.layout == "packed":
+        if batch.in_one_row:
             result = module(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
             return take_rows(getattr(result, output)[0], scored)
         rows_SL = pad_tokens(batch.input_ids, batch.cu_seqlens, fill=0)

@@ -78,4 +78,4 @@ class Reference:
         for parameter in model.parameters():
             parameter.grad = None
         policy = self.policy
-        return Scorer(model, temperature=policy.temperature, layout=policy.layout, head=policy.head)
+        return Scorer(model, temperature=policy.temperature, head=policy.head)
