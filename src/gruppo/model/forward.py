@@ -71,6 +71,13 @@ class Scorer:
             logps_N, entropies_N = reference.logps_and_entropy(logits_NV, labels_N, self.temperature)
         return {"logps": place(logps_N, scored, batch), "entropies": place(entropies_N, scored, batch)}
 
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """Logits of the scored slots at temperature 1, `[N, V]`, from the hidden states that `__call__` scores."""
+        scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
+        if self.output is None:
+            return self._run(self.model, batch, "logits", scored)
+        return self.output.logits(self._run(self.output.body, batch, "last_hidden_state", scored))
+
     def at(self, temperature: float) -> "Scorer":
         """The same scorer at another temperature."""
         reference.check_temperature(temperature)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gruppo.kernel.reference import at_least_float32
 from gruppo.kernel.rows import LogitShape
 
 BIAS_COLUMNS = 8
@@ -48,6 +49,14 @@ class OutputLayer:
         columns = hidden.new_zeros(len(hidden), BIAS_COLUMNS)
         columns[:, 0] = 1
         return torch.cat([hidden, columns], dim=1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits in float32 at least, whatever the weight is in."""
+        z = at_least_float32(hidden) @ at_least_float32(self.weight).T
+        if self.bias is not None:
+            z = z + self.bias
+        z = z * self.scale
+        return z if self.soft_cap is None else (z / self.soft_cap).tanh() * self.soft_cap
 
     def add_gradient(self, d_matrix: Tensor) -> None:
         """Add the gradient of `matrix` to the parameters it is made of."""
