@@ -64,7 +64,7 @@ class Scorer:
             hidden_ND, _, _ = self.hidden(batch)
             logps_N, entropies_N = self.make_head().score(hidden_ND.detach(), labels_N)
         elif self.output is not None and self.output.is_plain_product:
-            hidden_ND = self._run(self.output.body, batch, "last_hidden_state", scored)
+            hidden_ND = self._run_body(batch, scored)
             logps_N, entropies_N = whole_logps_and_entropy(hidden_ND, self.output.weight, labels_N, self.temperature)
         else:
             logits_NV = self._run(self.model, batch, "logits", scored)
@@ -76,7 +76,7 @@ class Scorer:
         scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
         if self.output is None:
             return self._run(self.model, batch, "logits", scored)
-        return self.output.logits(self._run(self.output.body, batch, "last_hidden_state", scored))
+        return self.output.logits(self._run_body(batch, scored))
 
     def at(self, temperature: float) -> "Scorer":
         """The same scorer at another temperature."""
@@ -99,8 +99,13 @@ class Scorer:
         """Hidden states `[N, D]` of the scored slots with their graph, labels `[N]`, and which slots they are."""
         assert self.output is not None
         scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
-        hidden_ND = self._run(self.output.body, batch, "last_hidden_state", scored)
+        hidden_ND = self._run_body(batch, scored)
         return self.output.widen(hidden_ND), batch.labels[scored], scored
+
+    def _run_body(self, batch: PackedBatch, scored: Tensor) -> Tensor:
+        """Hidden states of the scored slots in the dtype of the head: a body may end in another (Mamba in float32)."""
+        assert self.output is not None
+        return self._run(self.output.body, batch, "last_hidden_state", scored).to(self.output.weight.dtype)
 
     def _run(self, module: nn.Module, batch: PackedBatch, output: str, scored: Tensor) -> Tensor:
         """The module's output at the scored slots, `[N, ...]`."""

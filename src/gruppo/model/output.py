@@ -98,7 +98,8 @@ def _agrees(model: nn.Module, embeddings: nn.Linear, layer: OutputLayer) -> bool
     was_training = model.training
     model.eval()
     tokens = torch.arange(4, device=layer.weight.device)[None] % len(layer.weight)
-    product: Tensor = embeddings(layer.body(input_ids=tokens, use_cache=False).last_hidden_state)
+    hidden: Tensor = layer.body(input_ids=tokens, use_cache=False).last_hidden_state
+    product: Tensor = embeddings(hidden.to(layer.weight.dtype))
     tolerance = 2e-2 if layer.weight.element_size() == 2 else 1e-5
     same = True
     for factor in (1, 1000):
