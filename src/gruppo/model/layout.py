@@ -119,15 +119,16 @@ def _disagreement(scorer: Scorer, layout: Literal["packed", "shared"]) -> str | 
         other = replace(padded, in_one_row=True)
     else:
         other = pack_shared(features, multiple_of=BLOCK if device.type == "cuda" else 1)
-    return difference(scorer(other.to(device))["logps"], scorer(padded.to(device))["logps"], scorer)
+    logps, expected = (scorer(batch.to(device))["logps"] for batch in (other, padded))
+    return difference(logps, expected, 0.2 if is_half(scorer) else 1e-3)
 
 
-def difference(logps: Tensor, expected: Tensor, scorer: Scorer, *, tolerance: float = 1e-3) -> str | None:
-    """By how much log-probs differ that should be equal; None when it is no more than rounding.
-
-    Args:
-        tolerance: in float32; 0.2 when the model is in half precision.
-    """
+def difference(logps: Tensor, expected: Tensor, tolerance: float) -> str | None:
+    """By how much log-probs differ that should be equal; None within the tolerance."""
     gap = float((logps - expected).abs().max())
-    half = next(scorer.model.parameters()).element_size() == 2
-    return None if gap <= (0.2 if half else tolerance) else f"its log-probs differ by {gap:.2g}"
+    return None if gap <= tolerance else f"its log-probs differ by {gap:.2g}"
+
+
+def is_half(scorer: Scorer) -> bool:
+    """Are the weights in half precision?"""
+    return next(scorer.model.parameters()).element_size() == 2

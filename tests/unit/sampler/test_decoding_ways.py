@@ -88,6 +88,16 @@ def test_other_layers_are_compared_once(caplog: pytest.LogCaptureFixture) -> Non
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "mamba", "mamba2"])
+def test_rounding_in_bfloat16_is_no_disagreement(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = TransformersModel(lively(family).bfloat16(), device="cpu")
+    sampler = TorchSampler(model)
+    sampled = sequences(sampler.sample(PROMPTS, 3, PARAMS))
+    assert sampler.way == "together" and warnings_of(caplog) == []
+    expected = model.forward_only([s.new_input_feature for s in sampled])["logps"]
+    assert largest_gap([torch.tensor(s.logps) for s in sampled], expected) < 0.1
+
+
 def test_a_hybrid_with_an_adapter_samples_the_trainers_logps() -> None:
     model = TransformersModel(lively("qwen3_5"), device="cpu", lora=LoraSpec(rank=2))
     perturb_adapter(model.model)
