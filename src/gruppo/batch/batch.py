@@ -36,6 +36,7 @@ class PackedBatch:
     kind: Tensor | None = None  # [S] int64: which of `distinct` a sequence has the input_ids of
     sequence_ids: Tensor | None = None  # [S] int64: which sequence of the step each is, for losses that draw tokens
     shared: "SharedPrompts | None" = None  # the rows in which the body computes each prompt once
+    in_one_row: bool = False  # the body runs on one row of all sequences; restarting positions tell them apart
 
     @property
     def num_sequences(self) -> int:

@@ -1,9 +1,9 @@
 """PackedBatch -> hidden states, log-probs and entropies of its scored slots.
 
 The body of the model runs on rows padded on the right: a causal model never looks to the right, so the padding needs
-no attention mask and changes nothing. (`layout="packed"` runs one long row instead, for attention kernels that know
-sequence boundaries.) A batch with `shared` rows runs on those: each prompt once. Only the scored slots reach the head,
-in float32.
+no attention mask and changes nothing. A batch `in_one_row` runs as one long row instead, for attention that takes
+sequence boundaries from the positions. A batch with `shared` rows runs on those: each prompt once. Only the scored
+slots reach the head, in float32.
 """
 
 import copy
@@ -25,7 +25,6 @@ from gruppo.model.output import find_output_layer
 
 logger = logging.getLogger(__name__)
 
-Layout = Literal["auto", "padded", "packed", "shared"]
 HeadChoice = Literal["auto", "walk", "plain"]
 
 SMALL_LOGITS = 1 << 25
@@ -44,13 +43,11 @@ class Scorer:
         model: nn.Module,
         *,
         temperature: float = 1.0,
-        layout: Layout = "auto",
         head: HeadChoice = "auto",
     ) -> None:
         reference.check_temperature(temperature)
         self.model = model
         self.temperature = temperature
-        self.layout: Layout = layout
         self.head: HeadChoice = head
         self.base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
         self.output = find_output_layer(model)
@@ -67,12 +64,19 @@ class Scorer:
             hidden_ND, _, _ = self.hidden(batch)
             logps_N, entropies_N = self.make_head().score(hidden_ND.detach(), labels_N)
         elif self.output is not None and self.output.is_plain_product:
-            hidden_ND = self._run(self.output.body, batch, "last_hidden_state", scored)
+            hidden_ND = self._run_body(batch, scored)
             logps_N, entropies_N = whole_logps_and_entropy(hidden_ND, self.output.weight, labels_N, self.temperature)
         else:
             logits_NV = self._run(self.model, batch, "logits", scored)
             logps_N, entropies_N = reference.logps_and_entropy(logits_NV, labels_N, self.temperature)
         return {"logps": place(logps_N, scored, batch), "entropies": place(entropies_N, scored, batch)}
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """Logits of the scored slots at temperature 1, `[N, V]`, from the hidden states that `__call__` scores."""
+        scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
+        if self.output is None:
+            return self._run(self.model, batch, "logits", scored)
+        return self.output.logits(self._run_body(batch, scored))
 
     def at(self, temperature: float) -> "Scorer":
         """The same scorer at another temperature."""
@@ -95,8 +99,13 @@ class Scorer:
         """Hidden states `[N, D]` of the scored slots with their graph, labels `[N]`, and which slots they are."""
         assert self.output is not None
         scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
-        hidden_ND = self._run(self.output.body, batch, "last_hidden_state", scored)
+        hidden_ND = self._run_body(batch, scored)
         return self.output.widen(hidden_ND), batch.labels[scored], scored
+
+    def _run_body(self, batch: PackedBatch, scored: Tensor) -> Tensor:
+        """Hidden states of the scored slots in the dtype of the head: a body may end in another (Mamba in float32)."""
+        assert self.output is not None
+        return self._run(self.output.body, batch, "last_hidden_state", scored).to(self.output.weight.dtype)
 
     def _run(self, module: nn.Module, batch: PackedBatch, output: str, scored: Tensor) -> Tensor:
         """The module's output at the scored slots, `[N, ...]`."""
@@ -104,7 +113,7 @@ class Scorer:
             set_shared_attention(self.base)
             values_RWD = getattr(module(**call_keywords(batch.shared)), output)
             return gather_rows(values_RWD.flatten(0, 1), batch.shared.slot_of[scored])
-        if self.layout == "packed":
+        if batch.in_one_row:
             result = module(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
             return take_rows(getattr(result, output)[0], scored)
         rows_SL = pad_tokens(batch.input_ids, batch.cu_seqlens, fill=0)

@@ -1,22 +1,27 @@
-"""When prompts are shared: what a step would cost in either layout, and whether the model can do it.
+"""The rows that a forward runs on: what a step would cost with shared prompts, and which layouts a model can run.
 
-The layout is for speed and memory only; no result depends on it.
+The layout is for speed and memory only; no result depends on it. So a layout other than padded rows is compared with
+them before its first use.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from gruppo.batch import pack, pack_shared, prompt_groups
 from gruppo.batch.shared import own_slots
 from gruppo.kernel.attention import BLOCK
-from gruppo.model.attention import refusal, set_shared_attention
+from gruppo.model.attention import refusal
 from gruppo.model.forward import Scorer
 from gruppo.types import InputFeature
 
 logger = logging.getLogger(__name__)
+
+Layout = Literal["auto", "padded", "packed", "shared"]
 
 WORTH_IT = 1.2
 """Share when the estimate says that repeating costs so many times as much."""
@@ -81,26 +86,25 @@ def rows_for(features: Sequence[InputFeature], *, hidden_size: int, is_cuda: boo
     return plan_rows(list(prompts.values()), list(completions.values()), hidden_size=hidden_size, is_cuda=is_cuda)
 
 
-def can_share(scorer: Scorer) -> bool:
-    """Can this model share prompts? Its class and config are asked first; a comparison on a few tokens decides."""
-    name = type(scorer.base).__name__
-    reason = refusal(scorer.base)
+def can_run(scorer: Scorer, layout: Literal["packed", "shared"]) -> bool:
+    """Can this model run that layout? Its class and config are asked first; a comparison with padded rows decides."""
+    reason = refusal(scorer.base) if layout == "shared" else None
     if reason is None:
-        before = scorer.base.config._attn_implementation  # type: ignore[union-attr]
-        set_shared_attention(scorer.base)
+        before = getattr(getattr(scorer.base, "config", None), "_attn_implementation", None)
         try:
-            reason = _disagreement(scorer)
-        except (TypeError, ValueError, RuntimeError) as error:
+            reason = _disagreement(scorer, layout)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             reason = f"it fails with {type(error).__name__}: {error}"
-        if reason is not None:
+        if reason is not None and layout == "shared":
             scorer.base.set_attn_implementation(before)  # type: ignore[operator]  # transformers'
     if reason is not None:
-        logger.warning("%s: prompts are not shared, since %s; the layout is padded", name, reason)
+        refused = {"packed": "sequences are not packed into one row", "shared": "prompts are not shared"}[layout]
+        logger.warning("%s: %s, since %s; the layout is padded", type(scorer.base).__name__, refused, reason)
     return reason is None
 
 
 @torch.no_grad()
-def _disagreement(scorer: Scorer) -> str | None:
+def _disagreement(scorer: Scorer, layout: Literal["packed", "shared"]) -> str | None:
     """Compare two groups in one row with their sequences in rows of their own."""
     vocabulary = scorer.base.config.get_text_config().vocab_size  # type: ignore[union-attr]
     device = next(scorer.model.parameters()).device
@@ -110,10 +114,21 @@ def _disagreement(scorer: Scorer) -> str | None:
         InputFeature(prompt_ids=tuple(tokens[3:7]), completion_ids=tuple(tokens[20:30])),
         InputFeature(prompt_ids=tuple(tokens[:9]), completion_ids=tuple(tokens[30:35])),
     ]
-    alone = scorer(pack(features).to(device))["logps"]
-    shared = scorer(pack_shared(features, multiple_of=BLOCK if device.type == "cuda" else 1).to(device))["logps"]
-    gap = float((shared - alone).abs().max())
-    half = next(scorer.model.parameters()).element_size() == 2
-    if gap <= (0.2 if half else 1e-3):
-        return None
-    return f"its log-probs differ by {gap:.2g} from those of sequences on their own"
+    padded = pack(features)
+    if layout == "packed":
+        other = replace(padded, in_one_row=True)
+    else:
+        other = pack_shared(features, multiple_of=BLOCK if device.type == "cuda" else 1)
+    logps, expected = (scorer(batch.to(device))["logps"] for batch in (other, padded))
+    return difference(logps, expected, 0.2 if is_half(scorer) else 1e-3)
+
+
+def difference(logps: Tensor, expected: Tensor, tolerance: float) -> str | None:
+    """By how much log-probs differ that should be equal; None within the tolerance."""
+    gap = float((logps - expected).abs().max())
+    return None if gap <= tolerance else f"its log-probs differ by {gap:.2g}"
+
+
+def is_half(scorer: Scorer) -> bool:
+    """Are the weights in half precision?"""
+    return next(scorer.model.parameters()).element_size() == 2

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gruppo.kernel.reference import at_least_float32
 from gruppo.kernel.rows import LogitShape
 
 BIAS_COLUMNS = 8
@@ -49,6 +50,14 @@ class OutputLayer:
         columns[:, 0] = 1
         return torch.cat([hidden, columns], dim=1)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits in float32 at least, whatever the weight is in."""
+        z = at_least_float32(hidden) @ at_least_float32(self.weight).T
+        if self.bias is not None:
+            z = z + self.bias
+        z = z * self.scale
+        return z if self.soft_cap is None else (z / self.soft_cap).tanh() * self.soft_cap
+
     def add_gradient(self, d_matrix: Tensor) -> None:
         """Add the gradient of `matrix` to the parameters it is made of."""
         width = self.weight.shape[1]
@@ -89,7 +98,8 @@ def _agrees(model: nn.Module, embeddings: nn.Linear, layer: OutputLayer) -> bool
     was_training = model.training
     model.eval()
     tokens = torch.arange(4, device=layer.weight.device)[None] % len(layer.weight)
-    product: Tensor = embeddings(layer.body(input_ids=tokens, use_cache=False).last_hidden_state)
+    hidden: Tensor = layer.body(input_ids=tokens, use_cache=False).last_hidden_state
+    product: Tensor = embeddings(hidden.to(layer.weight.dtype))
     tolerance = 2e-2 if layer.weight.element_size() == 2 else 1e-5
     same = True
     for factor in (1, 1000):

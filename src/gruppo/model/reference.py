@@ -99,7 +99,7 @@ class Reference:
         for parameter in model.parameters():
             parameter.grad = None
         policy = self.policy
-        return Scorer(model, temperature=policy.temperature, layout=policy.layout, head=policy.head)
+        return Scorer(model, temperature=policy.temperature, head=policy.head)
 
 
 def _adds_nothing(model: nn.Module) -> bool:

@@ -16,8 +16,9 @@ from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.metric import MismatchMetric, PolicyMetric
 from gruppo.model import source
 from gruppo.model.batches import Batches
-from gruppo.model.forward import HeadChoice, Layout, Scorer
+from gruppo.model.forward import HeadChoice, Scorer
 from gruppo.model.head_step import loss_and_backward
+from gruppo.model.layout import Layout
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.reference import Reference
@@ -47,8 +48,9 @@ class TransformersModel:
         tokens_per_microbatch: tokens of one forward; for memory only, no result depends on it. None: all at once.
         temperature: at which tokens were sampled and are scored.
         gradient_checkpointing: recompute activations in the backward: less memory, more time.
-        layout: "padded" rows (any attention), "packed" into one row (attention that knows boundaries), "shared" prompts
-            (each computed once per group), or "auto": shared where that is worth it, else padded.
+        layout: "padded" rows (any model), "packed" into one row (attention that takes boundaries from positions),
+            "shared" prompts (each computed once per group), or "auto": shared where that is worth it, else padded. A
+            model that scores otherwise in the layout than in padded rows runs padded, with a warning that says so.
         head: "walk" over windows of tokens without holding all logits, "plain" autograd, or "auto" by size.
         attn_implementation, revision: handed to transformers.
     """
@@ -94,8 +96,8 @@ class TransformersModel:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.version = 0
         """How many optimizer steps the weights have seen."""
-        self.scorer = Scorer(self.model, temperature=temperature, layout=layout, head=head)
-        self.batches = Batches(self.scorer)
+        self.scorer = Scorer(self.model, temperature=temperature, head=head)
+        self.batches = Batches(self.scorer, layout)
         self.loss: PolicyLoss = GRPOLoss()
         self.metrics: list[PolicyMetric] = []
         self.mismatch = MismatchMetric()

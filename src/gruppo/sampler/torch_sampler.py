@@ -1,11 +1,12 @@
-"""TorchSampler: batched decoding with a KV cache, of any transformers model, in this process.
+"""TorchSampler: batched decoding of any transformers model, in this process.
 
 Each prompt runs through the model once. Samples of a group share their row of the cache until they draw different
-tokens. When many rows have finished, the cache is cut down to those that go on.
+tokens. When many rows have finished, the cache is cut down to those that go on. A model whose cache does not give the
+trainer's log-probs decodes without one (`decoding.py`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +16,10 @@ from gruppo.errors import InputError, NumericError
 from gruppo.model.source import end_tokens_of
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.sampler.base import PromptLike, check_call, draw_numbers, token_ids
+from gruppo.sampler.decoding import CachedRows, RecomputedRows, Way, find_way
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.randomness import row_keys, uniforms
 from gruppo.types import SampledSequence, SampleResponse
-
-if TYPE_CHECKING:
-    from transformers import DynamicCache
 
 
 class TorchSampler:
@@ -45,6 +44,8 @@ class TorchSampler:
         self.on_token = on_token
         self.calls = 0
         """Calls of `sample` without a step."""
+        self.way: Way | None = None
+        """How the model decodes; None until the first call of `sample`."""
 
     is_exact = True
 
@@ -64,11 +65,31 @@ class TorchSampler:
         if step is None:
             step = self.calls
             self.calls += 1
-        keys = row_keys(params.seed, step, np.repeat(numbers, num_samples), samples)
-        rows = _Decoding(self, prompts, num_samples, keys, params).run()
-        return [
-            SampleResponse(sequences=tuple(rows[i * num_samples : (i + 1) * num_samples])) for i in range(len(batch))
-        ]
+        keys_PS = row_keys(params.seed, step, np.repeat(numbers, num_samples), samples).reshape(-1, num_samples)
+        responses: list[SampleResponse | None] = [None] * len(batch)
+        was_training = self.model.model.training
+        self.model.model.eval()
+        try:
+            for part in self._parts(prompts):
+                chosen = [prompts[i] for i in part]
+                rows = _Decoding(self, chosen, num_samples, keys_PS[part].ravel(), params).run()
+                for j, i in enumerate(part):
+                    sequences = rows[j * num_samples : (j + 1) * num_samples]
+                    responses[i] = SampleResponse(sequences=tuple(sequences))
+        finally:  # `on_token` may have raised
+            self.model.model.train(was_training)
+        return [r for r in responses if r is not None]
+
+    def _parts(self, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+        """Which prompts are decoded together: all, or those of one length."""
+        if self.way is None:  # found when it first matters: it costs some forwards where attention is not plain
+            self.way = find_way(self.model)
+        if self.way != "by length":
+            return [list(range(len(prompts)))]
+        parts: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            parts.setdefault(len(prompt), []).append(i)
+        return list(parts.values())
 
     def sync(self, model: TransformersModel) -> dict[str, float]:
         """Nothing to hand over: the model is the trainer's own."""
@@ -79,7 +100,7 @@ class TorchSampler:
 
 
 class _Decoding:
-    """One call of `sample`. `N` rows = prompts x samples; `A` of them are still active; the cache has `C` rows.
+    """Prompts decoded together. `N` rows = prompts x samples; `A` of them are still active; the cache has `C` rows.
 
     Rows that have drawn the same tokens so far share one row of the cache (`home`), until they part.
     """
@@ -93,7 +114,7 @@ class _Decoding:
         params: SamplingParams,
     ) -> None:
         self.sampler = sampler
-        self.model = sampler.model.model
+        self.rows_class = RecomputedRows if sampler.way == "recomputed" else CachedRows
         self.device = sampler.model.device
         self.params = params
         self.prompts = prompts
@@ -109,26 +130,21 @@ class _Decoding:
         self.stop_ids = np.fromiter(sampler.stop_ids, dtype=np.int64)
 
     def run(self) -> list[SampledSequence]:
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            self._decode_all()
-        finally:  # `on_token` may have raised
-            self.model.train(was_training)
+        self._decode_all()
         return self._sequences()
 
     def _decode_all(self) -> None:
-        logits_CV, cache, attention, position_C = self._prefill()
+        rows = self.rows_class(self.sampler.model, self.prompts)
         active = np.arange(len(self.tokens))
         home = active // self.num_samples
         is_shared = self.num_samples > 1
         for step in range(self.params.max_new_tokens):
-            tokens = self._draw(logits_CV, home, active, step)
+            tokens = self._draw(rows.logits_CV, home, active, step)
             going_on = ~self.stopped[active]
             if not going_on.any() or step + 1 == self.params.max_new_tokens:
                 break
             active, home, tokens = active[going_on], home[going_on], tokens[going_on]
-            num_cached, vocabulary = logits_CV.shape
+            num_cached, vocabulary = rows.logits_CV.shape
             parents, drawn, kind, parts = home, tokens, np.arange(len(home)), False
             if is_shared:
                 _, first, kind = np.unique(home * vocabulary + tokens, return_index=True, return_inverse=True)
@@ -138,54 +154,16 @@ class _Decoding:
                 if not is_shared:
                     parents, drawn, kind = home, tokens, np.arange(len(home))
             # Cutting the cache costs a copy: worth it when half of it is done, needed when rows of one home part.
-            if parts or len(parents) <= num_cached // 2:
-                keep = torch.from_numpy(parents).to(self.device)
-                cache.batch_select_indices(keep)
-                position_C = position_C[keep]
-                attention = None if attention is None else attention[keep]
-                home = kind
+            keep: np.ndarray | None = None
+            if parts or rows.is_cheap_to_cut or len(parents) <= num_cached // 2:
+                keep, home = parents, kind
             else:
                 spread = np.zeros(num_cached, dtype=np.int64)
                 spread[parents] = drawn
                 drawn, home = spread, parents[kind]
-            if attention is not None:
-                attention = torch.cat([attention, attention.new_ones(len(attention), 1)], 1)
-            position_C = position_C + 1
             if self.sampler.on_token is not None:
                 self.sampler.on_token()
-            outputs = self.model(
-                input_ids=torch.from_numpy(drawn).to(self.device)[:, None],
-                attention_mask=attention,
-                position_ids=position_C[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            logits_CV = outputs.logits[:, -1].float()
-
-    def _prefill(self) -> tuple[Tensor, "DynamicCache", Tensor | None, Tensor]:
-        """Run each prompt once, padded on the left."""
-        from transformers import DynamicCache
-
-        lengths = [len(p) for p in self.prompts]
-        longest = max(lengths)
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in self.prompts], device=self.device)
-        length_P = torch.tensor(lengths, device=self.device)
-        column_L = torch.arange(longest, device=self.device)
-        position_PL = (column_L[None] - (longest - length_P)[:, None]).clamp(min=0)
-        # Prompts of one length need no mask, and attention is faster without one.
-        attention = None
-        if min(lengths) != longest:
-            attention = (column_L[None] >= (longest - length_P)[:, None]).long()
-        cache = DynamicCache(config=self.model.config)
-        outputs = self.model(
-            input_ids=ids,
-            attention_mask=attention,
-            position_ids=position_PL,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return outputs.logits[:, -1].float(), cache, attention, length_P - 1
+            rows.advance(keep, drawn)
 
     def _draw(self, logits_CV: Tensor, home: np.ndarray, active: np.ndarray, step: int) -> np.ndarray:
         """Draw a token per active row, note it and its log-prob, and mark the rows that end."""

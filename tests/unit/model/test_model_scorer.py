@@ -250,6 +250,23 @@ def test_scoring_and_training_choose_the_same_head_at_any_size(monkeypatch: pyte
     assert routes in ([], ["score", "train"])
 
 
+@pytest.mark.parametrize("head", ["plain", "walk"])
+def test_a_body_that_ends_in_float32_meets_a_head_in_bfloat16(head: str) -> None:
+    """Mamba keeps its residuals in float32 whatever its weights are in."""
+    features = random_features(seed=8)
+    model = TransformersModel(tiny_model("mamba2").bfloat16(), device="cpu", head=head)
+    expected, _ = logps_one_by_one(tiny_model("mamba2"), features)
+    assert largest_gap(model.forward_only(features)["logps"], expected) < 0.1
+    model.forward_backward(features, advantages=[1.0, -0.5, 0.25, 2.0, -1.0, 0.5])
+    whole = TransformersModel(tiny_model("mamba2"), device="cpu", head=head)
+    whole.forward_backward(features, advantages=[1.0, -0.5, 0.25, 2.0, -1.0, 0.5])
+    ours, theirs = gradients(model.model), gradients(whole.model)
+    assert ours.keys() == theirs.keys()
+    for name in ("backbone.embeddings.weight", "backbone.layers.0.mixer.in_proj.weight"):
+        cosine = torch.cosine_similarity(ours[name].float().flatten(), theirs[name].flatten(), dim=0)
+        assert cosine > 0.99
+
+
 def test_bfloat16_weights_give_float32_logps_near_the_float32_model() -> None:
     features = random_features(seed=8)
     scored = TransformersModel(tiny_model("llama").bfloat16(), device="cpu").forward_only(features)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     CohereConfig,
@@ -88,12 +89,107 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "phi": (PhiConfig, PhiForCausalLM, {k: v for k, v in SIZES.items() if k != "head_dim"}),
 }
 
+# Further families, by the first part of their class names: plain ones, one with experts, then those whose attention
+# does not tell packed sequences apart (gpt-oss, Falcon, Bloom), then those with recurrent layers: delta rules (Qwen3.5,
+# Qwen3-Next), state spaces (Nemotron-H, Falcon-H1, Mamba, Mamba 2), a short convolution (LFM2), and a recurrence that
+# keeps its state in the model and not in a cache (RecurrentGemma).
+NO_HEAD_DIM = {k: v for k, v in SIZES.items() if k != "head_dim"}
+TOKENS: dict[str, Any] = {
+    k: SIZES[k] for k in ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA_RULE: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+STATE_SPACE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+OTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", NO_HEAD_DIM),
+    "gemma": ("Gemma", SIZES),
+    "olmo2": ("Olmo2", NO_HEAD_DIM),
+    "phi3": ("Phi3", NO_HEAD_DIM),
+    "gpt_neox": ("GPTNeoX", {k: v for k, v in NO_HEAD_DIM.items() if k != "num_key_value_heads"}),
+    "qwen3_moe": ("Qwen3Moe", SIZES | EXPERTS),
+    "gpt_oss": (
+        "GptOss",
+        SIZES
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "falcon": ("Falcon", TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}),
+    "bloom": ("Bloom", TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 2}),
+    "qwen3_5": ("Qwen3_5", SIZES | DELTA_RULE),
+    "qwen3_next": ("Qwen3Next", SIZES | DELTA_RULE | EXPERTS | {"shared_expert_intermediate_size": 16}),
+    "nemotron_h": (
+        "NemotronH",
+        {k: v for k, v in SIZES.items() if k != "num_hidden_layers"}
+        | {
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+            "time_step_min": 1e-6,  # so that it does not bite: transformers 5.19 has it in whole forwards only
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        SIZES
+        | {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "lfm2": ("Lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "mamba": ("Mamba", TOKENS | STATE_SPACE),
+    "mamba2": ("Mamba2", TOKENS | STATE_SPACE | {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8}),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        TOKENS
+        | {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "lru_width": 32,
+            "attention_window_size": 8,
+        },
+    ),
+}
+
 
 def tiny_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model in float32; `changes` are fields of its config."""
-    config_class, model_class, sizes = FAMILIES[family]
+    if family in FAMILIES:
+        config_class, model_class, sizes = FAMILIES[family]
+    else:
+        name, sizes = OTHER_FAMILIES[family]
+        text_config = getattr(transformers, f"{name}TextConfig", None)
+        config_class = text_config or getattr(transformers, f"{name}Config")
+        model_class = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(seed)
     return model_class(config_class(**(sizes | changes))).eval()
+
+
+def perturb_vectors(model: torch.nn.Module, *, seed: int = 1, size: float = 0.1) -> None:
+    """Move biases, norms and time constants away from the zeros and ones at which they start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
 
 
 def actor(family: str = "llama", *, double: bool = False, seed: int = 0, **options: Any) -> TransformersModel:
