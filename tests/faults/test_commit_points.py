@@ -23,6 +23,7 @@ def save(folder: Path, step: int, die_at: int) -> None:
     """Save a checkpoint and leave with code 9 before operation number `die_at`; with 0 if there are fewer."""
     from torch import nn
 
+    from gruppo.model.optim import MasterWeights
     from gruppo.trainer.checkpoints import save_checkpoint
 
     class Actor:
@@ -31,7 +32,8 @@ def save(folder: Path, step: int, die_at: int) -> None:
         def __init__(self) -> None:
             torch.manual_seed(step)
             self.model = nn.Linear(3, 2)
-            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            self.weights = MasterWeights(self.model)
+            self.optimizer = torch.optim.AdamW(self.weights.parameters)
             self.version = step
 
     actor: Any = Actor()

@@ -220,8 +220,6 @@ def _new_adapter(config: TrainConfig) -> "LoraSpec | None":
             )
         return None
     if not config.lora:
-        if given:
-            raise InputError(f"lora_{next(iter(given))} is for an adapter; set lora, or leave it out")
         return None
     if given.get("targets") == ("all-linear",):
         given["targets"] = "all-linear"

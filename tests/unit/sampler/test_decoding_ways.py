@@ -21,7 +21,7 @@ from gruppo.types import SampledSequence, SampleResponse
 
 # Unequal lengths; two prompts are equal, so that rows repeat.
 PROMPTS = [(5, 9, 4), (17, 30, 6, 8, 21, 3, 11), (12,), (5, 9, 4), (7, 7, 25, 14, 9)]
-PARAMS = SamplingParams(max_new_tokens=8, seed=3)
+PARAMS = SamplingParams(max_new_tokens=8, seed=3, step=0)
 
 
 def sequences(responses: list[SampleResponse]) -> list[SampledSequence]:
