@@ -18,7 +18,7 @@ class ReinforcePlusPlusAdvantage:
 
     With one reward at the end of a completion every token of it has that return, so token statistics are those of the
     rewards weighted by `lengths`; without lengths every completion counts once. Groups play no part: a group whose
-    rewards are all equal has an advantage unless the whole batch is equal.
+    rewards are all equal has an advantage unless the whole batch is equal. `ddof=1` is verl's deviation, 0 OpenRLHF's.
 
     >>> ReinforcePlusPlusAdvantage()([1.0, 0.0, 0.0], lengths=[2, 1, 1])
     tensor([ 0.8660, -0.8660, -0.8660])
@@ -60,7 +60,7 @@ class ReinforcePlusPlusBaselineAdvantage:
         c_i = r_i - mean_g,   A_i = (c_i - mean(c)) / (std(c) + eps),  mean and std over all tokens of the batch
 
     Without `lengths` every completion counts once; then mean(c) is 0, and a group without spread gets exactly 0. With
-    lengths it gets -mean(c) / std(c), as in verl and OpenRLHF.
+    lengths it gets -mean(c) / std(c), as in verl (`ddof=1`) and OpenRLHF (`ddof=0`).
 
     >>> ReinforcePlusPlusBaselineAdvantage()([1.0, 0.0, 1.0, 1.0], num_generations=2)
     tensor([ 1.2247, -1.2247,  0.0000,  0.0000])

@@ -3,13 +3,17 @@
 `--recipe NAME` and `--config FILE` give the defaults of a run, the file over the recipe.
 """
 
+import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 
 from gruppo.errors import InputError
 from gruppo.trainer.config import REFUSED, TrainConfig, read_yaml
+
+if TYPE_CHECKING:
+    from gruppo.recipes import Recipe
 
 T = TypeVar("T")
 
@@ -28,24 +32,33 @@ def parse(kind: type[T], arguments: Sequence[str], *, verb: str, description: st
 
 
 def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: dict[str, Any]) -> TrainConfig:
-    """A TrainConfig: flags over the config file over the recipe over the verb's preset over the defaults."""
+    """A TrainConfig: flags over the config file over the recipe over the verb's preset over the defaults.
+
+    What the recipe leaves to the user and nobody has set is said on stderr.
+    """
     words, path = take_value(list(arguments), "--config")
     words, name = take_value(words, "--recipe", "a name")
-    for word in words:
-        flag = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and flag in REFUSED:
-            raise InputError(f"{word.partition('=')[0]} is refused: {REFUSED[flag]}")
-    values = preset | _recipe_values(name) | (read_yaml(path) if path else {})
+    flags = {w.partition("=")[0].removeprefix("--").replace("-", "_") for w in words if w.startswith("--")}
+    for flag in sorted(flags & REFUSED.keys()):
+        raise InputError(f"--{flag.replace('_', '-')} is refused: {REFUSED[flag]}")
+    chosen = _find_recipe(name)
+    file = read_yaml(path) if path else {}
+    values = preset | (chosen.values if chosen else {}) | file
     default = TrainConfig.read(values, where=path or verb)
-    return parse(TrainConfig, words, verb=verb, description=description, default=default)
+    config = parse(TrainConfig, words, verb=verb, description=description, default=default)
+    if chosen:
+        reminder = chosen.reminder(preset.keys() | file.keys() | flags)
+        if reminder:
+            print(reminder, file=sys.stderr)
+    return config
 
 
-def _recipe_values(name: str | None) -> dict[str, Any]:
+def _find_recipe(name: str | None) -> "Recipe | None":
     if name is None:
-        return {}
+        return None
     from gruppo.recipes import recipe
 
-    return recipe(name).values
+    return recipe(name)
 
 
 def take_value(words: list[str], flag: str, what: str = "a file name") -> tuple[list[str], str | None]:

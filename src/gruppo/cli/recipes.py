@@ -1,5 +1,6 @@
 """`gruppo recipes`: what papers trained with, as options of a run."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,10 @@ def recipes(arguments: Sequence[str]) -> int:
     from gruppo.recipes import RECIPES, recipe
 
     if given.name:
-        print(recipe(given.name).to_yaml(), end="")
+        chosen = recipe(given.name)
+        print(chosen.to_yaml(), end="")
+        if chosen.reminder():
+            print(chosen.reminder(), file=sys.stderr)
         return 0
     longest = max(map(len, RECIPES))
     for name, entry in RECIPES.items():

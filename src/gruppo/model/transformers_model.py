@@ -91,7 +91,7 @@ class TransformersModel:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         nn.Module.to(model, self.device)
         self.model = model.train(gradient_checkpointing)  # transformers checkpoints in train mode only
-        self.lora = lora_of(model)
+        self.lora = lora or lora_of(model)
         """The adapter that trains; None: all weights."""
         self.tokens_per_microbatch = tokens_per_microbatch
         self.version = 0

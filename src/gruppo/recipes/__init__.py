@@ -8,7 +8,8 @@
     gruppo train --recipe dapo --data ...      its options below those of --config and below flags
 
 To add one, enter a `Recipe` in `book.py` and a row in `docs/recipes.md`. An option stands under `stated` only if the
-source says it.
+source says it, under `chosen` only if the source leaves it open. What must fit the data, such as the token limit, is
+`yours` unless the source has it.
 """
 
 import difflib

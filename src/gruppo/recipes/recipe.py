@@ -1,6 +1,6 @@
 """Recipe: the configuration of a published run, with where each value comes from."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -25,12 +25,16 @@ class Recipe:
     """Options that the source states."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """Options that it leaves open, and that are chosen here."""
+    yours: tuple[str, ...] = ()
+    """Options that stay at their default and should not: the source leaves them open, and they must fit the data."""
     differs: tuple[str, ...] = ()
     """What the paper did otherwise, one sentence each."""
 
     def __post_init__(self) -> None:
         twice = self.stated.keys() & self.chosen.keys()
         assert not twice, f"{self.name}: {sorted(twice)} both stated and chosen"
+        set_and_open = self.values.keys() & set(self.yours)
+        assert not set_and_open, f"{self.name}: {sorted(set_and_open)} both set and left to the user"
         object.__setattr__(self, "stated", MappingProxyType(dict(self.stated)))
         object.__setattr__(self, "chosen", MappingProxyType(dict(self.chosen)))
 
@@ -47,8 +51,18 @@ class Recipe:
         """The complete configuration; `own` options win."""
         return TrainConfig.read(self.values | own, where=f"recipe {self.name}")
 
+    def reminder(self, given: Collection[str] = ()) -> str:
+        """A sentence on the options of `yours` that are not `given`; empty where none is left.
+
+        >>> from gruppo.recipes import recipe
+        >>> recipe("gspo").reminder()
+        'recipe gspo leaves max_new_tokens (256 here) to you'
+        """
+        left = [f"{name} ({TrainConfig.model_fields[name].default} here)" for name in self.yours if name not in given]
+        return f"recipe {self.name} leaves {', '.join(left)} to you" if left else ""
+
     def to_yaml(self) -> str:
-        """A config file with these options; the reader's own lines may follow."""
+        """A config file with these options, and those that are left to the user as comments."""
         import yaml
 
         lines = [f"# {self.title}", f"# {self.reference}; {self.source}"]
@@ -57,4 +71,7 @@ class Recipe:
             if values:
                 plain = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
                 lines += ["", f"# {heading}", yaml.safe_dump(plain, sort_keys=False).rstrip()]
+        if self.yours:
+            lines += ["", "# left to you"]
+            lines += [f"# {name}: {TrainConfig.model_fields[name].default}" for name in self.yours]
         return "\n".join(lines) + "\n"

@@ -33,4 +33,6 @@ def adapter_options(model_id: str, lora: LoraSpec | None) -> dict[str, Any]:
     if lora is None:
         return {}
     targets = source.linear_layers(model_id) if lora.targets == "all-linear" else lora.targets
-    return {"lora_rank": lora.rank, "lora_targets": tuple([targets] if isinstance(targets, str) else targets)}
+    # vLLM goes by the last part of a name; PEFT also knows layers by their whole one.
+    names = {name.rpartition(".")[2] for name in ([targets] if isinstance(targets, str) else targets)}
+    return {"lora_rank": lora.rank, "lora_targets": tuple(sorted(names))}

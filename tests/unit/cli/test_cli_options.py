@@ -139,7 +139,8 @@ def test_the_help_of_train_explains_every_option(capsys: pytest.CaptureFixture[s
 def test_filters_of_the_vocabulary_are_refused_with_the_reason(words: list[str]) -> None:
     with pytest.raises(InputError) as error:
         parse_run(words, verb="train", description="", preset={})
-    assert str(error.value).startswith(f"{words[0].partition('=')[0]} is refused: training draws from the whole vocab")
+    flag = words[0].partition("=")[0].replace("_", "-")
+    assert str(error.value).startswith(f"{flag} is refused: training draws from the whole vocabulary")
     assert "use temperature" in str(error.value)
 
 

@@ -11,11 +11,14 @@ from gruppo.loss import (
     DPPOKLLoss,
     DPPOTVLoss,
     GRPOLoss,
+    KeepWithin,
+    KLCovLoss,
     MaskedWeight,
     OffPolicySequenceMask,
     PolicyLoss,
     TruncatedWeight,
     VESPOLoss,
+    token_mean,
 )
 from gruppo.loss.level import CorrectedSum
 from gruppo.metric import metric_for
@@ -114,6 +117,39 @@ def test_dppo_over_the_sampler_gets_no_second_weight_in_a_run() -> None:
 
     loss = build_loss(TrainConfig(loss="dppo_tv", sampler="vllm", loss_options={"anchor": "sampler"}))
     assert loss.correction is None and "sampler_logps" in loss.needs
+
+
+def test_kl_cov_is_plain_policy_gradient_where_the_ratio_is_1() -> None:
+    # Three tokens, A = 2: d/dlogp of -r A / 3 is -2/3; of 50 |log r| / 3 it is 0 at r = 1 and 50/3 at r = e^0.1.
+    loss = KLCovLoss(share=1.0, coef=50.0)
+    logps = torch.tensor([[-1.0, -2.0, -0.5]], dtype=torch.float64, requires_grad=True)
+    for move, expected in ((0.0, -2 / 3), (0.1, (50 - 2 * math.exp(0.1)) / 3)):
+        call = {"advantages": [2.0], "old_logps": logps.detach() - move}
+        (grad,) = torch.autograd.grad(loss({"labels": LABELS}, {"logps": logps}, **call).loss, logps)
+        assert grad.flatten().tolist() == pytest.approx([expected] * 3, rel=1e-9)
+
+
+def test_logits_give_entropies_only_where_there_are_no_logps() -> None:
+    logits = torch.zeros(1, 3, 4, dtype=torch.float64)  # four tokens, all as likely: entropy log 4
+    loss = GRPOLoss(entropy_coef=0.5)
+    out = loss({"labels": LABELS}, {"logits": logits}, advantages=[1.0])
+    assert out.terms["entropy"].item() == pytest.approx(math.log(4), rel=1e-12)
+    with pytest.raises(InputError, match="needs entropies, got None"):
+        loss({"labels": LABELS}, {"logits": logits, "logps": -torch.ones(1, 3)}, advantages=[1.0])
+
+
+def test_verls_bounds_on_k1_are_those_of_one_over_rho() -> None:
+    # verl keeps log low <= -log rho <= log high. Between 0.5 and 4: rho from 0.25 to 2.
+    low, high, rho = 0.5, 4.0, torch.tensor([[0.2, 0.3, 1.0, 1.9, 3.0]], dtype=torch.float64)
+    labels, logps = torch.ones(1, 5, dtype=torch.int64), torch.full((1, 5), -1.0, dtype=torch.float64)
+    call = {"advantages": [1.0], "sampler_logps": logps - rho.log()}
+    verls = [math.log(low) <= -math.log(r) <= math.log(high) for r in rho.flatten().tolist()]
+    for bounds, kept in (((1 / high, 1 / low), verls), ((low, high), [False, False, True, True, True])):
+        policy = logps.clone().requires_grad_()
+        loss = PolicyLoss(aggregate=token_mean, correction=KeepWithin(*bounds))
+        loss({"labels": labels}, {"logps": policy}, **call).loss.backward()
+        assert policy.grad is not None and (policy.grad != 0).flatten().tolist() == kept
+    assert verls == [False, True, True, True, False]
 
 
 def test_rejected_counts_the_tokens_that_masks_leave_out() -> None:

@@ -17,7 +17,7 @@ class DPPOTVLoss(NamedLoss):
     """Divergence PPO by total variation, arXiv:2602.04879: probabilities may move by `region`, ratios by any.
 
     `anchor="sampler"` takes ratio and region over the sampler's own log-probs, which is the authors' form; "old" takes
-    them over the trainer's, which is their ablation with recomputed log-probs and verl's form.
+    both over the trainer's, which is verl's form. (The authors' ablation takes the region alone over the trainer's.)
     """
 
     paper = "arXiv:2602.04879"
