@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-PACKAGES = ("advantage", "batch", "distributed", "kernel", "loss", "metric")
+PACKAGES = ("advantage", "batch", "parallel", "kernel", "loss", "metric")
 
 
 def modules():

@@ -249,6 +249,10 @@ class PolicyLoss:
         known = aligned.totals if totals is None else totals
         return surveyed(self, replace(aligned, totals=known)).totals if self.surveys else known
 
+    def surveyed(self, inputs: LossInputs) -> LossInputs:
+        """The inputs of a whole step, whose totals hold what the parts must know of it."""
+        return surveyed(self, inputs) if self.surveys else inputs
+
     def compute(self, inputs: LossInputs) -> LossOutput:
         """The loss of aligned inputs."""
         self.check_needs(inputs)

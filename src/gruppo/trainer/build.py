@@ -18,6 +18,7 @@ from gruppo.reward.shape import RewardShape
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig, read_sampler
+from gruppo.trainer.learner import Learner
 from gruppo.trainer.rollout import RolloutSource
 from gruppo.trainer.state import EntropyBonus, RewardKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
@@ -295,6 +296,16 @@ def build_state(config: TrainConfig, model: "TransformersModel", num_prompts: in
         kl=RewardKL(config.kl_in_reward, config.kl_target, config.kl_horizon),
         entropy=EntropyBonus(config.entropy_coef, rule),
         reference=model.reference() if config.ref_every else None,
+    )
+
+
+def build_learner(config: TrainConfig, model: "TransformersModel") -> Learner:
+    return Learner(
+        model=model,
+        epochs=config.epochs_per_batch,
+        minibatches=config.minibatches,
+        max_grad_norm=config.max_grad_norm,
+        mask_truncated=config.mask_truncated,
     )
 
 

@@ -60,7 +60,7 @@ class RunConsole:
             for rollout in ordered[:1] + ordered[1:][-1:]:
                 table.add_row(
                     visible(group.prompt.text),
-                    visible(rollout.sequence.text),
+                    visible(rollout.trajectory.text),
                     "-" if rollout.reward is None else f"{rollout.reward:g}",
                     f"{rollout.advantage:+.2f}",
                 )

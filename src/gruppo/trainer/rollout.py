@@ -160,14 +160,14 @@ def score(
     )
     rollouts = iter([
         Rollout(
-            sequence=sequence,
+            trajectory=trajectory,
             reward=result.totals[i],
             rewards={name: values[i] for name, values in result.values.items()},
             correct=result.correct[i],
             extras={name: values[i] for name, values in result.extras.items()},
             errors={name: reasons[i] for name, reasons in result.failures.items() if i in reasons},
         )
-        for i, sequence in enumerate(sequences)
+        for i, trajectory in enumerate(sequences)
     ])  # fmt: skip
     groups = [
         Group(prompt=prompt, rollouts=tuple(next(rollouts) for _ in response.sequences))
@@ -181,12 +181,12 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [r for g in groups for r in g.rollouts]
     if not rollouts:
         return {}
-    sequences = [r.sequence for r in rollouts]
+    sequences = [r.trajectory for r in rollouts]
     lengths = sorted(len(s.tokens) for s in sequences)
     ids = [i for i, g in enumerate(groups) for _ in g.rollouts]
     has_spread = Groups.read([r.reward for r in rollouts], 1, ids, "group").has_spread().tolist()
     right = [[r.correct for r in g.rollouts] for g in groups]
-    tokens = [(-logp if s.entropies is None else s.entropies[t]) for s in sequences for t, logp in enumerate(s.logps)]
+    tokens = [e for s in sequences for e in (s.entropies or [-logp for logp in s.logps or ()])]
     return {
         "group/zero_std_frac": has_spread.count(False) / len(groups),
         "group/all_right_frac": sum(all(flags) for flags in right) / len(groups),

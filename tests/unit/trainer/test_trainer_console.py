@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from gruppo.trainer.console import RunConsole, readable_time, step_line, visible
-from gruppo.types import Group, Prompt, Rollout, SampledSequence
+from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 METRICS = {
     "reward/mean": 0.4375,
@@ -69,9 +69,9 @@ def test_visible_text_shows_line_ends_and_is_not_endless() -> None:
 
 
 def hostile_groups() -> list[Group]:
-    sequence = SampledSequence(prompt_ids=(1,), tokens=(3,), logps=(-1.0,), text=HOSTILE, stop_reason="stop")
+    sequence = Trajectory(prompt=Prompt(token_ids=(1,)), tokens=(3,), logps=(-1.0,), text=HOSTILE, stop_reason="stop")
     prompt = Prompt(token_ids=(1,), text=HOSTILE)
-    rollouts = (Rollout(sequence=sequence, reward=1.0), Rollout(sequence=sequence, reward=None, advantage=-0.5))
+    rollouts = (Rollout(trajectory=sequence, reward=1.0), Rollout(trajectory=sequence, reward=None, advantage=-0.5))
     return [Group(prompt=prompt, rollouts=rollouts)]
 
 

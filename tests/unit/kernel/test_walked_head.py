@@ -9,8 +9,9 @@ import math
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from walked_head import walked_logps_and_entropy
 
-from gruppo.kernel import chunked_linear_logps_and_entropy, head, linear_logps_and_entropy
+from gruppo.kernel import head, linear_logps_and_entropy
 
 D = 8
 
@@ -40,7 +41,7 @@ def run(function, hidden, weight, labels, temperature=1.0):
 
 
 def assert_agrees(case, temperature=1.0, tolerance=1e-12):
-    got, expected = (run(f, *case, temperature) for f in (chunked_linear_logps_and_entropy, linear_logps_and_entropy))
+    got, expected = (run(f, *case, temperature) for f in (walked_logps_and_entropy, linear_logps_and_entropy))
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -59,9 +60,7 @@ def test_agrees_for_few_tokens(monkeypatch, num_tokens):
 
 def test_all_masked_gives_zeros_and_no_gradient():
     hidden, weight, _ = random_case(6, 5)
-    logps, entropy, grad_hidden, grad_weight = run(
-        chunked_linear_logps_and_entropy, hidden, weight, torch.full((6,), -100)
-    )
+    logps, entropy, grad_hidden, grad_weight = run(walked_logps_and_entropy, hidden, weight, torch.full((6,), -100))
     for x in (logps, entropy, grad_hidden, grad_weight):
         assert torch.equal(x, torch.zeros_like(x))
 
@@ -69,7 +68,7 @@ def test_all_masked_gives_zeros_and_no_gradient():
 def test_rows_of_a_padded_batch_keep_their_shape(monkeypatch):
     hold_rows(monkeypatch, 4, 11)
     hidden, weight, labels = random_case(15, 11)
-    got = run(chunked_linear_logps_and_entropy, hidden.view(3, 5, D), weight, labels.view(3, 5))
+    got = run(walked_logps_and_entropy, hidden.view(3, 5, D), weight, labels.view(3, 5))
     assert got[0].shape == (3, 5)
     expected = run(linear_logps_and_entropy, hidden.view(3, 5, D), weight, labels.view(3, 5))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
@@ -79,7 +78,7 @@ def test_gradient_agrees_with_finite_differences(monkeypatch):
     hold_rows(monkeypatch, 2, 7)
     hidden, weight, labels = random_case(5, 7)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda h, w: chunked_linear_logps_and_entropy(h, w, labels, 0.7), leaves)
+    assert torch.autograd.gradcheck(lambda h, w: walked_logps_and_entropy(h, w, labels, 0.7), leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -89,7 +88,7 @@ def test_agrees_for_extreme_logits(monkeypatch, scale, dtype):
     hold_rows(monkeypatch, 2, 3)
     weight = scale * torch.tensor([[1.0, -1.0, 1.0, 1.0], [-1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, -1.0, 1.0]])
     case = torch.eye(4, dtype=dtype), weight.to(dtype), torch.tensor([0, 0, 1, 2])
-    got = run(chunked_linear_logps_and_entropy, *case)
+    got = run(walked_logps_and_entropy, *case)
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-12}[dtype]
     assert got[0].tolist() == pytest.approx([0.0, -2 * scale, -math.log(2), -math.log(3)], rel=tolerance)
     assert got[1].tolist() == pytest.approx([0.0, 0.0, math.log(2), math.log(3)], rel=tolerance)
@@ -105,7 +104,7 @@ def test_agrees_in_float32(monkeypatch):
 def test_narrow_inputs_are_computed_in_float32(monkeypatch, dtype):
     hold_rows(monkeypatch, 5, 257)
     hidden, weight, labels = random_case(33, 257, dtype)
-    logps, entropy, grad_hidden, grad_weight = run(chunked_linear_logps_and_entropy, hidden, weight, labels)
+    logps, entropy, grad_hidden, grad_weight = run(walked_logps_and_entropy, hidden, weight, labels)
     wide = run(linear_logps_and_entropy, hidden.float(), weight.float(), labels)
     assert (logps.dtype, entropy.dtype, grad_hidden.dtype, grad_weight.dtype) == (torch.float32,) * 2 + (dtype,) * 2
     torch.testing.assert_close([logps, entropy], wide[:2], rtol=1e-5, atol=1e-5)
@@ -118,7 +117,7 @@ def test_log_probs_alone_have_the_gradient_of_the_reference(monkeypatch):
     hold_rows(monkeypatch, 4, 11)
     hidden, weight, labels = random_case(9, 11)
     grads = []
-    for function in (chunked_linear_logps_and_entropy, linear_logps_and_entropy):
+    for function in (walked_logps_and_entropy, linear_logps_and_entropy):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         grads.append(torch.autograd.grad(function(*leaves, labels)[0].sum(), leaves))
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
@@ -127,7 +126,7 @@ def test_log_probs_alone_have_the_gradient_of_the_reference(monkeypatch):
 def test_a_frozen_weight_gets_no_gradient():
     hidden, weight, labels = random_case(9, 11)
     hidden.requires_grad_()
-    chunked_linear_logps_and_entropy(hidden, weight, labels)[0].sum().backward()
+    walked_logps_and_entropy(hidden, weight, labels)[0].sum().backward()
     reference = hidden.detach().clone().requires_grad_()
     linear_logps_and_entropy(reference, weight, labels)[0].sum().backward()
     assert weight.grad is None
@@ -137,7 +136,7 @@ def test_a_frozen_weight_gets_no_gradient():
 def test_frozen_hidden_states_get_no_gradient():
     hidden, weight, labels = random_case(9, 11)
     weight.requires_grad_()
-    chunked_linear_logps_and_entropy(hidden, weight, labels)[0].sum().backward()
+    walked_logps_and_entropy(hidden, weight, labels)[0].sum().backward()
     reference = weight.detach().clone().requires_grad_()
     linear_logps_and_entropy(hidden, reference, labels)[0].sum().backward()
     assert hidden.grad is None
@@ -175,14 +174,14 @@ def largest_tensor(function, num_tokens, vocabulary, frozen_weight=False):
 def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch, num_tokens):
     vocabulary, chunk = 2048, 16 * 2048
     hold_rows(monkeypatch, 16, vocabulary, torch.float32)
-    assert largest_tensor(chunked_linear_logps_and_entropy, num_tokens, vocabulary) == chunk
+    assert largest_tensor(walked_logps_and_entropy, num_tokens, vocabulary) == chunk
 
 
 def test_a_frozen_weight_costs_no_memory_for_its_gradient(monkeypatch):
     vocabulary = 2048
     hold_rows(monkeypatch, 1, vocabulary, torch.float32)  # one row, smaller than the weight
-    assert largest_tensor(chunked_linear_logps_and_entropy, 64, vocabulary, frozen_weight=True) == vocabulary
-    assert largest_tensor(chunked_linear_logps_and_entropy, 64, vocabulary) == vocabulary * D
+    assert largest_tensor(walked_logps_and_entropy, 64, vocabulary, frozen_weight=True) == vocabulary
+    assert largest_tensor(walked_logps_and_entropy, 64, vocabulary) == vocabulary * D
 
 
 def test_the_count_sees_the_full_logits_of_the_reference():

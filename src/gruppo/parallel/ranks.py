@@ -1,6 +1,12 @@
-"""Reductions over the groups of a mesh, or over none when a run has one process."""
+"""Ranks: processes that share a step, and reductions over the groups of a mesh, or over none in a run of one process.
 
-from typing import TYPE_CHECKING
+Every rank holds the whole step and plans it alike; the micro-batches are dealt out. All ranks run the same number of
+forwards and backwards, idle ones included, because the collectives of a sharded model wait for all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,6 +15,37 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a process group; one process alone without a group."""
+
+    group: "ProcessGroup | None" = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def world(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def deal(self, items: Sequence[T], idle: T) -> list[T]:
+        """This rank's share of the items, as many on every rank; `idle` where there are too few.
+
+        >>> Ranks().deal(["a", "b", "c"], "idle")
+        ['a', 'b', 'c']
+        """
+        share = list(items[self.rank :: self.world])
+        return share + [idle] * (-(-len(items) // self.world) - len(share))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        return values if self.group is None else sum_over([self.group], values)
 
 
 def groups_of(device_mesh: "DeviceMesh | None", process_group: "ProcessGroup | None") -> list["ProcessGroup"]:

@@ -1,4 +1,4 @@
-"""The head for few logits: all of them at once, with the probabilities kept for the backward."""
+"""Log-probs from few logits: all of them at once, with the probabilities kept for the backward."""
 
 import torch
 from torch import Tensor
@@ -6,14 +6,14 @@ from torch import Tensor
 from gruppo.kernel.reference import at_least_float32
 
 
-def whole_logps_and_entropy(
+def dense_logps_and_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The numbers and gradients of `reference.linear_logps_and_entropy`, all tokens scored, in half the passes."""
-    return _WholeHead.apply(hidden_ND, weight_VD, labels_N, temperature)  # type: ignore[return-value]
+    return _Dense.apply(hidden_ND, weight_VD, labels_N, temperature)  # type: ignore[return-value]
 
 
-class _WholeHead(torch.autograd.Function):
+class _Dense(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, temperature):
         ctx.set_materialize_grads(False)  # without an entropy bonus no gradient comes back to the entropies

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gruppo.batch.shared import SharedPrompts
-from gruppo.kernel.attention import shared_attention
+from gruppo.batch import SharedPrompts
+from gruppo.kernel.shared_prompt_attention import shared_attention
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def attend(
 
 
 def refusal(model: nn.Module) -> str | None:
-    """Why this model cannot share prompts, judged by its class and config; None when nothing speaks against it."""
+    """Why this model cannot share prompts, judged by its class and config; None if there is no objection."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "_can_set_attn_implementation"):
         return "it is not a model of transformers"

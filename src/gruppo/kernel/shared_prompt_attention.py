@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gruppo.batch.shared import SharedPrompts
+from gruppo.batch import SharedPrompts
 
 Route = Literal["mask", "flex"]
 

@@ -1,15 +1,15 @@
-"""The head as an autograd function, for a loss that is taken somewhere else."""
+"""The head as an autograd function, so that tests can compare it with the reference under any loss."""
 
 import torch
 from torch import Tensor
 
 from gruppo.batch.segments import IGNORE_INDEX
+from gruppo.kernel.chunk_ops import LogitShape
 from gruppo.kernel.head import Head
 from gruppo.kernel.reference import check_head, check_temperature
-from gruppo.kernel.rows import LogitShape
 
 
-def chunked_linear_logps_and_entropy(
+def walked_logps_and_entropy(
     hidden: Tensor,  # [..., D]
     weight: Tensor,  # [V, D]
     labels: Tensor,  # [...] int64, -100 is not scored
@@ -23,11 +23,11 @@ def chunked_linear_logps_and_entropy(
     check_temperature(temperature)
     scored = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
     hidden_ND = hidden.reshape(-1, hidden.shape[-1])[scored]
-    logps_N, entropy_N = _ChunkedHead.apply(hidden_ND, weight, labels.reshape(-1)[scored], temperature)  # type: ignore[misc]
+    logps_N, entropy_N = _WalkedHead.apply(hidden_ND, weight, labels.reshape(-1)[scored], temperature)  # type: ignore[misc]
     return _scatter(logps_N, scored, labels), _scatter(entropy_N, scored, labels)
 
 
-class _ChunkedHead(torch.autograd.Function):
+class _WalkedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, temperature):
         ctx.head = Head(weight_VD.detach(), shape=LogitShape(temperature=temperature))
