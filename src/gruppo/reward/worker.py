@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gruppo.errors import GruppoError
+from gruppo.imports import import_object
 from gruppo.reward.call import Reply, call_reward, short_traceback
-from gruppo.reward.load import import_object
 
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a worker write its Python stack to stderr, even in the middle of a C call."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import InputError
+from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.metric import metric_for
 from gruppo.model.source import context_length, holds_adapter
 from gruppo.reward import RewardPool, load_reward
-from gruppo.reward.load import import_object
 from gruppo.reward.shape import RewardShape
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
