@@ -6,7 +6,6 @@ to the terminal.
 """
 
 import json
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from gruppo.errors import GruppoError
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
 from gruppo.task.load import resolve_source
 from gruppo.task.prompts import PromptSet, Template, load_prompts
+from gruppo.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,18 +79,6 @@ def check_data(
         _print(console, section)
     is_bad = any(not isinstance(row, TooLongRow) for row in dropped)
     return 2 if is_bad and on_bad_row == "fail" else 0
-
-
-def escape_controls(text: str) -> str:
-    r"""Text that is safe on a terminal: control and format characters as `\x1b`, new lines and tabs kept."""
-    return "".join(
-        character
-        if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co")
-        else f"\\x{ord(character):02x}"
-        if ord(character) < 256
-        else f"\\u{ord(character):04x}"
-        for character in text
-    )
 
 
 def _summary(rows: Rows, dropped: Sequence[DroppedRow]) -> list[tuple[str, str]]:
@@ -173,7 +161,7 @@ def _print(console: "Console", section: Section) -> None:
 
 def _printable(console: "Console", text: str) -> str:
     """Safe, and within what the output can encode: a log in ASCII must not end the report."""
-    return escape_controls(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
+    return printable(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def _plain(prompt: Any) -> str:

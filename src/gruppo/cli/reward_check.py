@@ -17,6 +17,7 @@ from rich.text import Text
 from gruppo.errors import GruppoError, InputError
 from gruppo.reward import ErrorBudget, RewardPool, RewardResult, load_reward
 from gruppo.reward.combine import statistics
+from gruppo.text import printable
 
 _HUGE = "1 + 1 = 2, <think> \\boxed{ and so on. " * 2700
 _JUNK = "\u202e\u0000\u001b[2J\ud800 \U0001f9ee ４２ Z\u0351\u036b\u0343 [/red] </script> "
@@ -191,5 +192,4 @@ def _show(console: Console, spec: str, num_rows: int, trials: Sequence[_Trial]) 
 
 def _say(console: Console, text: str, style: str = "") -> None:
     # A traceback may quote model text: no control characters to the terminal, no markup.
-    shown = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
-    console.print(Text(shown, style=style), soft_wrap=True)
+    console.print(Text(printable(text), style=style), soft_wrap=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import InputError
-from gruppo.reward.verifier import completion_text
+from gruppo.text import completion_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import InputError
+from gruppo.text import completion_text, text_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +58,6 @@ def column_values(verifier: Any, columns: Mapping[str, Any], name: str) -> Seque
     return columns[name]
 
 
-def completion_text(completion: Any) -> str:
-    """The text of a completion, be it a string or a list of messages (then of the last one)."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1].get("content") if completion else ""
-    if isinstance(content, list):  # parts of a multimodal message
-        return "".join(part.get("text", "") for part in content if isinstance(part, dict))
-    return content or ""
-
-
 def without_thoughts(text: str) -> str | None:
     """The answer: what stands after the last `</think>`, up to a `<think>` that is never closed.
 
@@ -77,14 +68,3 @@ def without_thoughts(text: str) -> str | None:
     """
     answer, opened, _ = text.rpartition("</think>")[2].partition("<think>")
     return None if opened and not answer.strip() else answer
-
-
-def text_inside(text: str, tag: str) -> str | None:
-    """What stands in the last `<tag>...</tag>`, or None.
-
-    >>> text_inside("<answer>1</answer> no, <answer>2</answer>", "answer")
-    '2'
-    """
-    end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
-    return text[start + len(tag) + 2 : end] if start >= 0 else None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gruppo.cli.data_check import check_data, escape_controls
+from gruppo.cli.data_check import check_data
 
 
 def report(source: Any, *, terminal: bool = False, **options: Any) -> tuple[int, str]:
@@ -131,7 +131,3 @@ def test_a_terminal_gets_tables() -> None:
 def test_long_text_is_shortened_with_a_count() -> None:
     _, text = report([{"prompt": "x" * 1000}])
     assert "x" * 600 + " ... (400 more characters)" in text
-
-
-def test_new_lines_stay_and_surrogates_do_not() -> None:
-    assert escape_controls("a\n\tb\ud800\x9b") == "a\n\tb\\ud800\\x9b"
