@@ -12,12 +12,10 @@ from typing import Any
 from gruppo.errors import InputError, require
 from gruppo.imports import did_you_mean, import_name, import_object
 from gruppo.reward.base import Reward, name_of, parameters_of
-from gruppo.reward.format import TagFormat, ThinkFormat
 from gruppo.reward.length import LengthPenalty, SoftOverlong
-from gruppo.reward.match import ExactMatch, NormalizedMatch
-from gruppo.reward.math import MathMatch
+from gruppo.reward.math_equal import MathMatch
 from gruppo.reward.number import NumberMatch
-from gruppo.reward.pattern import PatternMatch
+from gruppo.reward.verifiers import ExactMatch, NormalizedMatch, PatternMatch, TagFormat, ThinkFormat
 
 BUILTIN: dict[str, Callable[..., Any]] = {
     "exact_match": ExactMatch,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 
-from gruppo.reward.verifier import Verifier
+from gruppo.reward.verifiers import Verifier
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 # TeX takes one digit where braces are absent: \frac12 is 1/2.

@@ -13,8 +13,7 @@ from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.metric import metric_for
 from gruppo.model.source import context_length, holds_adapter
-from gruppo.reward import RewardPool, load_reward
-from gruppo.reward.shape import RewardShape
+from gruppo.reward import RewardPool, RewardShape, load_reward
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig, read_sampler

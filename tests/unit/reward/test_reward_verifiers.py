@@ -18,8 +18,7 @@ from gruppo.reward import (
     tag_format,
     think_format,
 )
-from gruppo.reward.match import normalize
-from gruppo.reward.verifier import without_thoughts
+from gruppo.reward.verifiers import normalize, without_thoughts
 
 
 def message(text):
