@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from gruppo.errors import InputError, RewardError
-from gruppo.reward import ErrorBudget, RewardPool, child, load_reward
+from gruppo.reward import RewardScorer, load_reward, outcome, workers
 
 HOSTILE = Path(__file__).parents[1] / "unit" / "reward"
 PROMPTS = ["p"] * 4 + ["q"] * 4
@@ -31,7 +31,7 @@ def hostile(monkeypatch):
 
 def pool(*names, **kwargs):
     settings = {"workers": 1, "deadline_s": 0.8, "failure_score": -1.0, **kwargs}
-    return RewardPool([f"hostile_rewards:{name}" for name in names], **settings)
+    return RewardScorer([f"hostile_rewards:{name}" for name in names], **settings)
 
 
 def is_running(pid):
@@ -131,12 +131,10 @@ def test_hanging_on_everything_at_step_0_stops_early():
         assert time.monotonic() - start < 10.0  # 64 completions one after the other would take longer
 
 
-def test_many_dead_workers_stop_the_run():
-    budget = ErrorBudget(step_fraction=0.1, grace=3)
-    with (
-        pool("exits", error_budget=budget) as rewards,
-        pytest.raises(RewardError, match="exit code 3"),
-    ):
+def test_many_dead_workers_stop_the_run(monkeypatch):
+    monkeypatch.setattr(outcome, "_MAX_FAILED_STEP", 0.1)
+    monkeypatch.setattr(outcome, "_FREE_FAILURES", 3)
+    with pool("exits") as rewards, pytest.raises(RewardError, match="exit code 3"):
         rewards.score(PROMPTS, ["bad"] * 8, step=5)
 
 
@@ -212,7 +210,7 @@ def test_groups_are_not_torn_between_workers():
 def test_messages_columns_and_instances_reach_a_worker():
     chat = [{"role": "user", "content": "1+1="}]
     scaled = load_reward("hostile_rewards:Scaled", factor=2.0)
-    with RewardPool([scaled, "hostile_rewards:named_lambda"]) as rewards:
+    with RewardScorer([scaled, "hostile_rewards:named_lambda"]) as rewards:
         assert rewards.score(["p"], ["abc"]).totals == [8.0]
     with pool("length", "with_answer") as rewards:
         assert rewards.score([chat], ["abc"], columns={"answer": ["x"]}).values["length"] == [3.0]
@@ -230,14 +228,14 @@ def test_what_a_worker_logs_comes_back_in_order():
 def test_math_match_runs_in_a_worker_and_a_catastrophic_pattern_is_killed():
     pytest.importorskip("math_verify")
     pattern = load_reward("pattern_match", pattern=r"(\s*\w+\s*)*$")
-    with RewardPool(["math_match", pattern], deadline_s=1.5, failure_score=-1.0) as rewards:
+    with RewardScorer(["math_match", pattern], deadline_s=1.5, failure_score=-1.0) as rewards:
         texts = [r"\boxed{\frac{1}{2}}", "0.5", "a" * 40 + "!"]
         result = rewards.score(["p"] * 3, texts, columns={"answer": ["0.5"] * 3})
     assert result.values == {"math_match": [1.0, 1.0, 0.0], "pattern_match": [1.0, 1.0, -1.0]}
 
 
 def test_no_process_is_started_until_one_is_needed_and_none_is_left_after_closing():
-    with RewardPool(["exact_match"]) as rewards:
+    with RewardScorer(["exact_match"]) as rewards:
         rewards.start()
         rewards.score(["p"], ["a"], columns={"answer": ["a"]})
         assert rewards.worker_pids == []
@@ -260,7 +258,7 @@ def test_a_worker_that_is_killed_while_idle_is_nobodys_failure():
 
 
 def test_a_worker_that_no_longer_reads_does_not_block_the_trainer(monkeypatch):
-    monkeypatch.setattr(child, "_PIPE_STALL_S", 1)
+    monkeypatch.setattr(workers, "_PIPE_STALL_S", 1)
     with pool("stray_thread", deadline_s=20.0) as rewards:
         assert rewards.score(["p"], ["bad"]).totals == [1.0]
         time.sleep(0.5)
@@ -298,7 +296,7 @@ def test_leaving_by_an_exception_while_waiting_kills_the_busy_worker():
         if calls[-1] - calls[0] > 1.0:
             raise KeyboardInterrupt
 
-    with pool("sleep", deadline_s=60.0, on_wait=leave) as rewards:
+    with pool("sleep", deadline_s=60.0, poll=leave) as rewards:
         with pytest.raises(KeyboardInterrupt):
             rewards.score(["p"], ["bad"])
         calls.clear()
@@ -311,7 +309,7 @@ def test_a_module_that_only_the_worker_cannot_import_says_so(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     reward = load_reward("vanishing_rewards:f")
     path.unlink()
-    with RewardPool([reward]) as rewards, pytest.raises(InputError, match="no module 'vanishing_rewards'"):
+    with RewardScorer([reward]) as rewards, pytest.raises(InputError, match="no module 'vanishing_rewards'"):
         rewards.score(["p"], ["a"])
 
 
@@ -336,9 +334,9 @@ def test_a_script_without_a_main_guard_is_not_run_again_by_its_workers(tmp_path)
     process, out, _ = run_script(
         tmp_path,
         """
-        from gruppo.reward import RewardPool
+        from gruppo.reward import RewardScorer
         print("top")
-        pool = RewardPool(["hostile_rewards:length"])
+        pool = RewardScorer(["hostile_rewards:length"])
         print(pool.score(["p"], ["abc"]).totals)
         """,  # and without close(): leaving must not wait for idle workers
     )
@@ -349,11 +347,11 @@ def test_a_reward_of_the_script_itself_works_with_a_main_guard(tmp_path):
     process, out, err = run_script(
         tmp_path,
         """
-        from gruppo.reward import RewardPool
+        from gruppo.reward import RewardScorer
         def mine(completions, **kwargs):
             return [2.0 * len(text) for text in completions]
         if __name__ == "__main__":
-            with RewardPool([mine]) as pool:
+            with RewardScorer([mine]) as pool:
                 print(pool.score(["p"], ["abc"]).totals)
         """,
     )
@@ -368,8 +366,8 @@ def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text):
         tmp_path,
         f"""
         import threading, time
-        from gruppo.reward import RewardPool
-        pool = RewardPool(["hostile_rewards:{name}"], deadline_s=1.0)
+        from gruppo.reward import RewardScorer
+        pool = RewardScorer(["hostile_rewards:{name}"], deadline_s=1.0)
         pool.score(["p"], ["a"])
         print(*pool.worker_pids, flush=True)
         pool.score(["p"], ["{text}"])

@@ -41,12 +41,12 @@ def evaluate_model(arguments: Sequence[str]) -> int:
         description="Score a model on held-out prompts: greedy accuracy with a 95 % interval and, with --num-samples, "
         "unbiased pass@k.\n\n  gruppo eval --model runs/demo/model --num-samples 8 --max-new-tokens 4",
     )
-    from gruppo.reward import RewardPool
+    from gruppo.reward import RewardScorer
     from gruppo.sampler import SamplingParams, TorchSampler
     from gruppo.task import load_prompts, resolve_source
     from gruppo.trainer.evaluate import evaluate
 
-    with RewardPool(given.rewards, correct_by=given.correct_by, correct_at=given.correct_at) as pool:
+    with RewardScorer(given.rewards, correct_by=given.correct_by, correct_at=given.correct_at) as pool:
         rows = resolve_source(given.data, prompt_column=given.prompt_column)
         sampler = TorchSampler(given.model, temperature=given.temperature)
         assert sampler.tokenizer is not None  # loaded by id, so it has one

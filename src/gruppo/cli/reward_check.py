@@ -17,13 +17,12 @@ from rich.text import Text
 
 from gruppo.cli.options import parse
 from gruppo.errors import GruppoError, InputError
-from gruppo.reward import ErrorBudget, RewardPool, RewardResult, load_reward
-from gruppo.reward.combine import statistics
+from gruppo.reward import RewardResult, RewardScorer, load_reward
+from gruppo.reward.outcome import statistics
 from gruppo.text import printable
 
 _HUGE = "1 + 1 = 2, <think> \\boxed{ and so on. " * 2700
 _JUNK = "\u202e\u0000\u001b[2J\ud800 \U0001f9ee ４２ Z\u0351\u036b\u0343 [/red] </script> "
-_TRUSTING = ErrorBudget(step_fraction=1.0, run_fraction=1.0)
 
 
 @dataclass
@@ -127,11 +126,11 @@ def _try_all(
     columns = {name: [row.get(name) for row in rows] for name in names}
     reward = load_reward(given.reward, **parameters)
     trials: list[_Trial] = []
-    with RewardPool([reward], deadline_s=given.deadline, error_budget=_TRUSTING) as pool:
+    with RewardScorer([reward], deadline_s=given.deadline, stop_on_failures=False) as scorer:
 
         def score(texts: list[str]) -> RewardResult:
             ids = [list(text.encode(errors="surrogatepass")) for text in texts]  # no tokenizer here: bytes stand in
-            return pool.score(prompts, texts, ids, columns, step=1)
+            return scorer.score(prompts, texts, ids, columns, step=1)
 
         score(kinds["empty"])  # the first call pays for starting the workers
         for kind, texts in kinds.items():

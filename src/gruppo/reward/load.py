@@ -41,8 +41,8 @@ def load_reward(
     """A `Reward` from a built-in's name, from `module:function`, or from a callable.
 
     `parameters` configure a built-in or a class named by `module:Class`. A function runs in a worker process unless
-    `isolated=False`, or unless it has an attribute `isolated` that says otherwise, as most built-ins do. Without a
-    `name` it is called as the built-in or the function, which a `RewardPool` numbers when several share it.
+    `isolated=False`, or unless it has an attribute `isolated` that is False, as most built-ins do. Without a `name` it
+    is called as the built-in or the function, which a `RewardScorer` numbers when several share it.
 
     >>> load_reward("exact_match", weight=0.5, column="target").function
     ExactMatch(column='target', inside='')
@@ -109,7 +109,7 @@ def number_names(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
 
 
 def sendable(reward: Reward) -> str | Callable[..., Any]:
-    """What a worker needs to have the function: its `module:name`, or the object if its class can be imported there.
+    """The function for another process: its `module:name`, or the object if its class can be imported there.
 
     Raises when a new process could not find it.
     """
@@ -124,13 +124,17 @@ def sendable(reward: Reward) -> str | Callable[..., Any]:
             f"has no name to import it by ({error}); move it to a module, or pass isolated=False to run it in this "
             "process without a time limit"
         ) from error
-    in_main = "__main__" in (getattr(function, "__module__", ""), type(function).__module__)
-    if in_main and not hasattr(sys.modules["__main__"], "__file__"):
+    if is_in_main(function) and not hasattr(sys.modules["__main__"], "__file__"):
         raise InputError(
             f"reward {reward.name!r} is defined in an interactive session, where a worker process cannot import it; "
             "move it to a module, or pass isolated=False to run it in this process without a time limit"
         )
     return function
+
+
+def is_in_main(function: Any) -> bool:
+    """Whether the function, or its class, is defined in the script that runs."""
+    return "__main__" in (getattr(function, "__module__", ""), type(function).__module__)
 
 
 def _build(spec: Any, target: Callable[..., Any], parameters: dict[str, Any]) -> Any:

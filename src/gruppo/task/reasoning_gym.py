@@ -51,7 +51,7 @@ def score(
     return scores
 
 
-score.decides_correctness = True  # pyright: ignore[reportFunctionMemberAccess]  read by RewardPool
+score.decides_correctness = True  # pyright: ignore[reportFunctionMemberAccess]  read by RewardScorer
 
 
 @lru_cache(maxsize=8)

@@ -13,7 +13,7 @@ from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.metric import metric_for
 from gruppo.model.source import context_length, holds_adapter
-from gruppo.reward import RewardPool, RewardShape, load_reward
+from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig, read_sampler
@@ -87,20 +87,20 @@ def _named(option: str, name: str, known: Mapping[str, Any], example: str) -> An
     return import_object(name, option)
 
 
-def build_rewards(config: TrainConfig, on_wait: Any = None) -> RewardPool:
+def build_rewards(config: TrainConfig, poll: Any = None) -> RewardScorer:
     weights = config.reward_weights or (1.0,) * len(config.rewards)
     rewards = [load_reward(spec, weight=weight) for spec, weight in zip(config.rewards, weights, strict=True)]
-    return RewardPool(
+    return RewardScorer(
         rewards,
         workers=config.reward_workers,
         deadline_s=config.reward_deadline,
         correct_by=config.correct_by,
         correct_at=config.correct_at,
-        on_wait=on_wait,
+        poll=poll,
     )
 
 
-def try_rewards(pool: RewardPool, prompts: Sequence[Prompt]) -> None:
+def try_rewards(pool: RewardScorer, prompts: Sequence[Prompt]) -> None:
     """Call each reward once on made-up completions: what it returns must be one value per completion.
 
     The values do not matter, nor does an error on such completions; that is for the first step to judge.
@@ -273,7 +273,7 @@ def build_shape(config: TrainConfig) -> RewardShape:
     )
 
 
-def build_stage(config: TrainConfig, estimate: Advantage, pool: RewardPool) -> AdvantageStage:
+def build_stage(config: TrainConfig, estimate: Advantage, pool: RewardScorer) -> AdvantageStage:
     """The estimator with the penalties that come before it."""
     return AdvantageStage(
         estimate=estimate,
@@ -301,7 +301,7 @@ def build_source(
     config: TrainConfig,
     prompts: Sequence[Prompt],
     sampler: "Sampler",
-    pool: RewardPool,
+    pool: RewardScorer,
     stage: AdvantageStage,
     state: RunState,
 ) -> RolloutSource:

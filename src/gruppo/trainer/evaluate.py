@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from gruppo.metric import pass_at_k
-from gruppo.reward import RewardPool
+from gruppo.reward import RewardScorer
 from gruppo.sampler import Sampler, SamplingParams
 from gruppo.trainer.rollout import score
 from gruppo.types import Prompt, Rollout
@@ -27,7 +27,7 @@ class Evaluation:
 
 
 def evaluate(
-    prompts: Sequence[Prompt], sampler: Sampler, pool: RewardPool, params: SamplingParams, *, num_samples: int = 0
+    prompts: Sequence[Prompt], sampler: Sampler, pool: RewardScorer, params: SamplingParams, *, num_samples: int = 0
 ) -> Evaluation:
     """Greedy completions of all prompts; with `num_samples` also sampled ones at the params' temperature.
 

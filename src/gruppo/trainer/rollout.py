@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from gruppo.advantage import Groups
-from gruppo.reward import RewardPool, RewardResult
-from gruppo.reward.combine import merged_metrics
+from gruppo.reward import RewardResult, RewardScorer
+from gruppo.reward.outcome import merged_metrics
 from gruppo.sampler.base import Sampler
 from gruppo.sampler.params import SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices
@@ -78,7 +78,7 @@ class RolloutSource:
 
     prompts: Sequence[Prompt]
     sampler: Sampler
-    pool: RewardPool
+    pool: RewardScorer
     solved: SolvedPrompts
     has_signal: Callable[[Sequence[Group]], list[bool]]
     """Which groups the estimator can learn from."""
@@ -144,7 +144,7 @@ class RolloutSource:
 
 
 def score(
-    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], pool: RewardPool, *, step: int, seed: int
+    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], pool: RewardScorer, *, step: int, seed: int
 ) -> tuple[list[Group], RewardResult]:
     """The completions of each prompt as a group of scored rollouts, and what the reward functions gave."""
     owners = [prompt for prompt, r in zip(prompts, responses, strict=True) for _ in r.sequences]

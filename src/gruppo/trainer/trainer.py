@@ -76,7 +76,7 @@ class GRPOTrainer:
         # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
         loss = build.build_loss(config)
         estimate = build.build_advantage(config)
-        self.pool = build.build_rewards(config, on_wait=self.stop.poll)
+        self.pool = build.build_rewards(config, poll=self.stop.poll)
         tokenizer = load_tokenizer(config.model)
         self.prompts = build.build_prompts(config, tokenizer)
         self.pool.check_columns(sorted({name for p in self.prompts.train for name in p.columns}))

@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.reward import RewardPool, load_reward
+from gruppo.reward import RewardScorer, load_reward
 from gruppo.reward.base import Reward, as_completions, parameters_of
 
 
 def score(function, prompts, completions, **kwargs):
-    with RewardPool([load_reward(function, name="f", isolated=False)]) as pool:
+    with RewardScorer([load_reward(function, name="f", isolated=False)]) as pool:
         return pool.score(prompts, completions, **kwargs)
 
 
@@ -73,7 +73,7 @@ def test_a_missing_column_names_function_parameter_and_columns():
 
 
 def test_a_missing_column_is_found_before_anything_is_scored():
-    pool = RewardPool(["number_match"])
+    pool = RewardScorer(["number_match"])
     pool.check_columns(["answer"])
     with pytest.raises(InputError, match=r"'number_match' needs 'answer'.*columns are: target"):
         pool.check_columns(["target"])

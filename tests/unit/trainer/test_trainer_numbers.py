@@ -99,12 +99,12 @@ class ScriptedSampler:
 
 
 def test_evaluation_counts_greedy_and_sampled_answers() -> None:
-    from gruppo.reward import RewardPool
+    from gruppo.reward import RewardScorer
 
     prompts = [Prompt(token_ids=(1, i), source=f"p{i}", columns={"answer": "7"}, index=i) for i in range(4)]
     texts = [["7", "7", "7"], ["7", "x", "7"], ["x", "x", "x"], ["7", "x", "x"]]
     sampler = ScriptedSampler(texts)
-    with RewardPool(["exact_match"]) as pool:
+    with RewardScorer(["exact_match"]) as pool:
         result = evaluate(prompts, sampler, pool, SamplingParams(temperature=0.6, max_new_tokens=9), num_samples=2)
     assert result.accuracy == 3 / 4
     assert (result.metrics["eval/accuracy_low"], result.metrics["eval/accuracy_high"]) == wilson_interval(3, 4)
@@ -118,11 +118,11 @@ def test_evaluation_counts_greedy_and_sampled_answers() -> None:
 
 @pytest.mark.parametrize(("correct_at", "accuracy"), [(0.5, 1.0), (1.0, 0.5)])
 def test_what_counts_as_correct_is_a_threshold(correct_at: float, accuracy: float) -> None:
-    from gruppo.reward import RewardPool, load_reward
+    from gruppo.reward import RewardScorer, load_reward
 
     reward = load_reward(lambda completions: [1.0 if c == "7" else 0.5 for c in completions], name="f", isolated=False)
     prompts = [Prompt(token_ids=(1,), index=i) for i in range(2)]
-    with RewardPool([reward], correct_at=correct_at) as pool:
+    with RewardScorer([reward], correct_at=correct_at) as pool:
         result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), pool, SamplingParams())
     assert result.accuracy == accuracy
 
