@@ -205,6 +205,8 @@ def test_a_column_that_a_worker_cannot_rebuild_is_an_input_error():
 def test_groups_are_not_torn_between_workers():
     with pool("group_size", workers=2) as rewards:
         assert rewards.score(["p"] * 3 + ["q"] * 5, ["a"] * 8).totals == [3.0] * 3 + [5.0] * 5
+        assert rewards.score(["p"] * 8, ["a"] * 8).totals == [8.0] * 8
+        assert rewards.score(["p"] * 8, ["a"] * 8, group_ids=[0] * 4 + [1] * 4).totals == [4.0] * 8
 
 
 def test_messages_columns_and_instances_reach_a_worker():

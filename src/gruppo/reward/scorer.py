@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -118,6 +118,7 @@ class RewardScorer:
         columns: Mapping[str, Sequence[Any]] | None = None,
         step: int = 0,
         rng_seed: int = 0,
+        group_ids: Sequence[int] | None = None,
     ) -> RewardResult:
         """Rewards of all completions, in their order.
 
@@ -125,13 +126,15 @@ class RewardScorer:
             prompts: the row's prompt of each completion, a string or a list of messages.
             completions: texts; functions get messages where the prompt is one.
             columns: further columns of the rows, one value per completion.
+            group_ids: group of each completion. The members of a group stand together and go to a function in one
+                call. None: a run of equal prompts is a group.
 
         Raises:
             InputError: a function needs a column that is absent, or returned something that is not one value per
                 completion.
             RewardError: a function failed more often than is tolerated.
         """
-        given = StepCompletions(prompts, completions, completion_ids, columns or {}, step, rng_seed)
+        given = StepCompletions(prompts, completions, completion_ids, columns, step, rng_seed, group_ids)
         for reward in self.rewards:
             check_columns(reward, self._parameters[reward.name], given.available)
         outcomes = {reward.name: Outcome(name=reward.name, values=[None] * given.num) for reward in self.rewards}
@@ -219,20 +222,28 @@ class StepCompletions:
         self,
         prompts: Sequence[Any],
         completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]] | None,
-        columns: Mapping[str, Sequence[Any]],
-        step: int,
-        rng_seed: int,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        step: int = 0,
+        rng_seed: int = 0,
+        group_ids: Sequence[int] | None = None,
     ) -> None:
+        columns = columns or {}
         self.num = len(completions)
         self.step = step
         self.rng_seed = rng_seed
-        lists = {"prompts": prompts, "completion_ids": completion_ids, **columns}
-        for name, values in lists.items():
+        lists = [("prompts", prompts), ("completion_ids", completion_ids), ("group_ids", group_ids), *columns.items()]
+        for name, values in lists:
             if values is not None and len(values) != self.num:
                 raise InputError(f"{name} has {len(values)} entries for {self.num} completions; give one for each")
         self._texts = completions
         self._prompts = prompts
+        self._group_ids = group_ids
+        if group_ids is not None:
+            firsts = [group_ids[i] for i in range(self.num) if i == 0 or self._starts_group(i)]
+            torn = next((group for group, times in Counter(firsts).items() if times > 1), None)
+            if torn is not None:
+                raise InputError(f"group_ids must keep the completions of a group together, got {torn} in two places")
         self.available: dict[str, Any] = {
             **{name: values for name, values in columns.items() if name not in STANDARD},
             "prompts": prompts,
@@ -252,10 +263,7 @@ class StepCompletions:
         }
 
     def chunks(self, parts: int) -> list[range]:
-        """About `parts` runs of equal size, never cut within a group: a function may compare its members.
-
-        A group is a run of equal prompts.
-        """
+        """About `parts` runs of equal size, never cut within a group: a function may compare its members."""
         aim = -(-self.num // parts)
         cuts = [0]
         for start in range(1, self.num):
@@ -277,7 +285,8 @@ class StepCompletions:
         return f"completion {index} {_shorten(text)} of prompt {_shorten(prompt)}"
 
     def _starts_group(self, index: int) -> bool:
-        this, before = self._prompts[index], self._prompts[index - 1]
+        marks = self._prompts if self._group_ids is None else self._group_ids
+        this, before = marks[index], marks[index - 1]
         return this is not before and this != before
 
 

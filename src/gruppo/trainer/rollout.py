@@ -157,6 +157,7 @@ def score(
         columns={name: [p.columns.get(name) for p in owners] for name in names},
         step=step,
         rng_seed=seed,
+        group_ids=[i for i, response in enumerate(responses) for _ in response.sequences],
     )
     rollouts = iter([
         Rollout(

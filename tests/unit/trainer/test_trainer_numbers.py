@@ -11,7 +11,7 @@ from gruppo.trainer import TrainConfig
 from gruppo.trainer.advice import advice
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
 from gruppo.trainer.plan import make_plan
-from gruppo.trainer.rollout import rollout_metrics
+from gruppo.trainer.rollout import rollout_metrics, score
 from gruppo.trainer.trainer import _feature
 from gruppo.types import Group, Prompt, Rollout, SampledSequence, SampleResponse
 
@@ -128,6 +128,21 @@ def test_what_counts_as_correct_is_a_threshold(correct_at: float, accuracy: floa
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_prompt_drawn_twice_is_scored_as_two_groups() -> None:
+    from gruppo.reward import RewardScorer, load_reward
+
+    seen: list[Any] = []
+    reward = load_reward(lambda completions: [float(c) for c in completions], name="f", isolated=False)
+    prompts = [Prompt(token_ids=(1,), source="p", index=i) for i in range(2)]
+    responses = [SampleResponse(sequences=tuple(sequence(x) for x in texts)) for texts in ("12", "345")]
+    with RewardScorer([reward]) as scorer:
+        plain = scorer.score
+        scorer.score = lambda *args, **kw: seen.append(kw["group_ids"]) or plain(*args, **kw)  # type: ignore
+        groups, _ = score(prompts, responses, scorer, step=0, seed=0)
+    assert seen == [[0, 0, 1, 1, 1]]
+    assert [[r.reward for r in group.rollouts] for group in groups] == [[1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
 def rollout(reward: float | None, advantage: float, **options: Any) -> Rollout:
