@@ -46,7 +46,7 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     from gruppo.task import load_prompts, resolve_source
     from gruppo.trainer.evaluate import evaluate
 
-    with RewardScorer(given.rewards, correct_by=given.correct_by, correct_at=given.correct_at) as pool:
+    with RewardScorer(given.rewards, correct_by=given.correct_by, correct_at=given.correct_at) as scorer:
         rows = resolve_source(given.data, prompt_column=given.prompt_column)
         sampler = TorchSampler(given.model, temperature=given.temperature)
         assert sampler.tokenizer is not None  # loaded by id, so it has one
@@ -58,7 +58,7 @@ def evaluate_model(arguments: Sequence[str]) -> int:
             chat_template_kwargs=given.chat_template_kwargs,
         ).prompts
         params = SamplingParams(temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed)
-        result = evaluate(prompts, sampler, pool, params, num_samples=given.num_samples)
+        result = evaluate(prompts, sampler, scorer, params, num_samples=given.num_samples)
     if given.json:
         print(json.dumps({"prompts": len(prompts), **result.metrics}))
         return 0

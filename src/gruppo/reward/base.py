@@ -48,7 +48,7 @@ class Reward:
     """Key of its values and metrics (`reward/<name>/mean`)."""
     function: Callable[..., Any]
     weight: float = 1.0
-    """Factor in the total; 0 shows the values without training on them."""
+    """Factor in the total; 0 means "log only"."""
     isolated: bool = True
     """Run in a worker process that can be killed. False runs it in this process, where a hang hangs the trainer."""
     source: str = ""

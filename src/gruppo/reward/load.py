@@ -40,9 +40,12 @@ def load_reward(
 ) -> Reward:
     """A `Reward` from a built-in's name, from `module:function`, or from a callable.
 
-    `parameters` configure a built-in or a class named by `module:Class`. A function runs in a worker process unless
-    `isolated=False`, or unless it has an attribute `isolated` that is False, as most built-ins do. Without a `name` it
-    is called as the built-in or the function, which a `RewardScorer` numbers when several share it.
+    A function runs in a worker process unless `isolated=False`, or unless it has an attribute `isolated` that is False,
+    as most built-ins do. Without a `name` it has that of the built-in or the function, which a `RewardScorer` numbers
+    when several share it.
+
+    Args:
+        parameters: arguments of a built-in, or of a class named by `module:Class`.
 
     >>> load_reward("exact_match", weight=0.5, column="target").function
     ExactMatch(column='target', inside='')
@@ -87,8 +90,7 @@ def load_reward(
 def number_names(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
     """The rewards under different names: where functions share their own name, `name`, `name_2`, `name_3`.
 
-    Names that were given stay as they are. Two of these that are equal are an error, and so is a function that is there
-    twice under its own name.
+    Names that were given stay as they are. Two equal ones are an error, as is one function twice under its own name.
     """
     given = [reward.name for reward in rewards if not reward.is_unnamed]
     functions = {(reward.name, id(reward.function)) for reward in rewards}

@@ -100,14 +100,14 @@ def build_rewards(config: TrainConfig, poll: Any = None) -> RewardScorer:
     )
 
 
-def try_rewards(pool: RewardScorer, prompts: Sequence[Prompt]) -> None:
+def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt]) -> None:
     """Call each reward once on made-up completions: what it returns must be one value per completion.
 
     The values do not matter, nor does an error on such completions; that is for the first step to judge.
     """
     prompt = prompts[0]  # twice the same: a group goes to one call, so that a value too few is seen
     names = {name for p in prompts for name in p.columns}
-    pool.score(
+    scorer.score(
         [prompt.source] * 2,
         ["", "0"],
         completion_ids=[(), (0,)],
@@ -273,13 +273,13 @@ def build_shape(config: TrainConfig) -> RewardShape:
     )
 
 
-def build_stage(config: TrainConfig, estimate: Advantage, pool: RewardScorer) -> AdvantageStage:
+def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) -> AdvantageStage:
     """The estimator with the penalties that come before it."""
     return AdvantageStage(
         estimate=estimate,
         shape=build_shape(config),
-        weights={reward.name: reward.weight for reward in pool.rewards},
-        correct_by=pool.correct_by,
+        weights={reward.name: reward.weight for reward in scorer.rewards},
+        correct_by=scorer.correct_by,
         scale=config.scale,
     )
 
@@ -301,14 +301,14 @@ def build_source(
     config: TrainConfig,
     prompts: Sequence[Prompt],
     sampler: "Sampler",
-    pool: RewardScorer,
+    scorer: RewardScorer,
     stage: AdvantageStage,
     state: RunState,
 ) -> RolloutSource:
     return RolloutSource(
         prompts=prompts,
         sampler=sampler,
-        pool=pool,
+        scorer=scorer,
         solved=state.solved,
         has_signal=stage.has_signal,
         with_greedy="greedy_rewards" in getattr(stage.estimate, "needs", ()),

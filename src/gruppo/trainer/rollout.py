@@ -78,7 +78,7 @@ class RolloutSource:
 
     prompts: Sequence[Prompt]
     sampler: Sampler
-    pool: RewardScorer
+    scorer: RewardScorer
     solved: SolvedPrompts
     has_signal: Callable[[Sequence[Group]], list[bool]]
     """Which groups the estimator can learn from."""
@@ -120,7 +120,7 @@ class RolloutSource:
         with timed("sample"):
             responses = self.sampler.sample(prompts, num_samples, params)
         with timed("reward"):
-            return score(prompts, responses, self.pool, step=number - 1, seed=self.seed)
+            return score(prompts, responses, self.scorer, step=number - 1, seed=self.seed)
 
     def _draw(self, step: int, used: set[int], *, is_first: bool) -> list[Prompt]:
         """The next batch of prompts, without solved ones and without those that this step has had."""
@@ -144,13 +144,13 @@ class RolloutSource:
 
 
 def score(
-    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], pool: RewardScorer, *, step: int, seed: int
+    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], scorer: RewardScorer, *, step: int, seed: int
 ) -> tuple[list[Group], RewardResult]:
     """The completions of each prompt as a group of scored rollouts, and what the reward functions gave."""
     owners = [prompt for prompt, r in zip(prompts, responses, strict=True) for _ in r.sequences]
     sequences = [s for response in responses for s in response.sequences]
     names = sorted({name for p in prompts for name in p.columns})
-    result = pool.score(
+    result = scorer.score(
         [p.source for p in owners],
         [s.text for s in sequences],
         completion_ids=[s.tokens for s in sequences],

@@ -76,8 +76,8 @@ def test_a_partial_is_named_after_the_function_it_wraps():
 
 def test_callables_of_the_same_name_are_numbered_and_keep_their_values():
     rewards = [load_reward(partial(at_least, length=n), weight=n, isolated=False) for n in (1, 2, 4)]
-    with RewardScorer([*rewards, NumberMatch(), NumberMatch(column="other")]) as pool:
-        result = pool.score(["p"] * 2, ["12", "1234"], columns={"answer": ["12", "12"], "other": ["0", "1234"]})
+    with RewardScorer([*rewards, NumberMatch(), NumberMatch(column="other")]) as scorer:
+        result = scorer.score(["p"] * 2, ["12", "1234"], columns={"answer": ["12", "12"], "other": ["0", "1234"]})
     assert result.values == {
         "at_least": [1.0, 1.0],
         "at_least_2": [1.0, 1.0],
@@ -119,7 +119,7 @@ def test_the_same_reward_twice_and_a_name_given_twice_are_refused(rewards):
         RewardScorer(rewards)
 
 
-def test_a_pool_without_rewards_is_refused():
+def test_a_scorer_without_rewards_is_refused():
     with pytest.raises(InputError, match=r"rewards needs at least one function, such as 'exact_match', got \[\]"):
         RewardScorer([])
 

@@ -58,9 +58,9 @@ def test_a_step_of_two_rewards_has_values_totals_and_metrics():
         return [None if text == "b" else len(text) / 2 for text in completions]
 
     rewards = ["exact_match", load_reward(halves, isolated=False, weight=0.5)]
-    with RewardScorer(rewards) as pool:
-        result = pool.score(["p", "p", "q"], ["a", "b", "abcd"], columns={"answer": ["a", "a", "a"]})
-        assert pool.worker_pids == []
+    with RewardScorer(rewards) as scorer:
+        result = scorer.score(["p", "p", "q"], ["a", "b", "abcd"], columns={"answer": ["a", "a", "a"]})
+        assert scorer.worker_pids == []
     assert result.values == {"exact_match": [1.0, 0.0, 0.0], "halves": [0.5, None, 2.0]}
     assert result.totals == [1.25, 0.0, 1.0]
     assert result.metrics == {
@@ -82,8 +82,8 @@ def test_a_step_of_two_rewards_has_values_totals_and_metrics():
 
 
 def test_no_completions_give_an_empty_result():
-    with RewardScorer(["exact_match"]) as pool:
-        result = pool.score([], [], columns={"answer": []})
+    with RewardScorer(["exact_match"]) as scorer:
+        result = scorer.score([], [], columns={"answer": []})
     assert (result.totals, result.values, result.metrics) == ([], {"exact_match": []}, {})
 
 

@@ -104,8 +104,8 @@ def test_evaluation_counts_greedy_and_sampled_answers() -> None:
     prompts = [Prompt(token_ids=(1, i), source=f"p{i}", columns={"answer": "7"}, index=i) for i in range(4)]
     texts = [["7", "7", "7"], ["7", "x", "7"], ["x", "x", "x"], ["7", "x", "x"]]
     sampler = ScriptedSampler(texts)
-    with RewardScorer(["exact_match"]) as pool:
-        result = evaluate(prompts, sampler, pool, SamplingParams(temperature=0.6, max_new_tokens=9), num_samples=2)
+    with RewardScorer(["exact_match"]) as scorer:
+        result = evaluate(prompts, sampler, scorer, SamplingParams(temperature=0.6, max_new_tokens=9), num_samples=2)
     assert result.accuracy == 3 / 4
     assert (result.metrics["eval/accuracy_low"], result.metrics["eval/accuracy_high"]) == wilson_interval(3, 4)
     assert result.metrics["eval/reward"] == 3 / 4
@@ -122,8 +122,8 @@ def test_what_counts_as_correct_is_a_threshold(correct_at: float, accuracy: floa
 
     reward = load_reward(lambda completions: [1.0 if c == "7" else 0.5 for c in completions], name="f", isolated=False)
     prompts = [Prompt(token_ids=(1,), index=i) for i in range(2)]
-    with RewardScorer([reward], correct_at=correct_at) as pool:
-        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), pool, SamplingParams())
+    with RewardScorer([reward], correct_at=correct_at) as scorer:
+        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), scorer, SamplingParams())
     assert result.accuracy == accuracy
 
 
