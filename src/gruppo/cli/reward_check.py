@@ -34,7 +34,7 @@ class RewardCheckArguments:
     answer_column: str = "answer"
     """The column with the right answer."""
     template: str = "{answer}"
-    """How a right completion looks, e.g. '#### {answer}'."""
+    """Form of a right completion, e.g. '#### {answer}'."""
     num_rows: int = 16
     deadline: float = 10.0
     """Seconds per completion before its process is killed."""
@@ -159,7 +159,7 @@ def _wrong(gold: str, golds: Sequence[str]) -> str:
 
 
 def _judge(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
-    """What makes the reward unusable, and what is merely suspicious."""
+    """Reasons why the reward is unusable, and warnings."""
     problems: list[str] = []
     warnings: list[str] = []
     by_kind = {trial.kind: trial for trial in trials}

@@ -30,10 +30,10 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _FORMULA = re.compile(r"\\(?!text|mathrm|mbox|circ|degree|left|right)[A-Za-z]|[+√π]|\^(?!\{?\\circ)")
-"""What makes more of a number than its unit: `\\sqrt{2}`, `2\\pi`, `x+3`, `2^x`."""
+"""Marks of a formula, unlike those of a unit: `\\sqrt{2}`, `2\\pi`, `x+3`, `2^x`."""
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\^(?:-?[0-9]+|\{-?[0-9]+\})")
 _MAX_DIGITS = 100
-"""A longer run of digits is not an answer; converting one takes quadratic time."""
+"""Longest run of digits that is an answer; converting a longer one takes quadratic time."""
 _WINDOW = 400
 """Characters around a number that are looked at: the rest of a long text is skipped at the speed of `str.rfind`."""
 _ASCII_SIGNS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " "})

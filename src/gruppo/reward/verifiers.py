@@ -95,8 +95,8 @@ class PatternMatch:
     """The expression; when empty, each row brings its own in `column`, and a row without one abstains."""
     column: str = "pattern"
     max_chars: int = 2048
-    r"""How much of the completion's end is searched. Even `\d+ apples` takes quadratic time on a run of digits: 25 ms
-    for this length, a minute for 100 kB."""
+    r"""Characters searched, from the end of the completion. Even `\d+ apples` takes quadratic time on a run of digits:
+    25 ms for this length, a minute for 100 kB."""
 
     isolated: ClassVar[bool] = True
 
