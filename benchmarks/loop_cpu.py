@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, PrinterCallback, Qwen3ForCausalLM, Train
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLTrainer
 
-from gruppo.reward.match import exact_match as gruppo_exact_match
+from gruppo.reward import exact_match as gruppo_exact_match
 from gruppo.task.builtin import builtin_config, builtin_model_path, builtin_tokenizer
 from gruppo.task.order import prompt_indices
 from gruppo.trainer import GRPOTrainer, TrainConfig

@@ -141,9 +141,15 @@ class Rollout:
     """Log-probs of the sampled tokens under the trainer's weights before the step's first update."""
     ref_logps: tuple[float, ...] | None = None
     """Log-probs of the sampled tokens under the reference policy."""
+    policy_logps: tuple[float, ...] | None = None
+    """Log-probs of the sampled tokens in the last update that trained on them, where they were recorded."""
+    entropies: tuple[float, ...] | None = None
+    """Entropies at the sampled tokens in that update."""
+    rejected: tuple[bool, ...] | None = None
+    """Which sampled tokens the loss left out of its policy term in that update."""
 
     def __post_init__(self) -> None:
-        for name in ("old_logps", "ref_logps"):
+        for name in ("old_logps", "ref_logps", "policy_logps", "entropies", "rejected"):
             check_per_token(name, getattr(self, name), self.trajectory.num_sampled)
         if isinstance(self.advantage, tuple):
             check_per_token("advantage", self.advantage, self.trajectory.num_sampled)

@@ -17,7 +17,7 @@ from math import fsum
 from typing import Any
 
 from gruppo.advantage import Advantage, Groups
-from gruppo.reward.shape import RewardShape
+from gruppo.reward import RewardShape
 from gruppo.types import Group, Rollout
 
 FLOAT32_EPS = 2.0**-23

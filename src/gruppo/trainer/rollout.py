@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from gruppo.advantage import Groups
-from gruppo.reward import RewardPool, RewardResult
-from gruppo.reward.combine import merged_metrics
+from gruppo.reward import RewardResult, RewardScorer
+from gruppo.reward.outcome import merged_metrics
 from gruppo.sampler.base import Sampler
 from gruppo.sampler.params import SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices
@@ -78,7 +78,7 @@ class RolloutSource:
 
     prompts: Sequence[Prompt]
     sampler: Sampler
-    pool: RewardPool
+    scorer: RewardScorer
     solved: SolvedPrompts
     has_signal: Callable[[Sequence[Group]], list[bool]]
     """Which groups the estimator can learn from."""
@@ -120,7 +120,7 @@ class RolloutSource:
         with timed("sample"):
             responses = self.sampler.sample(prompts, num_samples, params)
         with timed("reward"):
-            return score(prompts, responses, self.pool, step=number - 1, seed=self.seed)
+            return score(prompts, responses, self.scorer, step=number - 1, seed=self.seed)
 
     def _draw(self, step: int, used: set[int], *, is_first: bool) -> list[Prompt]:
         """The next batch of prompts, without solved ones and without those that this step has had."""
@@ -144,19 +144,20 @@ class RolloutSource:
 
 
 def score(
-    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], pool: RewardPool, *, step: int, seed: int
+    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], scorer: RewardScorer, *, step: int, seed: int
 ) -> tuple[list[Group], RewardResult]:
     """The completions of each prompt as a group of scored rollouts, and what the reward functions gave."""
     owners = [prompt for prompt, r in zip(prompts, responses, strict=True) for _ in r.sequences]
     sequences = [s for response in responses for s in response.sequences]
     names = sorted({name for p in prompts for name in p.columns})
-    result = pool.score(
+    result = scorer.score(
         [p.source for p in owners],
         [s.text for s in sequences],
         completion_ids=[s.tokens for s in sequences],
         columns={name: [p.columns.get(name) for p in owners] for name in names},
         step=step,
         rng_seed=seed,
+        group_ids=[i for i, response in enumerate(responses) for _ in response.sequences],
     )
     rollouts = iter([
         Rollout(

@@ -71,10 +71,10 @@ class GRPOTrainer:
         # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
         loss = build.build_loss(config)
         estimate = build.build_advantage(config)
-        self.pool = build.build_rewards(config, on_wait=self.stop.poll)
+        self.scorer = build.build_rewards(config, poll=self.stop.poll)
         tokenizer = load_tokenizer(config.model)
         self.prompts = build.build_prompts(config, tokenizer)
-        self.pool.check_columns(sorted({name for p in self.prompts.train for name in p.columns}))
+        self.scorer.check_columns(sorted({name for p in self.prompts.train for name in p.columns}))
         self.unfinished: dict[str, float] | None = None
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
         self.batch: RolloutBatch | None = None
@@ -82,13 +82,13 @@ class GRPOTrainer:
         self.seconds: dict[str, float] = {}
         self.synced: dict[str, float] = {}
         try:
-            build.try_rewards(self.pool, self.prompts.train.prompts)
+            build.try_rewards(self.scorer, self.prompts.train.prompts)
             self.run = RunDir.reopen(Path(config.output)) if resume else RunDir.create(config)
         except BaseException:
-            self.pool.close()
+            self.scorer.close()
             raise
         try:
-            self.pool.start()
+            self.scorer.start()
             self.model = build.build_model(config, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
             self.step_number = self._restore() if resume else 0
@@ -97,12 +97,12 @@ class GRPOTrainer:
             self.sampler = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
             self.model.measures_gap = not self.sampler.is_exact or loss.reads_sampler
             self.learner = build.build_learner(config, self.model)
-            self.stage = build.build_stage(config, estimate, self.pool)
+            self.stage = build.build_stage(config, estimate, self.scorer)
             self.source = build.build_source(
-                config, self.prompts.train.prompts, self.sampler, self.pool, self.stage, self.state
+                config, self.prompts.train.prompts, self.sampler, self.scorer, self.stage, self.state
             )
         except BaseException:
-            self.pool.close()
+            self.scorer.close()
             if resume:
                 self.run.release_lock()
             else:
@@ -160,7 +160,7 @@ class GRPOTrainer:
             return evaluate(
                 self.prompts.held_out.prompts,
                 self.sampler,
-                self.pool,
+                self.scorer,
                 self._sampling(0),
                 num_samples=self.config.eval_samples,
             )
@@ -254,7 +254,7 @@ class GRPOTrainer:
 
     def close(self) -> None:
         """End the reward workers and the sampler, and give the run directory back."""
-        self.pool.close()
+        self.scorer.close()
         self.sampler.close()
         self.trackers.close()
         self.run.release_lock()

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.reward import RewardPool, load_reward
+from gruppo.reward import RewardScorer, load_reward
 from gruppo.trainer import GRPOTrainer
 
 Make = Callable[..., GRPOTrainer]
@@ -32,21 +32,21 @@ def test_the_first_verifier_decides_wherever_it_stands() -> None:
         return [1.0] * len(completions)
 
     plain = load_reward(form, isolated=False)
-    with RewardPool([plain, "number_match", "exact_match"]) as pool:
-        assert pool.correct_by == "number_match"
-    with RewardPool([plain]) as pool:
-        assert pool.correct_by == "form"
-    with RewardPool(["exact_match", "number_match"], correct_by="number_match") as pool:
-        result = pool.score(["p"] * 3, ["4", "4.0", "5"], columns={"answer": ["4"] * 3})
+    with RewardScorer([plain, "number_match", "exact_match"]) as scorer:
+        assert scorer.correct_by == "number_match"
+    with RewardScorer([plain]) as scorer:
+        assert scorer.correct_by == "form"
+    with RewardScorer(["exact_match", "number_match"], correct_by="number_match") as scorer:
+        result = scorer.score(["p"] * 3, ["4", "4.0", "5"], columns={"answer": ["4"] * 3})
         assert result.correct == [True, True, False]
         assert result.metrics["reward/correct_frac"] == pytest.approx(2 / 3)
     with pytest.raises(InputError, match="correct_by='math' is not one of the rewards; they are exact_match"):
-        RewardPool(["exact_match"], correct_by="math")
+        RewardScorer(["exact_match"], correct_by="math")
 
 
 def test_an_abstention_is_neither_right_nor_wrong() -> None:
-    with RewardPool(["exact_match"]) as pool:
-        result = pool.score(["p"] * 3, ["4", "5", "6"], columns={"answer": ["4", "4", None]})
+    with RewardScorer(["exact_match"]) as scorer:
+        result = scorer.score(["p"] * 3, ["4", "5", "6"], columns={"answer": ["4", "4", None]})
     assert result.correct == [True, False, None]
     assert result.metrics["reward/correct_frac"] == 0.5
 

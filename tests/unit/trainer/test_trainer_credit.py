@@ -176,7 +176,7 @@ def test_gdpo_compares_the_penalty_inside_the_column_of_the_reward_that_decides(
                            advantage="gdpo", group_size=8, temperature=1.5, max_new_tokens=5)  # fmt: skip
     trainer.step()
     rollouts, ids = flat(trainer)
-    assert trainer.pool.correct_by == "exact_match"
+    assert trainer.scorer.correct_by == "exact_match"
     rows = [
         [r.rewards["length_penalty"], r.rewards["exact_match"] - (len(r.trajectory.tokens) - 1) / 4 / 2.0]
         for r in rollouts

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gruppo.advantage import ADVANTAGES
-from gruppo.reward.shape import RewardShape
+from gruppo.reward import RewardShape
 from gruppo.trainer.advantages import AdvantageStage, kl_to_reference
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 

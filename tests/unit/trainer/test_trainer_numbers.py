@@ -12,7 +12,7 @@ from gruppo.trainer.advice import advice
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.plan import make_plan
-from gruppo.trainer.rollout import rollout_metrics
+from gruppo.trainer.rollout import rollout_metrics, score
 from gruppo.types import Group, Prompt, Rollout, SampleResponse, Trajectory
 
 # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -99,13 +99,13 @@ class ScriptedSampler:
 
 
 def test_evaluation_counts_greedy_and_sampled_answers() -> None:
-    from gruppo.reward import RewardPool
+    from gruppo.reward import RewardScorer
 
     prompts = [Prompt(token_ids=(1, i), source=f"p{i}", columns={"answer": "7"}, index=i) for i in range(4)]
     texts = [["7", "7", "7"], ["7", "x", "7"], ["x", "x", "x"], ["7", "x", "x"]]
     sampler = ScriptedSampler(texts)
-    with RewardPool(["exact_match"]) as pool:
-        result = evaluate(prompts, sampler, pool, SamplingParams(temperature=0.6, max_new_tokens=9), num_samples=2)
+    with RewardScorer(["exact_match"]) as scorer:
+        result = evaluate(prompts, sampler, scorer, SamplingParams(temperature=0.6, max_new_tokens=9), num_samples=2)
     assert result.accuracy == 3 / 4
     assert (result.metrics["eval/accuracy_low"], result.metrics["eval/accuracy_high"]) == wilson_interval(3, 4)
     assert result.metrics["eval/reward"] == 3 / 4
@@ -118,16 +118,31 @@ def test_evaluation_counts_greedy_and_sampled_answers() -> None:
 
 @pytest.mark.parametrize(("correct_at", "accuracy"), [(0.5, 1.0), (1.0, 0.5)])
 def test_what_counts_as_correct_is_a_threshold(correct_at: float, accuracy: float) -> None:
-    from gruppo.reward import RewardPool, load_reward
+    from gruppo.reward import RewardScorer, load_reward
 
     reward = load_reward(lambda completions: [1.0 if c == "7" else 0.5 for c in completions], name="f", isolated=False)
     prompts = [Prompt(token_ids=(1,), index=i) for i in range(2)]
-    with RewardPool([reward], correct_at=correct_at) as pool:
-        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), pool, SamplingParams())
+    with RewardScorer([reward], correct_at=correct_at) as scorer:
+        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), scorer, SamplingParams())
     assert result.accuracy == accuracy
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_prompt_drawn_twice_is_scored_as_two_groups() -> None:
+    from gruppo.reward import RewardScorer, load_reward
+
+    seen: list[Any] = []
+    reward = load_reward(lambda completions: [float(c) for c in completions], name="f", isolated=False)
+    prompts = [Prompt(token_ids=(1,), source="p", index=i) for i in range(2)]
+    responses = [SampleResponse(sequences=tuple(sequence(x) for x in texts)) for texts in ("12", "345")]
+    with RewardScorer([reward]) as scorer:
+        plain = scorer.score
+        scorer.score = lambda *args, **kw: seen.append(kw["group_ids"]) or plain(*args, **kw)  # type: ignore
+        groups, _ = score(prompts, responses, scorer, step=0, seed=0)
+    assert seen == [[0, 0, 1, 1, 1]]
+    assert [[r.reward for r in group.rollouts] for group in groups] == [[1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
 def rollout(reward: float | None, advantage: float, **options: Any) -> Rollout:

@@ -192,7 +192,7 @@ def test_a_dead_step_after_a_live_one_leaves_the_optimizer_alone(make_trainer: M
     trainer.step()
     before = weights(trainer)
     state = {k: v["exp_avg"].clone() for k, v in trainer.model.optimizer.state.items()}
-    trainer.pool.score = lambda prompts, completions, **_: _constant_result(len(completions))  # type: ignore[method-assign]
+    trainer.scorer.score = lambda prompts, completions, **_: _constant_result(len(completions))  # type: ignore[method-assign]
     metrics = trainer.step()
     assert metrics["policy/loss"] == 0.0 and "optim/grad_norm" not in metrics
     assert unchanged(trainer, before)
@@ -243,8 +243,10 @@ def test_empty_completions_are_one_end_token_and_the_reward_sees_nothing(make_tr
 
     seen: list[str] = []
     trainer = make_trainer()
-    score = trainer.pool.score
-    trainer.pool.score = lambda prompts, completions, **k: seen.extend(completions) or score(prompts, completions, **k)
+    score = trainer.scorer.score
+    trainer.scorer.score = lambda prompts, completions, **k: (
+        seen.extend(completions) or score(prompts, completions, **k)
+    )
     empty = {"tokens": (2,), "logps": (-5.0,), "text": "", "stop_reason": "stop"}
     trainer.sampler.sample = lambda prompts, num, params: [
         SampleResponse(sequences=(Trajectory(prompt=p, **empty),) * num) for p in prompts
@@ -472,7 +474,7 @@ def test_a_signal_anywhere_saves_and_resumes_to_the_same_bits(
     elif site == "sampling":
         after("sample", trainer.sampler, lambda: trainer.step_number == 1)
     elif site == "reward":
-        after("score", trainer.pool, lambda: trainer.step_number == 4)
+        after("score", trainer.scorer, lambda: trainer.step_number == 4)
     elif site == "evaluation":  # after step 3, in which weights have moved and nothing is recorded yet
         after("evaluate", trainer, lambda: trainer.step_number == 3)
     else:

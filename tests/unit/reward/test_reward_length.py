@@ -3,8 +3,7 @@
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.reward import RewardResult, RewardShape
-from gruppo.reward.combine import merged_metrics
+from gruppo.reward import RewardShape
 
 
 def test_the_soft_overlong_penalty_of_dapo():
@@ -38,23 +37,3 @@ def test_options_out_of_range_are_refused():
         RewardShape(max_length=4, overlong_cache=5)
     with pytest.raises(InputError, match=r"truncated_factor must be in 0\.\.1, got -1"):
         RewardShape(max_length=4, truncated_factor=-1)
-
-
-def test_metrics_of_two_calls_are_those_of_one():
-    one = RewardResult(
-        totals=[1.0, None], values={"a": [1.0, None]}, correct=[True, None],
-        metrics={"reward/mean": 1.0, "reward/std": 0.0, "reward/a/mean": 1.0, "reward/a/std": 0.0,
-                 "reward/a/abstain_frac": 0.5, "reward/a/own": 6.0},
-    )  # fmt: skip
-    other = RewardResult(
-        totals=[3.0, 3.0, 5.0, 4.0], values={"a": [3.0, 3.0, 5.0, 4.0]}, correct=[False, False, True, False],
-        metrics={"reward/mean": 3.75, "reward/std": 0.8, "reward/a/mean": 3.75, "reward/a/std": 0.8,
-                 "reward/a/abstain_frac": 0.0},
-    )  # fmt: skip
-    merged = merged_metrics([one, other])
-    # 1 3 3 5 4: mean 3.2, squares 4.84 + 2 * 0.04 + 3.24 + 0.64 = 8.8, over 5 is 1.76
-    assert merged == pytest.approx(
-        {"reward/mean": 3.2, "reward/std": 1.76**0.5, "reward/a/mean": 3.2, "reward/a/std": 1.76**0.5,
-         "reward/a/abstain_frac": 1 / 6, "reward/a/own": 6.0, "reward/correct_frac": 2 / 5}
-    )  # fmt: skip
-    assert merged_metrics([one]) == one.metrics

@@ -18,8 +18,7 @@ from gruppo.reward import (
     tag_format,
     think_format,
 )
-from gruppo.reward.match import normalize
-from gruppo.reward.verifier import completion_text, without_thoughts
+from gruppo.reward.verifiers import normalize, without_thoughts
 
 
 def message(text):
@@ -115,13 +114,6 @@ def test_thought_without_an_answer_is_not_the_empty_answer():
 def test_a_gold_that_cannot_be_used_abstains_for_completions_without_an_answer_too():
     golds = ["(1,2)"] * 3
     assert NumberMatch(inside="answer")(completions=["<answer>2</answer>", "2", "<think>2"], answer=golds) == [None] * 3
-
-
-def test_text_of_messages_is_the_last_one_and_empty_ones_are_empty():
-    assert completion_text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) == "b"
-    assert completion_text([]) == ""
-    assert completion_text(message(None)) == ""
-    assert completion_text(message([{"type": "text", "text": "a"}, {"type": "image"}])) == "a"
 
 
 def test_normalising_is_idempotent():

@@ -1,4 +1,4 @@
-r"""Mathematical equivalence. math-verify is called directly here; its hangs are tests of the pool."""
+r"""Mathematical equivalence. math-verify is called directly here; its hangs are tests of the scorer."""
 
 import pytest
 

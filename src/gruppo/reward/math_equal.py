@@ -1,8 +1,8 @@
 r"""Mathematical equivalence through math-verify (the extra `math`): `\frac{1}{2}` equals `0.5`.
 
-math-verify hands model text to a computer algebra system, whose running time nobody can bound, and its own time
-limit needs SIGALRM in the main thread. So the limit is switched off here and the worker's deadline takes its place:
-this is the one built-in verifier that runs in a worker process.
+math-verify passes model text to a computer algebra system, whose running time has no bound, and its own time limit
+needs SIGALRM in the main thread. So that limit is switched off and the worker's deadline takes its place: this is the
+one built-in verifier that runs in a worker process.
 """
 
 import logging
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import require
-from gruppo.reward.verifier import Verifier
+from gruppo.reward.verifiers import Verifier
 
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|operatorname)\{[^{}]{0,100}\}")
@@ -23,7 +23,7 @@ class MathMatch(Verifier):
     """1 when the completion's answer is mathematically equal to the gold answer, else 0; unreadable gold abstains."""
 
     max_chars: int = 2000
-    """How much of the completion's end is read; the answer stands there, and parsing is slow."""
+    """Characters read from the end of the completion, where the answer is; parsing is slow."""
 
     isolated: ClassVar[bool] = True
 

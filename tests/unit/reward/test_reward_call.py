@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gruppo.errors import InputError
-from gruppo.reward import RewardPool, load_reward
-from gruppo.reward.returned import check_returned
+from gruppo.reward import RewardScorer, load_reward
+from gruppo.reward.call import check_returned
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_nan_counts_as_an_error_of_its_completion_only():
     def f(completions):
         return [1.0, float("nan"), None, 3.0]
 
-    with RewardPool([load_reward(f, isolated=False)]) as pool:
-        result = pool.score(["p"] * 4, ["a"] * 4)
+    with RewardScorer([load_reward(f, isolated=False)]) as scorer:
+        result = scorer.score(["p"] * 4, ["a"] * 4)
     assert result.totals == [1.0, None, None, 3.0]
     assert result.metrics["reward/f/mean"] == 2.0
     assert result.metrics["reward/f/error_frac"] == 0.25
@@ -87,8 +87,8 @@ def test_a_huge_finite_value_is_kept_and_warned_about(caplog):
     def f(completions):
         return [1e38, -1e38]
 
-    with RewardPool([load_reward(f, isolated=False)]) as pool, caplog.at_level(logging.WARNING):
-        result = pool.score(["p"] * 2, ["a"] * 2)
+    with RewardScorer([load_reward(f, isolated=False)]) as scorer, caplog.at_level(logging.WARNING):
+        result = scorer.score(["p"] * 2, ["a"] * 2)
     assert result.totals == [1e38, -1e38]
     assert result.metrics["reward/f/std"] == pytest.approx(1e38)
     assert "reward 'f' returned 1e+38" in caplog.text
