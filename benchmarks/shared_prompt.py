@@ -195,7 +195,7 @@ def numbers(scorer, features, routes, exact=None):
     single = [
         Contender(scorer, pack([f]).to(device), backend=FLASH if device.type == "cuda" else None) for f in features
     ]
-    sizes = [len(c.scored) for c in single]
+    sizes = [len(c.batch.scored) for c in single]
     pieces, total = [], 0
     for call, gradient in zip(single, whole.gradient.split(sizes), strict=True):
         call.gradient = gradient
@@ -207,7 +207,7 @@ def numbers(scorer, features, routes, exact=None):
         reference = Contender(exact, whole.batch)
         reference.gradient = whole.gradient.float()
         hidden = reference().detach()
-        grads = torch.cat([p.grad.flatten() for p in exact.output.body.parameters() if p.grad is not None])
+        grads = torch.cat([p.grad.flatten() for p in exact.base.base_model.parameters() if p.grad is not None])
         truth = (hidden, grads)
     first = next(iter(results))
     out = {}
