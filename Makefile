@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-vllm lint check format bench figures map clean
+.PHONY: demo test test-vllm lint check format bench figures docs clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
@@ -36,8 +36,8 @@ bench: $(INSTALLED)
 	PYTHON=$(BIN)/python benchmarks/setup_peers.sh .venv-bench
 	.venv-bench/bin/python benchmarks/core_cpu.py
 
-map: $(INSTALLED)
-	$(BIN)/python docs/make_map.py
+docs: $(INSTALLED)
+	$(BIN)/python docs/generate.py
 
 figures: $(INSTALLED)
 	$(BIN)/python docs/figures/draw.py

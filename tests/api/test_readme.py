@@ -1,19 +1,26 @@
-"""The README is true: its table names every package, its Python runs, its files exist. So is the map of the source."""
+"""The README is true: its table names every package, its Python runs, its files exist. So are generated pages."""
 
 import importlib.util
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_map_is_that_of_the_modules():
-    """`make map` writes it."""
-    specification = importlib.util.spec_from_file_location("make_map", ROOT / "docs" / "make_map.py")
-    make_map = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(make_map)
-    assert (ROOT / "docs" / "map.md").read_text(encoding="utf-8") == make_map.page()
+def generated():
+    specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module.PAGES
+
+
+@pytest.mark.parametrize("name", ["map.md", "metrics.md"])
+def test_generated_pages_are_current(name):
+    """`make docs` writes them."""
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generated()[name]()
 
 
 def test_the_table_names_every_package():

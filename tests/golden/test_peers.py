@@ -369,7 +369,7 @@ def check_open_instruct_advantage(case):
 
 
 def check_open_instruct_pass_at_k(case):
-    from gruppo.metric.pass_at_k import pass_at_k
+    from gruppo.metric import pass_at_k
 
     correct = case["inputs"]["correct"]
     for name, value in case["expected"]["metrics"].items():

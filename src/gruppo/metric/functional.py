@@ -1,13 +1,14 @@
-"""The formulas of the metrics, per token or per sequence."""
+"""Formulas of the metrics: per token, per sequence, per prompt."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs
-from gruppo.loss.kl import MAX_DELTA
 from gruppo.loss.level import MAX_LOG_RATIO, token_level
+from gruppo.loss.terms import MAX_DELTA
 
 
 def approx_kl(new_logps_T: Tensor, old_logps_T: Tensor) -> Tensor:
@@ -44,3 +45,16 @@ def above(values: Tensor, bound: float) -> Tensor:
 def below(values: Tensor, bound: float) -> Tensor:
     """1.0 where values < bound, else 0.0."""
     return torch.lt(values, bound, out=torch.empty_like(values))
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that at least one of k samples drawn without replacement is correct.
+
+        1 - C(n - c, k) / C(n, k)
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise InputError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={num_samples}, c={num_correct}, k={k}")
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -1,9 +1,8 @@
-"""How far sampler and trainer are apart: the numbers that say whether a correction is needed, and whether it helps.
+"""Mismatch metric: distance between the sampler's log-probs and the trainer's.
 
     rho_t = exp(old_t - sampler_t)
 
-over tokens drawn from the sampler. The mean of rho is about 1 whatever happens, so look at its tails. Exact under any
-split, as the other metrics (`metric/state.py` says how).
+over tokens drawn from the sampler. The mean of rho stays near 1 even when the tails are bad; watch the tails.
 """
 
 import math
@@ -11,25 +10,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
-from gruppo.loss.correction import MAX_LOG_RHO
-from gruppo.loss.inputs import LossInputs, PerToken, align
-from gruppo.metric.state import State, exact_sum_
-from gruppo.parallel.ranks import groups_of, reduction_device
+from gruppo.loss.inputs import LossInputs, PerToken
+from gruppo.loss.weights import MAX_LOG_RHO
+from gruppo.metric.base import Metric, exact_sum_, largest, total
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-# Rows of State.sums and State.maxima
-TOKENS, KL, RHO, SQUARED, ABOVE, BELOW, SEQUENCES, SEQUENCE_RHO, SEQUENCE_SQUARED, GAP = range(10)
-LARGEST, SMALLEST, WIDEST = range(3)
 
-
-class MismatchMetric:
-    """Accumulates over micro-batches and reports once; keys `sampler/...`.
+class MismatchMetric(Metric):
+    """Ratio of trainer to sampler over a step; keys `sampler/...`.
 
     Args:
         device_mesh: reduce over all its ranks.
@@ -37,6 +32,9 @@ class MismatchMetric:
         tail: a token counts in the tails when rho > tail or rho < 1 / tail.
         ignore_index: the label of slots that are not scored.
     """
+
+    sums = ("tokens", "gap", "kl", "rho", "rho2", "above", "below", "sequences", "sequence_rho", "sequence_rho2")
+    maxima = ("gap_max", "log_rho_max", "minus_log_rho_max")
 
     def __init__(
         self,
@@ -47,82 +45,59 @@ class MismatchMetric:
     ) -> None:
         if not tail > 1:
             raise InputError(f"tail must exceed 1, got {tail!r}; 2 counts ratios above 2 and below 1/2")
-        self.groups = groups_of(device_mesh, process_group)
         self.tail = tail
-        self.ignore_index = ignore_index
-        self._state: State | None = None
+        super().__init__(device_mesh, process_group, ignore_index)
 
-    @torch.no_grad()
     def accumulate(self, inputs: Mapping[str, Any], *, old_logps: PerToken, sampler_logps: PerToken) -> None:
         """Add one micro-batch; `inputs` as for a loss."""
         labels = inputs["labels"]
         blank = {"logps": torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)}
-        aligned = align(
-            inputs,
-            blank,
-            advantages=None,
-            old_logps=old_logps,
-            sampler_logps=sampler_logps,
-            ignore_index=self.ignore_index,
-        )
-        self.add(aligned)
+        super().accumulate(inputs, blank, old_logps=old_logps, sampler_logps=sampler_logps)
 
     @torch.no_grad()
     def add(self, inputs: LossInputs) -> None:
-        """Add the micro-batch that a loss was computed on."""
+        """Add the micro-batch that a loss was computed on: all of its sequences."""
+        self._add(inputs)
+
+    def measure(self, inputs: LossInputs) -> Mapping[str, Tensor]:
         segments = inputs.segments
         assert inputs.sampler_logps is not None
         gap_T = (inputs.old_logps - inputs.sampler_logps).double()
         log_rho_T = gap_T.clamp(-MAX_LOG_RHO, MAX_LOG_RHO)
-        log_rho_S = segments.sum(log_rho_T).clamp(-MAX_LOG_RHO, MAX_LOG_RHO)
         has_tokens_S = segments.length > 0
-        scored = lambda values_T: exact_sum_(segments.keep(values_T))  # noqa: E731
-        rho_T, rho_S = log_rho_T.exp(), torch.where(has_tokens_S, log_rho_S.exp(), 0)
-        sums = [
-            segments.length.sum().double(),
-            scored(log_rho_T.expm1() - log_rho_T),
-            scored(rho_T),
-            scored(rho_T.square()),
-            scored((rho_T > self.tail).double()),
-            scored((rho_T < 1 / self.tail).double()),
-            has_tokens_S.sum().double(),
-            exact_sum_(rho_S.clone()),
-            exact_sum_(rho_S.square()),
-            scored(gap_T.abs()),
-        ]
-        if self._state is None:
-            self._state = State.empty(10, 3, (0, 2), gap_T.device)
-        self._state.sums += torch.stack(sums)
-        unscored_T = ~segments.mask
-        maxima = (log_rho_T, -log_rho_T, gap_T.abs())
-        self._state.see_maxima(*(x.masked_fill(unscored_T, -math.inf) for x in maxima))
+        rho_T = log_rho_T.exp()
+        rho_S = torch.where(has_tokens_S, segments.sum(log_rho_T).clamp(-MAX_LOG_RHO, MAX_LOG_RHO).exp(), 0)
+        return {
+            "tokens": segments.length.sum(),
+            "gap": total(inputs, gap_T.abs()),
+            "kl": total(inputs, log_rho_T.expm1() - log_rho_T),
+            "rho": total(inputs, rho_T),
+            "rho2": total(inputs, rho_T.square()),
+            "above": total(inputs, rho_T > self.tail),
+            "below": total(inputs, rho_T < 1 / self.tail),
+            "sequences": has_tokens_S.sum(),
+            "sequence_rho": exact_sum_(rho_S.clone()),
+            "sequence_rho2": exact_sum_(rho_S.square()),
+            "gap_max": largest(inputs, gap_T.abs()),
+            "log_rho_max": largest(inputs, log_rho_T),
+            "minus_log_rho_max": largest(inputs, -log_rho_T),
+        }
 
-    def calculate(self) -> dict[str, float]:
-        """The numbers of everything since the last `reset`, over all ranks; {} when nothing was scored."""
-        if self._state is None:
-            if not self.groups:
-                return {}
-            self._state = State.empty(10, 3, (0, 2), reduction_device(self.groups))
-        state = self._state.reduced(self.groups)
-        sums, maxima = state.sums.tolist(), state.maxima.tolist()
-        tokens, sequences = sums[TOKENS], sums[SEQUENCES]
+    def report(self, totals: Mapping[str, float]) -> dict[str, float]:
+        tokens, sequences = totals["tokens"], totals["sequences"]
         if not tokens:
             return {}
         return {
-            "sampler/logp_gap_mean": sums[GAP] / tokens,
-            "sampler/logp_gap_max": maxima[WIDEST],
-            "sampler/kl": sums[KL] / tokens,
-            "sampler/rho_mean": sums[RHO] / tokens,
-            "sampler/rho_max": math.exp(maxima[LARGEST]),
-            "sampler/rho_min": math.exp(-maxima[SMALLEST]),
-            "sampler/rho_high_frac": sums[ABOVE] / tokens,
-            "sampler/rho_low_frac": sums[BELOW] / tokens,
-            "sampler/chi2": sums[SQUARED] / tokens - 1,
-            "sampler/ess": sums[RHO] ** 2 / (sums[SQUARED] * tokens),
-            "sampler/sequence_chi2": sums[SEQUENCE_SQUARED] / sequences - 1,
-            "sampler/sequence_ess": sums[SEQUENCE_RHO] ** 2 / (sums[SEQUENCE_SQUARED] * sequences),
+            "sampler/logp_gap_mean": totals["gap"] / tokens,
+            "sampler/logp_gap_max": totals["gap_max"],
+            "sampler/kl": totals["kl"] / tokens,
+            "sampler/rho_mean": totals["rho"] / tokens,
+            "sampler/rho_max": math.exp(totals["log_rho_max"]),
+            "sampler/rho_min": math.exp(-totals["minus_log_rho_max"]),
+            "sampler/rho_high_frac": totals["above"] / tokens,
+            "sampler/rho_low_frac": totals["below"] / tokens,
+            "sampler/chi2": totals["rho2"] / tokens - 1,
+            "sampler/ess": totals["rho"] ** 2 / (totals["rho2"] * tokens),
+            "sampler/sequence_chi2": totals["sequence_rho2"] / sequences - 1,
+            "sampler/sequence_ess": totals["sequence_rho"] ** 2 / (totals["sequence_rho2"] * sequences),
         }
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._state = None

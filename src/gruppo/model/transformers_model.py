@@ -14,7 +14,7 @@ from gruppo.batch.pack import as_rollouts
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
-from gruppo.metric import MismatchMetric, PolicyMetric
+from gruppo.metric import Metric, MismatchMetric
 from gruppo.model import source
 from gruppo.model.layout import Layout
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
@@ -106,7 +106,7 @@ class TransformersModel:
             self.scorer, layout=layout, tokens_per_microbatch=tokens_per_microbatch, ranks=self.ranks
         )
         self.loss: PolicyLoss = GRPOLoss()
-        self.metrics: list[PolicyMetric] = []
+        self.metrics: list[Metric] = []
         self.mismatch = MismatchMetric(process_group=process_group)
         self.measures_gap = True
         """Whether to measure how far the sampler's log-probs are from the trainer's, where rollouts have them."""
@@ -151,10 +151,10 @@ class TransformersModel:
             raise InputError(f"schedule {schedule!r} needs total_steps")
         self._schedule = (schedule, warmup_steps, total_steps)
 
-    def add_metric(self, metric: PolicyMetric) -> None:
+    def add_metric(self, metric: Metric) -> None:
         """Accumulate this metric over every forward_backward: over its sequences with an advantage other than 0."""
-        if not isinstance(metric, PolicyMetric):
-            raise InputError(f"add_metric takes a metric of gruppo.metric, such as GRPOMetric(), got {metric!r}")
+        if not isinstance(metric, Metric):
+            raise InputError(f"add_metric takes a gruppo.metric.Metric, such as GRPOMetric(), got {metric!r}")
         self.metrics.append(metric)
 
     @property

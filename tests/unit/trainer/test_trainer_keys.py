@@ -1,16 +1,15 @@
 """Every number that a run reports is documented, under one name, with what it averages over."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gruppo.keys import KEYS, find
 from gruppo.trainer import GRPOTrainer
 
 Make = Callable[..., GRPOTrainer]
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 LIVE = {"rewards": ("step_rewards:by_place",)}
 RUNS: dict[str, dict[str, Any]] = {
@@ -28,35 +27,33 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def documented() -> list[str]:
-    """Keys of the first column of the page's tables; <name> stands for any."""
-    cells = re.findall(r"^\| (`[^|]+`) \|", PAGE.read_text(encoding="utf-8"), re.M)
-    return [key for cell in cells for key in re.findall(r"`([a-z]+/[^`]+)`", cell)]
-
-
-def pattern(key: str) -> str:
-    parts = re.split(r"(<\w+>)", key)
-    return "".join("[^/]+" if part.startswith("<") else re.escape(part) for part in parts)
-
-
-def is_documented(key: str, keys: list[str]) -> bool:
-    key = key.replace("live/", "train/") if f"train/{key.removeprefix('live/')}" in keys else key
-    return any(re.fullmatch(pattern(known), key) for known in keys)
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_every_key_of_a_run_is_documented(name: str, make_trainer: Make) -> None:
     trainer = make_trainer(**RUNS[name], eval_prompts=8, eval_samples=2)
     keys = set(trainer.step()) | set(trainer.step()) | set(trainer.evaluate().metrics)
-    assert sorted(key for key in keys if not is_documented(key, documented())) == []
+    assert sorted(key for key in keys if find(key) is None) == []
 
 
-def test_the_page_documents_nothing_that_no_run_reports(make_trainer: Make, tmp_path: Path) -> None:
+def test_nothing_is_documented_that_no_run_reports(make_trainer: Make, tmp_path: Path) -> None:
     seen: set[str] = set()
     for i, options in enumerate(RUNS.values()):
         trainer = make_trainer(**options, eval_prompts=8, eval_samples=2, output=str(tmp_path / str(i)))
         seen |= set(trainer.step()) | set(trainer.evaluate().metrics)
-    elsewhere = ("sync/", "log/dropped", "train/top_k_kl", "live/policy_confidence")  # vLLM, a full disk, top_k_kl
-    keys = [key for key in documented() if not key.startswith(elsewhere) and "…" not in key]
-    seen |= {key.replace("live/", "train/") for key in seen}
-    assert [key for key in keys if not any(re.fullmatch(pattern(key), known) for known in seen)] == []
+    elsewhere = ("sync/", "log/dropped", "live/top_k_kl")  # vLLM, a full disk, top_k_kl
+    keys = [key for key in KEYS if not key.name.startswith(elsewhere)]
+    assert [key.name for key in keys if not any(key.matches(known) for known in seen)] == []
+
+
+def test_the_most_specific_key_describes_a_name() -> None:
+    assert find("policy/entropy_coef") is not find("policy/entropy")
+    assert [find(f"eval/pass@16{end}").name for end in ("", "_low")] == ["eval/pass@<k>", "eval/pass@<k>_low"]  # type: ignore[union-attr]
+    assert find("reward/mine/mean").name == "reward/<name>/mean"  # type: ignore[union-attr]
+    assert find("reward/mine/steps").name == "reward/<name>/<metric>"  # type: ignore[union-attr]
+    assert find("rewards/mean") is None
+
+
+def test_a_range_comes_with_a_remedy() -> None:
+    with_range = [key for key in KEYS if key.healthy is not None]
+    assert len(with_range) >= 4 and all(key.remedy for key in with_range)
+    kl = find("live/approx_kl")
+    assert kl is not None and kl.is_healthy(1.0) and not kl.is_healthy(1.01)

@@ -1,0 +1,269 @@
+"""Keys of a run's metrics: meaning, population, formula, healthy range, and how values combine.
+
+`docs/metrics.md`, the console, the advice and the tests read them from here. A metric of your own lists its keys in
+`Metric.keys`; they need no entry here.
+
+Populations:
+
+    sampled   every completion drawn for the step, also of groups that dynamic sampling left out
+    kept      completions of the groups that are trained on
+    live      kept completions with an advantage other than 0
+    updates   optimizer steps of this step
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One number of `metrics.jsonl`. `<name>` in its name stands for any word, `<k>` for any number."""
+
+    name: str
+    what: str
+    over: str = ""
+    formula: str = ""
+    """In TeX. ℓ is the policy's log-prob of a token, d = ℓ - ℓ_old, r = e^d, ρ = e^(ℓ_old - ℓ_sampler)."""
+    expect: str = ""
+    """What a healthy run shows."""
+    healthy: tuple[float, float] | None = None
+    """Bounds beyond which something is wrong in nearly every run; a remedy goes with them."""
+    remedy: str = ""
+    reduce: Reduction = "mean"
+    """How micro-batches, updates and ranks become one number."""
+    line: str = ""
+    """How the console prints it, if it does."""
+
+    def matches(self, name: str) -> bool:
+        parts = re.split(r"(<\w+>)", self.name)
+        any_word = {"<k>": r"\d+"}
+        pattern = "".join(any_word.get(p, "[^/]+") if p.startswith("<") else re.escape(p) for p in parts)
+        return re.fullmatch(pattern, name) is not None
+
+    def is_healthy(self, value: float) -> bool:
+        return self.healthy is None or self.healthy[0] <= value <= self.healthy[1]
+
+
+def find(name: str) -> Key | None:
+    """The key that a name of a run belongs to.
+
+    >>> find("reward/exact_match/mean").what
+    'values of one reward function, before its weight'
+    """
+    return min((key for key in KEYS if key.matches(name)), key=lambda key: key.name.count("<"), default=None)
+
+
+TOKENS, KEPT, GROUPS = "live tokens, all updates", "kept tokens", "groups sampled"
+
+KEYS = (
+    Key(
+        "reward/mean",
+        "weighted sum of the reward functions, before penalties",
+        "sampled, without abstentions",
+        line="reward {:.3f}",
+    ),
+    Key("reward/std", "its spread", "sampled, without abstentions"),
+    Key(
+        "reward/correct_frac",
+        "share of right answers, by the reward `correct_by` names and its threshold `correct_at`",
+        "sampled and judged",
+    ),
+    Key("reward/<name>/mean", "values of one reward function, before its weight", "sampled, without abstentions"),
+    Key("reward/<name>/std", "their spread", "sampled, without abstentions"),
+    Key("reward/<name>/abstain_frac", "share for which the function gave None", "sampled"),
+    Key("reward/<name>/error_frac", "share for which it raised, gave NaN or died", "sampled"),
+    Key("reward/<name>/timeout_frac", "share for which it was killed at its deadline", "sampled"),
+    Key("reward/<name>/<metric>", "what the function itself logged with `log_metric`", "sampled"),
+    Key(
+        "reward/shaped_mean",
+        "reward as the estimator compares it; with `overlong_cache`, `truncated_factor` or `kl_in_reward`",
+        "kept",
+    ),
+    Key("reward/kl", "log-ratio of a completion to the reference, summed over its tokens; with `kl_in_reward`", "kept"),
+    Key("reward/kl_coef", "coefficient of that log-ratio in this step", reduce="last"),
+    Key("group/zero_std_frac", "share of groups whose rewards are all equal", GROUPS),
+    Key(
+        "group/dead_frac",
+        "share of groups that teach nothing: all advantages are 0, or left out for having no signal",
+        GROUPS,
+        expect="below 0.8; else most of the sampling is wasted",
+        line="dead groups {:.0%}",
+    ),
+    Key("group/all_right_frac", "share of groups whose answers are all right", GROUPS),
+    Key("group/all_wrong_frac", "share of groups whose answers are all wrong", GROUPS),
+    Key("completion/len_mean", "sampled tokens of a completion", "sampled", line="length {:.0f}"),
+    Key("completion/len_p95", "length that 95 % of the completions do not exceed", "sampled"),
+    Key(
+        "completion/truncated_frac",
+        "share that hit `max_new_tokens`",
+        "sampled",
+        expect="below 0.1",
+        healthy=(0.0, 0.5),
+        remedy="raise max_new_tokens, or reward shorter answers",
+    ),
+    Key(
+        "completion/empty_frac",
+        "share whose text is blank",
+        "sampled",
+        expect="0",
+        healthy=(0.0, 0.5),
+        remedy="the model ends at once; check the prompt and the end token",
+    ),
+    Key(
+        "rollout/entropy",
+        "entropy of the sampling policy per token, at the sampling temperature: exact with the torch sampler, −mean "
+        "log-prob (unbiased, noisier) with vLLM. `entropy_target` follows it",
+        "sampled tokens",
+        expect="falling slowly, well above 0",
+        line="entropy {:.2f}",
+    ),
+    Key("policy/loss", "the loss", "mean over updates"),
+    Key("policy/<term>", "its terms, before their coefficients: policy, kl, entropy, pull, nll", "mean over updates"),
+    Key("policy/entropy_coef", "coefficient of the entropy bonus in this step; with `entropy_target`", reduce="last"),
+    Key(
+        "optim/grad_norm", "norm of the gradient before clipping", "updates with a finite gradient", line="grad {:.2g}"
+    ),
+    Key("optim/lr", "learning rate of the last update", reduce="last"),
+    Key("optim/skipped", "updates whose gradient was not finite", "updates", expect="0", reduce="sum"),
+    Key("live/frac", "share of live completions", "kept"),
+    Key(
+        "live/rejected_frac",
+        "share of tokens that the loss's weights leave out; for losses that can",
+        TOKENS,
+    ),
+    Key(
+        "live/policy_confidence",
+        "geometric mean of the tokens' probabilities",
+        TOKENS,
+        r"$\exp(\operatorname{mean}\ell_t)$",
+        "in (0, 1], rising slowly",
+    ),
+    Key("live/mean_new_logp", "log-prob", TOKENS, r"$\operatorname{mean}\ell_t$", "below 0, rising slowly"),
+    Key(
+        "live/mean_old_logp",
+        "log-prob under the policy that sampled",
+        TOKENS,
+        r"$\operatorname{mean}\ell_t^{\text{old}}$",
+        "close to `mean_new_logp`",
+    ),
+    Key("live/logp_diff_mean", "how far tokens moved", TOKENS, r"$\operatorname{mean}d_t$", "within ±0.02"),
+    Key(
+        "live/approx_kl",
+        "KL of the policy that sampled and the policy now",
+        TOKENS,
+        r"$\operatorname{mean}(r_t-1-d_t)$",
+        "0 to 0.01",
+        healthy=(0.0, 1.0),
+        remedy="the policy moves far within one batch; lower lr or epochs_per_batch",
+    ),
+    Key("live/token_kl_max", "the same of the worst token", TOKENS, r"$\max(r_t-1-d_t)$", "below 1", reduce="max"),
+    Key("live/token_ratio_max", "largest ratio", TOKENS, r"$\max r_t$", "1 to 3", reduce="max"),
+    Key(
+        "live/entropy",
+        "entropy of the policy now",
+        TOKENS,
+        r"$\operatorname{mean}H_t$, in nats",
+        "falling slowly, well above 0",
+    ),
+    Key(
+        "live/clip_ratio",
+        "share clipped; for losses that clip",
+        TOKENS,
+        "low + high",
+        "0 to 0.1",
+        line="clip {:.1%}",
+    ),
+    Key(
+        "live/clip_ratio_low",
+        "share clipped from below",
+        TOKENS,
+        "share clipped below the band",
+        "of the order of `clip_ratio_high`",
+    ),
+    Key(
+        "live/clip_ratio_high",
+        "share clipped from above",
+        TOKENS,
+        "share clipped above the band",
+        "of the order of `clip_ratio_low`",
+    ),
+    Key(
+        "live/top_k_kl",
+        "the tokens that moved most, as records; with `top_k_kl`",
+        TOKENS,
+        "the K tokens with the largest $r_t-1-d_t$",
+        "a list, only with `top_k_kl > 0`",
+        reduce="max",
+    ),
+    Key(
+        "sampler/logp_gap_mean",
+        "distance of the trainer's log-probs from the sampler's",
+        KEPT,
+        r"mean $\lvert\ell^{\text{old}}-\ell^{\text{smp}}\rvert$",
+        "below 0.02 in bf16, 1e-5 in float32",
+    ),
+    Key(
+        "sampler/logp_gap_max",
+        "the same of the worst token",
+        KEPT,
+        r"largest $\lvert\ell^{\text{old}}-\ell^{\text{smp}}\rvert$",
+        "below 0.5 in bf16, 1e-5 in float32",
+        healthy=(0.0, 1.0),
+        remedy="sampler and trainer disagree; look for stale weights of the sampler, then set correction",
+        reduce="max",
+    ),
+    Key("sampler/kl", "KL of sampler and trainer", KEPT, r"mean of $\rho-1-\log\rho$", "below 1e-3"),
+    Key("sampler/rho_mean", "mean ratio", KEPT, r"mean of $\rho$", "about 1 even when the tails are bad"),
+    Key("sampler/rho_max", "largest ratio", KEPT, r"largest $\rho$", "near 1", reduce="max"),
+    Key("sampler/rho_min", "smallest ratio", KEPT, r"smallest $\rho$", "near 1", reduce="min"),
+    Key("sampler/rho_high_frac", "upper tail", KEPT, r"share of tokens with $\rho>2$ (`tail`)", "below 1e-3"),
+    Key("sampler/rho_low_frac", "lower tail", KEPT, r"share of tokens with $\rho<1/2$", "below 1e-3"),
+    Key("sampler/chi2", "spread of the ratio", KEPT, r"mean of $\rho^2$, minus 1", "near 0"),
+    Key(
+        "sampler/ess",
+        "share of tokens that is left once all are weighed",
+        KEPT,
+        r"$(\sum\rho)^2/(N\sum\rho^2)$",
+        "near 1",
+    ),
+    Key(
+        "sampler/sequence_chi2",
+        "`chi2` of each sequence's product of ratios",
+        KEPT,
+        r"the same of $\prod\rho$",
+        "near 0; long sequences suffer first",
+    ),
+    Key(
+        "sampler/sequence_ess",
+        "`ess` of each sequence's product of ratios",
+        KEPT,
+        r"the same of $\prod\rho$",
+        "near 1; long sequences suffer first",
+    ),
+    Key("sync/tensors", "tensors handed over to vLLM last", reduce="last"),
+    Key("sync/bytes", "their size", reduce="last"),
+    Key("sync/canary_gap", "distance of both sides' log-probs on fixed tokens", expect="as `sampler/logp_gap_mean`"),
+    Key("sync/canary_moved", "how far those moved since the last hand-over", expect="above 0"),
+    Key("dynamic/batches", "batches of prompts sampled by [dynamic sampling](advantages.md#dynamic-sampling)"),
+    Key("dynamic/groups_sampled", "groups sampled for this step", reduce="sum"),
+    Key("dynamic/groups_kept", "groups with signal that are trained on", GROUPS, reduce="sum"),
+    Key("dynamic/groups_dropped", "groups without signal", GROUPS, reduce="sum"),
+    Key("dynamic/groups_surplus", "groups with signal beyond the batch", GROUPS, reduce="sum"),
+    Key("dynamic/prompts_retired", "prompts that retired as solved; with `retire_solved`", "all steps", reduce="last"),
+    Key(
+        "eval/accuracy",
+        "share of held-out prompts whose greedy answer is right",
+        "held-out prompts",
+        line="held-out {:.3f}",
+    ),
+    Key("eval/accuracy_low", "lower end of Wilson's 95 % interval", "held-out prompts"),
+    Key("eval/accuracy_high", "upper end of Wilson's 95 % interval", "held-out prompts"),
+    Key("eval/reward", "weighted sum of the greedy answers", "held-out prompts"),
+    Key("eval/pass@<k>", "unbiased pass@k of sampled answers; with `eval_samples`", "held-out prompts"),
+    Key("eval/pass@<k>_low", "lower end of Wilson's interval for as many trials as prompts", "held-out prompts"),
+    Key("eval/pass@<k>_high", "upper end of that interval", "held-out prompts"),
+    Key("log/dropped", "records that could not be written so far, once there are any", "the run", reduce="last"),
+)
