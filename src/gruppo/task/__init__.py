@@ -1,7 +1,6 @@
 """Stage 1, prompts: rows of a file become tokenised prompts, and the embedded task and model live here.
 
-    reader     records of JSONL, CSV and Parquet files, each with its place
-    hub        data sets of the hub by name
+    reader     records of JSONL, CSV and Parquet files and of the hub, each with its place
     row        what a row must be
     dataset    rows of a source, checked: read_rows
     chat       a prompt becomes token ids, through the chat template or as plain text

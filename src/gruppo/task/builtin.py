@@ -1,6 +1,6 @@
 """The embedded model of the "dropped carries" task: tokenizer, architecture, weights, and how they are made.
 
-The weights in `task/base/` (bfloat16 safetensors, 0.3 MB) let a run start without a network and from the same
+The weights in `task/builtin_model/` (bfloat16 safetensors, 0.3 MB) let a run start without a network and from the same
 point on every machine. `rebuild_base` made them: the warm-up that imitates the careless demonstrator.
 
     >>> from transformers import AutoTokenizer
@@ -38,7 +38,7 @@ BATCH_SIZE = 128
 
 def builtin_model_path() -> Path:
     """Folder of the shipped base model; `from_pretrained` takes it as it is."""
-    return Path(__file__).parent / "base"
+    return Path(__file__).parent / "builtin_model"
 
 
 def builtin_tokenizer() -> "PreTrainedTokenizerFast":

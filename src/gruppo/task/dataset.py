@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gruppo.errors import InputError
-from gruppo.task.hub import load_hub
-from gruppo.task.reader import Record, read_file, read_objects
+from gruppo.task.reader import Record, load_hub, read_file, read_objects
 from gruppo.task.row import find_problem, prompt_kind
 
 BadRowPolicy = Literal["fail", "drop"]

@@ -1,4 +1,4 @@
-"""Records of a file, as they stand in it: JSONL, CSV and Parquet, each with the place it came from.
+"""Records of a source, each with the place it came from: JSONL, CSV and Parquet files, lists, the hub.
 
 A record that cannot be read is not an exception but a `Record` with a `problem`, so that the caller can drop
 it and go on. What cannot be read at all (no such file, not Parquet, no header) is an `InputError`. What a row
@@ -8,12 +8,13 @@ must contain is not known here; see `gruppo.task.row`.
 import csv
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from gruppo.errors import InputError
+from gruppo.errors import InputError, require
 
 MAX_RECORD_BYTES = 16 * 2**20
 """A longer line is a broken file (a missing newline), not a prompt; reading on would only fill the memory."""
@@ -196,3 +197,34 @@ def _batch_rows(batch: Any) -> list[dict[str, Any] | None]:
         if batch.num_rows == 1:
             return [None]
         return [row for index in range(batch.num_rows) for row in _batch_rows(batch.slice(index, 1))]
+
+
+# ---------------------------------------------------------------------------------------------------- the hub
+
+_PART = r"[A-Za-z0-9][\w.-]*"  # must not begin with a dot: `datasets` would take ../x for a local folder
+_SPEC = re.compile(
+    rf"hf://(?P<id>{_PART}(?:/{_PART})?)(?:/(?P<config>{_PART}))?"
+    r"(?:@(?P<revision>[A-Za-z0-9][\w.-]*))?(?::(?P<split>\w+(?:\[[\w%:-]*\])?))?"
+)
+
+
+def load_hub(spec: str) -> Any:
+    """The `datasets.Dataset` named by `hf://org/name[/config][@revision][:split]`; the split is `train` by default.
+
+    Nothing is executed from the hub: `datasets` reads data files only, and a revision can be pinned.
+    """
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise InputError(f"{spec!r} must read hf://org/name[/config][@revision][:split]")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise require("data", "datasets", f"reading {spec}") from error
+    name = match["id"]
+    if Path(name).exists():
+        # `datasets` prefers a folder of that name to the hub, which is not what hf:// says.
+        raise InputError(f"{spec}: the local path {name!r} would be read instead of the hub; pass its files by path")
+    try:
+        return load_dataset(name, match["config"], split=match["split"] or "train", revision=match["revision"])
+    except (OSError, ValueError) as error:  # not found, no network, no such split or config
+        raise InputError(f"{spec} cannot be loaded: {error}") from error

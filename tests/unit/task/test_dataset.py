@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gruppo.errors import InputError, MissingExtraError
 from gruppo.task.dataset import read_rows
-from gruppo.task.hub import load_hub
+from gruppo.task.reader import load_hub
 
 
 def test_question_becomes_prompt_when_there_is_no_prompt() -> None:
