@@ -4,6 +4,8 @@ Every class is also the standard exception a caller would expect, so `except Val
 class means for the command line is its `exit_code`.
 """
 
+from importlib import import_module
+
 
 class GruppoError(Exception):
     """Base of all errors raised on purpose by gruppo."""
@@ -50,3 +52,12 @@ class CheckpointError(GruppoError, RuntimeError):
 def require(extra: str, module: str, what_for: str) -> MissingExtraError:
     """The error to raise when `module` of an optional `extra` is absent: it says what to install."""
     return MissingExtraError(f"{what_for} needs {module!r}, which is not installed; pip install 'gruppo[{extra}]'")
+
+
+def require_train(what_for: str, *modules: str) -> None:
+    """Raises where a package of the extra `train` is absent: `pip install gruppo` alone brings the losses."""
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise require("train", module, what_for) from error

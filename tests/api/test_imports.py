@@ -116,3 +116,40 @@ import sys, gruppo, gruppo.types, gruppo.errors
 print("torch" in sys.modules)
 """
     assert run(code, TORCH) == "False\n"
+
+
+def test_subpackages_load_when_they_are_first_used():
+    code = """
+import sys, gruppo
+print("gruppo.loss" in sys.modules, gruppo.loss.GRPOLoss().beta, gruppo.types.Prompt.__name__, hasattr(gruppo, "lss"))
+"""
+    assert run(code, TORCH) == "False 0.0 Prompt False\n"
+
+
+@pytest.mark.parametrize(
+    "code, what, module",
+    [
+        ("import gruppo.model", "gruppo.model", "transformers"),
+        ("import gruppo.trainer", "gruppo.trainer", "pydantic"),
+        ("from gruppo.cli.main import run; run(['train'])", "gruppo train", "tyro"),
+    ],
+)
+def test_the_error_without_the_extra_says_what_to_install(code, what, module):
+    caught = f"""
+from gruppo.errors import MissingExtraError
+try:
+    {code}
+except MissingExtraError as error:
+    print(error)
+"""
+    told = f"{what} needs {module!r}, which is not installed; pip install 'gruppo[train]'\n"
+    assert run(caught, (*TORCH, "numpy")) == told
+
+
+def test_installed_packages_beyond_torch_and_numpy_are_extras():
+    required = [r for r in metadata.requires("gruppo") or [] if "extra ==" not in r]
+    assert sorted(r.split(">")[0] for r in required) == ["numpy", "torch"]
+
+
+def test_type_checkers_see_the_annotations():
+    assert (Path(gruppo.__file__).parent / "py.typed").is_file()

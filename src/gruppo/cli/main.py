@@ -10,7 +10,7 @@ import os
 import sys
 
 from gruppo import __version__
-from gruppo.errors import GruppoError
+from gruppo.errors import GruppoError, require_train
 
 OVERVIEW = """\
 gruppo: group-relative policy optimization of language models
@@ -88,6 +88,7 @@ def run(arguments: list[str]) -> int:
         return 0
     for words, (module, function) in VERBS.items():
         if tuple(arguments[: len(words)]) == words:
+            require_train(f"gruppo {' '.join(words)}", "tyro", "rich")
             return getattr(importlib.import_module(module), function)(arguments[len(words) :])
     known = ", ".join(" ".join(words) for words in VERBS)
     print(f"gruppo: there is no verb {' '.join(arguments[:2])!r}; there are: {known}", file=sys.stderr)

@@ -20,7 +20,11 @@ Nothing imports the trainer but the command line.
 
 from typing import TYPE_CHECKING, Any
 
-from gruppo.trainer.config import TrainConfig
+from gruppo.errors import require_train
+
+require_train("gruppo.trainer", "pydantic")
+
+from gruppo.trainer.config import TrainConfig  # noqa: E402
 
 if TYPE_CHECKING:
     from gruppo.trainer.trainer import GRPOTrainer
