@@ -10,7 +10,6 @@
     select.py        which tokens the policy term acts on, judged over the whole step
     trust_region.py  selections by how far a token's probability has moved
     adaptive.py      rules that move a coefficient between steps
-    draw.py          random numbers per token as a function of its place in the step
     part.py          what a part says about itself
     composition.py   which parts go together, and what they make in words
     survey.py        what a loss counts over the whole step before its first backward

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gruppo.errors import InputError
 from gruppo.loss.base import AgainstBase, Base, check_base
-from gruppo.loss.draw import uniforms
 from gruppo.loss.inputs import LossInputs
+from gruppo.random import token_uniforms
 
 TIE = 1e-5
 """Values closer than this, relative to their size or to 1, count as equal when a share of the tokens is cut off."""
@@ -114,7 +114,7 @@ class ClipCovariance(TokenMask):
 
     def _draw(self, inputs: LossInputs) -> Tensor:
         assert inputs.places is not None, "PolicyLoss.align gives the places to parts that draw"
-        return uniforms(inputs.places, inputs.labels, self.seed, inputs.totals.step)
+        return token_uniforms(inputs.places, inputs.labels, self.seed, inputs.totals.step)
 
 
 @dataclass(frozen=True)

@@ -228,10 +228,10 @@ def test_another_seed_draws_other_tokens_and_the_same_seed_the_same():
 
 def test_draws_are_uniform():
     from gruppo.batch.segments import Segments
-    from gruppo.loss.draw import token_places, uniforms
+    from gruppo.random import token_places, token_uniforms
 
     segments = Segments.from_rows(torch.ones(100, 200, dtype=torch.bool))
-    u = uniforms(token_places(torch.arange(100), segments), torch.full((20000,), 7), seed=0, step=0)
+    u = token_uniforms(token_places(torch.arange(100), segments), torch.full((20000,), 7), seed=0, step=0)
     counts = torch.histc(u, bins=20, min=0, max=1)
     # 1000 expected in each, standard deviation 31
     assert (counts - 1000).abs().max() < 4 * 31
