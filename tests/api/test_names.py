@@ -23,8 +23,6 @@ NAMES = {
         "GRPOLoss",
         "GSPOLoss",
         "GammaWeight",
-        "AdaptiveEntropy",
-        "AdaptiveKL",
         "ClipCovLoss",
         "ClipCovariance",
         "ClippedMean",
@@ -328,8 +326,6 @@ PART_KEYWORDS = {
     "TVRegion": {"low": 0.2, "high": 0.2, "base": "old"},
     "KLRegion": {"low": 0.05, "high": 0.05, "base": "old"},
     "ProbabilityBand": {"threshold": 0.1, "base": "old"},
-    "AdaptiveKL": {"target": ..., "horizon": 10_000.0},
-    "AdaptiveEntropy": {"target": ..., "change": 0.005, "lowest": 0.0, "highest": 1.0},
 }
 
 

@@ -9,7 +9,6 @@
     correction.py    weights for the gap between sampler and trainer
     select.py        which tokens the policy term acts on, judged over the whole step
     trust_region.py  selections by how far a token's probability has moved
-    adaptive.py      rules that move a coefficient between steps
     part.py          what a part says about itself
     composition.py   which parts go together, and what they make in words
     survey.py        what a loss counts over the whole step before its first backward
@@ -30,7 +29,6 @@ of each kind.
     0.0
 """
 
-from gruppo.loss.adaptive import AdaptiveEntropy, AdaptiveKL
 from gruppo.loss.aggregate import (
     ConstantLength,
     local_token_mean,
@@ -118,8 +116,6 @@ __all__ = [
     "KL_ESTIMATORS",
     "KL_NAMES",
     "LOSSES",
-    "AdaptiveEntropy",
-    "AdaptiveKL",
     "BNPOLoss",
     "CISPOLoss",
     "Clip",

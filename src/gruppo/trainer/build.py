@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import InputError
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
-from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.metric import metric_for
 from gruppo.model.source import context_length, holds_adapter
 from gruppo.reward import RewardPool, load_reward
@@ -19,7 +18,7 @@ from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig, read_sampler
 from gruppo.trainer.rollout import RolloutSource
-from gruppo.trainer.state import EntropyBonus, RewardKL, RunState, SolvedPrompts
+from gruppo.trainer.state import AdaptiveEntropy, EntropyBonus, RewardKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 
 if TYPE_CHECKING:
