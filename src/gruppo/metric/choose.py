@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from gruppo.loss.part import fact
 from gruppo.loss.policy import PolicyLoss
 from gruppo.metric.base import PolicyMetric
 from gruppo.metric.cispo import CISPOMetric
@@ -14,8 +13,8 @@ def metric_for(loss: PolicyLoss, **options: Any) -> PolicyMetric:
     """The metric of a loss: sequence ratios are counted per sequence, capped weights whatever the advantage, all else
     per token. A loss that clips nothing gets no clip rates."""
     cls = GRPOMetric
-    if fact(loss.level, "has_sequence_ratio"):
+    if loss.has_sequence_ratio:
         cls = GSPOMetric
-    elif fact(loss.surrogate, "caps_every_sign"):
+    elif loss.caps_every_sign:
         cls = CISPOMetric
     return cls(epsilon=None, **options) if loss.clip_range is None else cls.from_loss(loss, **options)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gruppo.loss.inputs import LossInputs
-from gruppo.loss.kl import MAX_DELTA
 from gruppo.loss.level import MAX_LOG_RATIO, token_level
+from gruppo.loss.terms import MAX_DELTA
 
 
 def approx_kl(new_logps_T: Tensor, old_logps_T: Tensor) -> Tensor:

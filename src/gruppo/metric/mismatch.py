@@ -15,8 +15,8 @@ import torch
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.distributed.reduce import groups_of, reduction_device
 from gruppo.errors import InputError
-from gruppo.loss.correction import MAX_LOG_RHO
 from gruppo.loss.inputs import PerToken, align
+from gruppo.loss.weights import MAX_LOG_RHO
 from gruppo.metric.state import State, exact_sum_
 
 if TYPE_CHECKING:
