@@ -208,41 +208,44 @@ def test_kl_estimators_by_number():
 @pytest.mark.parametrize("cls", [advantage.GRPOAdvantage, advantage.RLOOAdvantage])
 def test_advantage_keywords(cls):
     assert signature(cls) == {"normalization": "centered", "ddof": 1, "eps": 1e-8}
-    assert signature(cls.__call__) == {"rewards": ..., "num_generations": 1, "scale": "group", "group_ids": None}
 
 
-DEVIATION = {"ddof": 1, "eps": 1e-8}
-ADVANTAGE_KEYWORDS = {
-    "drgrpo": ({}, {"scale": "none"}),
-    "lite_ppo": (DEVIATION, {"scale": "batch"}),
-    "reinforce_pp": (DEVIATION, {"scale": "batch", "*lengths": None}),
-    "reinforce_pp_baseline": (DEVIATION, {"scale": "batch", "*lengths": None}),
-    "remax": ({}, {"scale": "none", "*greedy_rewards": None}),
-    "gdpo": ({"weights": None, **DEVIATION}, {"scale": "group"}),
-    "opo": ({}, {"scale": "none", "*lengths": None}),
-    "gpg": ({"counted": "signal"}, {"scale": "none"}),
-    "maxrl": ({}, {"scale": "none", "*correct": None}),
-    "beta_norm": ({"low": 0.0, "high": 1.0, "max_weight": 1e6}, {"scale": "none", "*correct": None}),
-    "pass_at_k": ({"k": 4, "correct_at": 1.0}, {"scale": "group", "*correct": None}),
-    "best_of_group": ({"normalization": "centered", **DEVIATION}, {"scale": "group"}),
-    "length_shaped": ({"weight": 0.1, "correct_at": 1.0}, {"scale": "none", "*lengths": None, "*correct": None}),
-    "lead": (
-        {"length_weight": 0.05, "low": 0.4, "high": 1.5, "middle": 0.75, "slope": 10.0, "correct_at": 1.0, **DEVIATION},
-        {"scale": "group", "*lengths": None, "*correct": None},
-    ),
+@pytest.mark.parametrize("name", advantage.ADVANTAGES)
+def test_every_estimator_is_called_alike(name):
+    assert signature(advantage.ADVANTAGES[name].__call__) == {
+        "rewards": ...,
+        "num_generations": 1,
+        "scale": None,
+        "group_ids": None,
+        "*lengths": None,
+        "*greedy_rewards": None,
+        "*correct": None,
+    }
+
+
+OWN = {
+    "scale": {
+        "group": {"grpo", "rloo", "gdpo", "pass_at_k", "best_of_group", "lead"},
+        "batch": {"lite_ppo", "reinforce_pp", "reinforce_pp_baseline"},
+        "none": {"drgrpo", "remax", "opo", "gpg", "maxrl", "beta_norm", "length_shaped"},
+    },
+    "needs": {("lengths",): {"opo", "length_shaped", "lead"}, ("greedy_rewards",): {"remax"}},
+    "uses": {
+        ("lengths",): {"reinforce_pp", "reinforce_pp_baseline"},
+        ("correct",): {"maxrl", "beta_norm", "pass_at_k", "length_shaped", "lead"},
+    },
+    "per_reward": {True: {"gdpo"}},
+    "judges_answers": {True: {"pass_at_k", "lead"}},
+    "takes_scale": {True: {"grpo", "rloo"}},
 }
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_KEYWORDS)
-def test_keywords_of_every_estimator_by_name(name):
-    made, called = ADVANTAGE_KEYWORDS[name]
-    cls = advantage.ADVANTAGES[name]
-    assert signature(cls) == made
-    assert signature(cls.__call__) == {"rewards": ..., "num_generations": 1, "group_ids": None} | called
-
-
-def test_every_estimator_has_its_keywords_pinned():
-    assert set(advantage.ADVANTAGES) == {"grpo", "rloo", *ADVANTAGE_KEYWORDS}
+@pytest.mark.parametrize("attribute", OWN)
+def test_what_a_run_reads_of_an_estimator(attribute):
+    found = {}
+    for name, cls in advantage.ADVANTAGES.items():
+        found.setdefault(getattr(cls, attribute), set()).add(name)
+    assert {value: names for value, names in found.items() if value} == OWN[attribute]
 
 
 @pytest.mark.parametrize("cls", [metric.GRPOMetric, metric.GSPOMetric, metric.CISPOMetric])

@@ -178,7 +178,7 @@ every = pytest.mark.parametrize("name", CASES)
 
 def call(estimate, rewards, lengths=LENGTHS, greedy=GREEDY, **options):
     inputs = {"lengths": lengths, "greedy_rewards": greedy}
-    more = {need: inputs[need] for need in getattr(estimate, "needs", ())}
+    more = {name: inputs[name] for name in (*estimate.needs, *estimate.uses) if name != "correct"}
     return estimate(torch.tensor(rewards, dtype=torch.float64), **more, **options)
 
 
@@ -253,7 +253,7 @@ def test_a_group_without_spread_gets_exactly_zero_except_where_the_baseline_is_n
 def test_who_abstains_gets_zero_and_is_in_no_statistic(name):
     estimate = CASES[name][0]
     inputs = {"lengths": [3, 5, 9, 2, 4, 8, 6], "greedy_rewards": [0.5] * 7}
-    needs = getattr(estimate, "needs", ())
+    needs = [name for name in (*estimate.needs, *estimate.uses) if name != "correct"]
     rewards, keep = [1.0, 0.0, None, 0.25, 0.0, None, 0.75], [0, 1, 3, 4, 6]
     ids = ["a", "a", "a", "a", "b", "b", "b"]
     got = estimate(rewards, group_ids=ids, **{n: inputs[n] for n in needs})
