@@ -69,7 +69,8 @@ class BetaNormAdvantage(Estimator, name="beta_norm", scale="none", uses=("correc
     success rate follows the policy. Flat (a = b = 0) it is Dr. GRPO; at 1 + a/3 = 1.5 it is GRPO up to a constant.
     The name BNPO belongs to this paper; `BNPOLoss` is a token mean that other libraries call so.
 
-    With one group, or with all p_g equal, there is no distribution to fit: the density is taken as flat.
+    With one group, or with all p_g equal, there is no distribution to fit: the density is taken as flat. A group in
+    which all or none are right gets exactly 0, whatever else its rewards are made of.
 
     >>> BetaNormAdvantage()([1.0, 0.0, 0.0, 0.0], num_generations=4)
     tensor([ 0.7500, -0.2500, -0.2500, -0.2500])
@@ -102,8 +103,8 @@ class BetaNormAdvantage(Estimator, name="beta_norm", scale="none", uses=("correc
         log_density = (alpha - 1) * p.log() + (beta - 1) * (1 - p).log()
         log_density += torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
         weight = (-log_density).exp().clamp(max=self.max_weight)
-        # At p = 0 and p = 1 the density may be 0 and the centred reward is: the group has no spread.
-        return groups.result(groups.centered() * weight[groups.group])
+        # At p = 0 and p = 1 the density may be 0, and there is nothing to compare, even if rewards differ.
+        return groups.result(groups.centered() * weight[groups.group], where=((p > 0) & (p < 1))[groups.group])
 
     def _fit(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """alpha and beta of the normalising density, from the success rates of the groups by their two moments."""

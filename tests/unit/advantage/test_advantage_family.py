@@ -371,6 +371,19 @@ def test_beta_norm_is_flat_when_all_prompts_are_equally_hard():
     assert got.tolist() == [0.5, -0.5, -0.5, 0.5]
 
 
+def test_beta_norm_is_zero_where_all_or_none_are_right_whatever_their_rewards():
+    # Rates 0, 1, 1/2: mean 1/2, variance 1/4, so a Beta with a + b = 0: flat. Only the last group is between 0 and 1.
+    right = [False, False, True, True, True, False]
+    got = BetaNormAdvantage()([0.25, 0.0, 1.0, 0.5, 1.0, 0.0], num_generations=2, correct=right)
+    assert got.tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, -0.5]
+    # Rates 0, 1/2, 1/2: mean 1/3, variance 1/12, a + b = 5/3; 1 + a/3 = 32/27 and 1 + b/3 = 37/27.
+    density = torch.distributions.Beta(torch.tensor(32 / 27), torch.tensor(37 / 27)).log_prob(torch.tensor(0.5)).exp()
+    right = [False, False, True, False, True, False]
+    got = BetaNormAdvantage()([0.25, 0.0, 1.0, 0.0, 1.0, 0.0], num_generations=2, correct=right)
+    half = 0.5 / density.item()
+    assert got.tolist() == pytest.approx([0.0, 0.0, half, -half, half, -half], rel=1e-6)
+
+
 def test_right_answers_of_different_length_have_a_signal_in_the_length_shaped_estimators():
     # shaped: 1 - 0.5 * 10/20 = 0.75 and 1 - 0.5 = 0.5
     got = LengthShapedAdvantage(weight=0.5)([1.0, 1.0], num_generations=2, lengths=[10, 20])
