@@ -400,5 +400,20 @@ def test_without_lengths_reinforce_pp_counts_each_completion_once():
     torch.testing.assert_close(same, ReinforcePlusPlusAdvantage(eps=0.0)(rewards))
 
 
+def test_without_lengths_a_group_without_spread_gets_exactly_zero_from_reinforce_pp_baseline():
+    # In float64 the centred rewards of the first group add up to 5.6e-17, and their mean is not exactly 0.
+    rewards = torch.tensor([0.1, 0.7, 0.3, 0.5, 0.5, 0.5], dtype=torch.float64)
+    got = ReinforcePlusPlusBaselineAdvantage()(rewards, num_generations=3)
+    assert got[3:].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_an_answer_that_nobody_judged_is_in_no_success_rate():
+    # One right and one wrong of two that count: pass@1 is 1/2, with a deviation of 1/2.
+    call = {"num_generations": 3, "correct": [True, False, None]}
+    assert PassAtKAdvantage(k=1)([1.0, 0.0, 0.0], **call).tolist() == pytest.approx([1.0, -1.0, 0.0])
+    # mean reward 1/3 over a rate of 1/2
+    assert MaxRLAdvantage()([1.0, 0.0, 0.0], **call).tolist() == pytest.approx([4 / 3, -2 / 3, -2 / 3])
+
+
 def test_remax_leaves_out_a_prompt_whose_greedy_completion_has_no_reward():
     assert ReMaxAdvantage()([1.0, 0.0], scale="none", greedy_rewards=[None, 0.25]).tolist() == [0.0, -0.25]
