@@ -8,7 +8,7 @@ The pipeline is the tree; each stage is a package that can be used alone:
     advantages    gruppo.advantage   numbers become credit within a group
     packed batch  gruppo.batch       sequences become flat tensors; the one shift by one is here
     log-probs     gruppo.kernel, gruppo.model
-    loss          gruppo.loss        level x surrogate x KL x aggregation
+    loss          gruppo.loss        level, surrogate, token weights, terms, aggregation
     step          gruppo.model
     metrics       gruppo.metric
     all of it     gruppo.trainer, gruppo.cli

@@ -149,6 +149,7 @@ class PolicyLoss:
         self._check()
 
     def _derive(self) -> None:
+        """Set what follows from the parts."""
         active = [term for term in self.terms if term.coef]
         parts = (self.level, self.surrogate, *self.weights, *(term.value for term in active))
         corrections = tuple(weight for weight in self.weights if is_correction(weight))
@@ -329,7 +330,8 @@ class PolicyLoss:
         """The loss of aligned inputs."""
         self.check_needs(inputs)
         log_ratio_T = self.level(inputs)
-        policy_T, rejected, segments, totals = self.surrogate(log_ratio_T, inputs), None, inputs.segments, inputs.totals
+        segments, totals, rejected = inputs.segments, inputs.totals, None
+        policy_T = self.surrogate(log_ratio_T, inputs)
         for term in self._inside:
             policy_T = policy_T + term.coef * term.value(inputs, log_ratio_T)
         if self.weights:
