@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-vllm lint check format bench figures clean
+.PHONY: demo test test-vllm lint check format bench figures map clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
@@ -35,6 +35,9 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	PYTHON=$(BIN)/python benchmarks/setup_peers.sh .venv-bench
 	.venv-bench/bin/python benchmarks/core_cpu.py
+
+map: $(INSTALLED)
+	$(BIN)/python docs/make_map.py
 
 figures: $(INSTALLED)
 	$(BIN)/python docs/figures/draw.py

@@ -27,11 +27,11 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from gruppo.kernel.gather import take_rows  # noqa: E402
 from gruppo.kernel.head import Head  # noqa: E402
+from gruppo.kernel.index import take_unique  # noqa: E402
 from gruppo.loss import GRPOLoss  # noqa: E402
 from gruppo.loss.inputs import align  # noqa: E402
-from gruppo.model.head_step import loss_through_head  # noqa: E402
+from gruppo.model.scorer import LossWalk  # noqa: E402
 
 # name: (rows of the padded batch, sequences, hidden size, vocabulary, trained, share of slots scored)
 SHAPES = {
@@ -78,25 +78,23 @@ class Problem:
 def ours(p: Problem):
     """Gather the scored rows, walk the head, scatter d_hidden back: all that a trainer does with it."""
     all_scored = len(p.scored) == len(p.labels)
-    rows = p.hidden if all_scored else take_rows(p.hidden, p.scored)
+    rows = p.hidden if all_scored else take_unique(p.hidden, p.scored)
     labels = p.labels if all_scored else p.labels[p.scored]
 
-    def inputs():
+    def inputs(dtype):
         return align(
             {"labels": labels, "cu_seqlens": p.offsets},
-            {"logps": torch.zeros(len(labels), device="cuda")},
+            {"logps": torch.zeros(len(labels), dtype=dtype, device="cuda")},
             advantages=p.advantages,
             old_logps=p.old[p.scored],
         )
 
-    head = Head(p.weight.detach())
-    output, result = loss_through_head(
-        head, rows.detach(), labels, p.loss, inputs, lengths=None, needs_weight=p.trained
-    )
+    walk = LossWalk(p.loss, inputs, p.lengths)
+    result, loss = walk(Head(p.weight.detach()), rows.detach(), labels, p.trained)
     rows.backward(result.d_hidden)
     if p.trained:
         p.d_weight = result.d_weight
-    return output.loss, result.logps
+    return loss, result.logps
 
 
 def through_autograd(logps_of):

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, PrinterCallback, Qwen3ForCausalLM, Train
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLTrainer
 
-from gruppo.reward.match import exact_match as gruppo_exact_match
+from gruppo.reward import exact_match as gruppo_exact_match
 from gruppo.task.builtin import builtin_config, builtin_model_path, builtin_tokenizer
 from gruppo.task.order import prompt_indices
 from gruppo.trainer import GRPOTrainer, TrainConfig
@@ -245,7 +245,7 @@ class Gruppo:
         stages = {"generation": self.trainer.seconds["sample"], "scoring": self.trainer.seconds["reward"]}
         self.record.add(took, stages | self.watch.take(), metrics["reward/mean"], metrics["completion/len_mean"])
         rollouts = self.trainer.collected.rollouts
-        self.record.distinct.append(len({(r.sequence.prompt_ids, r.sequence.tokens) for r in rollouts}))
+        self.record.distinct.append(len({(r.trajectory.prompt_ids, r.trajectory.tokens) for r in rollouts}))
         self.record.live.append(sum(r.advantage != 0 for r in rollouts))
 
 

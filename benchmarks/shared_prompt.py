@@ -24,9 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gruppo.batch import pack, pack_shared
-from gruppo.batch.segments import IGNORE_INDEX
-from gruppo.kernel import attention
-from gruppo.model.forward import Scorer
+from gruppo.kernel import shared_prompt_attention as attention
+from gruppo.model.scorer import Scorer
 from gruppo.types import InputFeature
 
 ROOT = Path(__file__).parents[1]
@@ -64,10 +63,9 @@ class Contender:
     def __init__(self, scorer, batch, groups=1, *, backend=None, route=None):
         self.scorer, self.batch, self.groups, self.route = scorer, batch, groups, route
         self.context = (lambda: sdpa_kernel(backend)) if backend else contextlib.nullcontext
-        self.scored = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
         draw = torch.Generator().manual_seed(1)
-        weight = scorer.output.weight
-        shape = (len(self.scored), weight.shape[1])
+        weight = scorer.head.weight
+        shape = (len(batch.scored), weight.shape[1])
         self.gradient = torch.randn(shape, generator=draw).to(weight.device, weight.dtype)
 
     def forward(self):
@@ -75,7 +73,8 @@ class Contender:
         if self.route:
             attention.best_route = lambda *_: self.route
         try:
-            return self.scorer._run(self.scorer.output.body, self.batch, "last_hidden_state", self.scored)
+            keywords, take = self.scorer._keywords(self.batch)
+            return take(self.scorer.base.base_model(**keywords).last_hidden_state)
         finally:
             attention.best_route = best
 
@@ -91,7 +90,7 @@ class Contender:
 def contenders(scorer, shape, routes, budget=None, vocabulary=500):
     """Per layout a batch of one group, or as many groups as the budget holds."""
     prompt, completion, size = shape
-    device = scorer.output.weight.device
+    device = scorer.head.weight.device
 
     def features(slots):
         return make_features(*shape, vocabulary, groups=1 if budget is None else max(budget // slots, 1))
@@ -174,7 +173,7 @@ def numbers(scorer, features, routes, exact=None):
 
     `exact` is a scorer with the same weights in float32: the distance from it says which of them is nearer the truth.
     """
-    device = scorer.output.weight.device
+    device = scorer.head.weight.device
     made = {
         "repeated, one batch": Contender(
             scorer, pack(features).to(device), backend=FLASH if device.type == "cuda" else None
@@ -188,7 +187,7 @@ def numbers(scorer, features, routes, exact=None):
     def run(call):
         hidden = call().detach()
         return hidden, torch.cat(
-            [p.grad.flatten().float() for p in scorer.output.body.parameters() if p.grad is not None]
+            [p.grad.flatten().float() for p in scorer.base.base_model.parameters() if p.grad is not None]
         )
 
     results = {name: run(call) for name, call in made.items()}
@@ -196,7 +195,7 @@ def numbers(scorer, features, routes, exact=None):
     single = [
         Contender(scorer, pack([f]).to(device), backend=FLASH if device.type == "cuda" else None) for f in features
     ]
-    sizes = [len(c.scored) for c in single]
+    sizes = [len(c.batch.scored) for c in single]
     pieces, total = [], 0
     for call, gradient in zip(single, whole.gradient.split(sizes), strict=True):
         call.gradient = gradient
@@ -208,7 +207,7 @@ def numbers(scorer, features, routes, exact=None):
         reference = Contender(exact, whole.batch)
         reference.gradient = whole.gradient.float()
         hidden = reference().detach()
-        grads = torch.cat([p.grad.flatten() for p in exact.output.body.parameters() if p.grad is not None])
+        grads = torch.cat([p.grad.flatten() for p in exact.base.base_model.parameters() if p.grad is not None])
         truth = (hidden, grads)
     first = next(iter(results))
     out = {}

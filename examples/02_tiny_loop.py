@@ -12,7 +12,7 @@ from gruppo.advantage import GRPOAdvantage
 from gruppo.loss import GRPOLoss
 from gruppo.metric import metric_for
 from gruppo.model import TransformersModel
-from gruppo.reward import RewardPool
+from gruppo.reward import RewardScorer
 from gruppo.sampler import SamplingParams, TorchSampler
 from gruppo.task import load_prompts, prompt_indices, resolve_source
 
@@ -27,7 +27,7 @@ model.set_lr_scheduler("constant", warmup_steps=10)
 model.add_metric(metric_for(model.loss))
 sampler = TorchSampler(model)  # samples from the weights that are being trained
 advantage = GRPOAdvantage(normalization="standard")
-rewards = RewardPool(["exact_match"])  # compares the completion with the row's `answer`
+rewards = RewardScorer(["exact_match"])  # compares the completion with the row's `answer`
 
 train = load_prompts(resolve_source("builtin:carries"), model.tokenizer)
 held_out = load_prompts(resolve_source("builtin:carries?split=heldout"), model.tokenizer)

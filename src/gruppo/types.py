@@ -1,19 +1,22 @@
-"""The data that crosses a stage. No torch here: these are plain values that print, pickle and compare.
+"""Records that cross a stage. No torch here: these are plain values that print, pickle and compare.
 
-    Prompt           a row of the data set, rendered and tokenised
-    SampledSequence  one completion, with the tokens and log-probs exactly as they were sampled
-    SampleResponse   the completions of one prompt
-    Rollout          a completion with its reward and advantage
-    Group            the rollouts of one prompt
-    InputFeature     what the trainer needs of a sequence: tokens, and which of them are scored
+    Prompt          a row of the data set, rendered and tokenised
+    Trajectory      what was written after a prompt: tokens and log-probs exactly as they were sampled
+    Rollout         a trajectory with what it earned: rewards, correctness, advantage, log-probs to train with
+    Group           the rollouts of one prompt
+    SampleResponse  the trajectories of one prompt, as a sampler returns them
+    InputFeature    a sequence for training, given by hand
+
+One record travels from the sampler to the loss: a Rollout holds its Trajectory, a Group its Rollouts.
 
 Example, a group of two for the prompt "1+1=":
 
-    >>> prompt_ids = (5, 6, 5, 7)
-    >>> good = SampledSequence(prompt_ids=prompt_ids, tokens=(8, 2), logps=(-0.5, -0.1), text="2", stop_reason="stop")
-    >>> bad = SampledSequence(prompt_ids=prompt_ids, tokens=(9, 2), logps=(-1.5, -0.1), text="3", stop_reason="stop")
-    >>> response = SampleResponse(sequences=(good, bad))
-    >>> response.sequences[0].new_input_feature.input_ids
+    >>> prompt = Prompt(token_ids=(5, 6, 5, 7), text="1+1=")
+    >>> good = Trajectory(prompt=prompt, tokens=(8, 2), logps=(-0.5, -0.1), text="2", stop_reason="stop")
+    >>> bad = Trajectory(prompt=prompt, tokens=(9, 2), logps=(-1.5, -0.1), text="3", stop_reason="stop")
+    >>> rollouts = (Rollout(trajectory=good, reward=1.0), Rollout(trajectory=bad, reward=0.0))
+    >>> group = Group(prompt=prompt, rollouts=rollouts)
+    >>> SampleResponse(sequences=(good, bad)).sequences[0].new_input_feature.input_ids
     (5, 6, 5, 7, 8, 2)
 """
 
@@ -55,12 +58,138 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputFeature:
-    """One sequence for the trainer: the prompt, then the completion.
+class Trajectory:
+    """What was written after a prompt, by the policy and maybe by others (a tool, a user).
 
-    `completion_mask` has one 0/1 per completion token: 1 for tokens that the policy sampled and that are scored,
-    0 for tokens put there by somebody else (a tool's answer). `None` means all 1. Log-probs have one value per
-    completion token with mask 1.
+    Tokens and log-probs are the sampler's own and are never re-tokenised or recomputed.
+    """
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    """All tokens after the prompt."""
+    sampled: tuple[bool, ...] | None = None
+    """Which of them the policy sampled; None: all."""
+    logps: tuple[float, ...] | None = None
+    """Log-prob of each sampled token under the sampling policy, at the sampling temperature; None: not known."""
+    entropies: tuple[float, ...] | None = None
+    """Entropy of the sampling policy at each sampled token, where the sampler knows it."""
+    versions: tuple[int, int] = (0, 0)
+    """Oldest and newest policy that wrote in it: how many weight updates each had seen."""
+    text: str = ""
+    stop_reason: StopReason = "stop"
+
+    def __post_init__(self) -> None:
+        if self.sampled is not None and len(self.sampled) != len(self.tokens):
+            raise InputError(
+                f"sampled has {len(self.sampled)} entries for {len(self.tokens)} tokens; give one True or False each"
+            )
+        for name in ("logps", "entropies"):
+            check_per_token(name, getattr(self, name), self.num_sampled)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.prompt.token_ids
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return len(self.tokens) if self.sampled is None else sum(self.sampled)
+
+    @property
+    def policy_version(self) -> int:
+        """How many weight updates the newest policy that wrote in it had seen."""
+        return self.versions[1]
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.stop_reason == "length"
+
+    @property
+    def new_input_feature(self) -> "InputFeature":
+        """The sequence as the model takes it by hand, with the sampling log-probs as `old_logps`."""
+        return InputFeature(
+            prompt_ids=self.prompt_ids,
+            completion_ids=self.tokens,
+            completion_mask=None if self.sampled is None else tuple(map(int, self.sampled)),
+            old_logps=self.logps,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A trajectory with what it earned, and what it is trained with."""
+
+    trajectory: Trajectory
+    reward: float | None = None
+    """Weighted sum of the reward functions; None when all of them abstained."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """Each reward function's own value."""
+    correct: bool | None = None
+    """Whether the answer is right, by the one reward that decides it; None when that one abstained. A fact about the
+    answer: weights, length penalties and KL do not change it."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Columns that reward functions logged with `log_extra`."""
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """Traceback or reason of each reward function that failed on this completion."""
+    shaped: float | None = None
+    """The reward as the estimator compared it: with length penalties, less the KL to the reference."""
+    advantage: float | tuple[float, ...] = 0.0
+    """One number, or one per sampled token."""
+    is_masked: bool = False
+    """Counted as a sequence of the step, while none of its tokens is trained on."""
+    old_logps: tuple[float, ...] | None = None
+    """Log-probs of the sampled tokens under the trainer's weights before the step's first update."""
+    ref_logps: tuple[float, ...] | None = None
+    """Log-probs of the sampled tokens under the reference policy."""
+    policy_logps: tuple[float, ...] | None = None
+    """Log-probs of the sampled tokens in the last update that trained on them, where they were recorded."""
+    entropies: tuple[float, ...] | None = None
+    """Entropies at the sampled tokens in that update."""
+    rejected: tuple[bool, ...] | None = None
+    """Which sampled tokens the loss left out of its policy term in that update."""
+
+    def __post_init__(self) -> None:
+        for name in ("old_logps", "ref_logps", "policy_logps", "entropies", "rejected"):
+            check_per_token(name, getattr(self, name), self.trajectory.num_sampled)
+        if isinstance(self.advantage, tuple):
+            check_per_token("advantage", self.advantage, self.trajectory.num_sampled)
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that enter the loss."""
+        return 0 if self.is_masked else self.trajectory.num_sampled
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether there is an advantage other than 0 on any of its tokens."""
+        return any(self.advantage) if isinstance(self.advantage, tuple) else self.advantage != 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The rollouts of one prompt: the unit in which credit is given."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    status: GroupStatus = "kept"
+    greedy: Rollout | None = None
+    """The greedy completion of the prompt, for estimators that compare with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResponse:
+    """The trajectories of one prompt."""
+
+    sequences: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFeature:
+    """A sequence for training, given by hand: the prompt, then the completion.
+
+    `completion_mask` has one 0/1 per completion token: 1 for tokens that the policy sampled and that are scored, 0 for
+    tokens put there by somebody else (a tool's answer). `None` means all 1. Log-probs have one value per completion
+    token with mask 1.
     """
 
     prompt_ids: tuple[int, ...]
@@ -79,12 +208,7 @@ class InputFeature:
                 "give one 0 or 1 per completion token"
             )
         for name in ("old_logps", "ref_logps"):
-            values = getattr(self, name)
-            if values is not None and len(values) != self.num_scored:
-                raise InputError(
-                    f"{name} has {len(values)} entries for {self.num_scored} scored tokens; "
-                    "give one log-prob per completion token whose mask is 1"
-                )
+            check_per_token(name, getattr(self, name), self.num_scored)
 
     @property
     def input_ids(self) -> tuple[int, ...]:
@@ -95,70 +219,14 @@ class InputFeature:
         """Completion tokens that enter the loss."""
         return len(self.completion_ids) if self.completion_mask is None else sum(self.completion_mask)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledSequence:
-    """One completion. `tokens` and `logps` are the sampler's own and are never re-tokenised or recomputed."""
-
-    prompt_ids: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logps: tuple[float, ...]
-    """Log-prob of each token under the sampling policy at the sampling temperature."""
-    text: str
-    stop_reason: StopReason
-    policy_version: int = 0
-    """How many weight updates the sampling policy had seen."""
-    entropies: tuple[float, ...] | None = None
-    """Entropy of the sampling policy at each token, where the sampler knows it."""
-
-    @property
-    def is_truncated(self) -> bool:
-        return self.stop_reason == "length"
-
-    @property
-    def new_input_feature(self) -> InputFeature:
-        """The sequence as the trainer takes it, with the sampling log-probs as `old_logps`."""
-        return InputFeature(prompt_ids=self.prompt_ids, completion_ids=self.tokens, old_logps=self.logps)
+    def rollout(self) -> Rollout:
+        """The sequence as a rollout."""
+        sampled = None if self.completion_mask is None else tuple(map(bool, self.completion_mask))
+        trajectory = Trajectory(prompt=Prompt(token_ids=self.prompt_ids), tokens=self.completion_ids, sampled=sampled)
+        return Rollout(trajectory=trajectory, old_logps=self.old_logps, ref_logps=self.ref_logps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleResponse:
-    """The completions of one prompt."""
-
-    sequences: tuple[SampledSequence, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """A completion with what it earned."""
-
-    sequence: SampledSequence
-    reward: float | None
-    """Weighted sum of the reward functions; None when all of them abstained."""
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
-    """Each reward function's own value."""
-    correct: bool | None = None
-    """Whether the answer is right, by the one reward that decides it; None when that one abstained. A fact about the
-    answer: weights, length penalties and KL do not change it."""
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    """Columns that reward functions logged with `log_extra`."""
-    errors: Mapping[str, str] = field(default_factory=dict)
-    """Traceback or reason of each reward function that failed on this completion."""
-    shaped: float | None = None
-    """The reward as the estimator compared it: with length penalties, less the KL to the reference."""
-    advantage: float = 0.0
-    old_logps: tuple[float, ...] | None = None
-    """Log-probs under the trainer's own weights at sampling time, where they were computed."""
-    ref_logps: tuple[float, ...] | None = None
-    """Log-probs under the reference policy, where they were computed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """The rollouts of one prompt: the unit in which credit is given."""
-
-    prompt: Prompt
-    rollouts: tuple[Rollout, ...]
-    status: GroupStatus = "kept"
-    greedy: Rollout | None = None
-    """The greedy completion of the prompt, for estimators that compare with it."""
+def check_per_token(name: str, values: Sequence[float] | None, num: int) -> None:
+    """Refuse values that are not one per sampled token."""
+    if values is not None and len(values) != num:
+        raise InputError(f"{name} has {len(values)} entries for {num} sampled tokens; give one value per sampled token")

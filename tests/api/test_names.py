@@ -72,7 +72,7 @@ NAMES = {
         "grpo_loss_with_kl",
         "prepare_inputs",
     },
-    "gruppo.kernel": {"chunked_linear_logps_and_entropy", "linear_logps_and_entropy", "logps_and_entropy"},
+    "gruppo.kernel": {"Head", "linear_logps_and_entropy", "logps_and_entropy"},
 }
 
 
@@ -264,8 +264,8 @@ def test_metric_keywords(cls):
 
 
 def test_batch_calls():
-    assert signature(batch.pack) == {"features": ...}
-    assert signature(batch.pack_shared) == {"features": ..., "*row_slots": None, "*multiple_of": 1}
+    assert signature(batch.pack) == {"inputs": ...}
+    assert signature(batch.pack_shared) == {"inputs": ..., "*row_slots": None, "*multiple_of": 1}
     assert signature(batch.split_by_tokens) == {"lengths": ..., "tokens_per_microbatch": ...}
     assert signature(batch.pack_rows) == {"values_BL": ..., "attention_BL": ...}
     assert signature(batch.pad_tokens) == {"values_T": ..., "cu_seqlens": ..., "fill": ...}
@@ -285,13 +285,13 @@ def test_fields_of_a_packed_batch():
         "labels",
         "position_ids",
         "cu_seqlens",
-        "max_length",
+        "scored",
     ]
 
 
-def test_heads_share_one_signature():
+def test_kernel_calls():
     expected = {"hidden": ..., "weight": ..., "labels": ..., "temperature": 1.0}
-    assert signature(kernel.linear_logps_and_entropy) == signature(kernel.chunked_linear_logps_and_entropy) == expected
+    assert signature(kernel.linear_logps_and_entropy) == expected
     assert signature(kernel.logps_and_entropy) == {"logits": ..., "labels": ..., "temperature": 1.0}
 
 
@@ -308,9 +308,9 @@ def test_tutorial_calls():
     ("name", "expected"),
     [
         ("InputFeature", {"prompt_ids", "completion_ids", "completion_mask", "old_logps", "ref_logps"}),
-        ("SampledSequence", {"prompt_ids", "tokens", "logps", "text", "stop_reason", "policy_version"}),
+        ("Trajectory", {"prompt", "tokens", "sampled", "logps", "versions", "text", "stop_reason"}),
         ("SampleResponse", {"sequences"}),
-        ("Rollout", {"sequence", "reward", "rewards", "advantage"}),
+        ("Rollout", {"trajectory", "reward", "rewards", "correct", "advantage", "old_logps", "ref_logps"}),
         ("Group", {"prompt", "rollouts"}),
     ],
 )
@@ -318,8 +318,10 @@ def test_fields_of_the_types(name, expected):
     assert expected - {f.name for f in fields(getattr(types, name))} == set()
 
 
-def test_a_sampled_sequence_becomes_an_input_feature():
-    sequence = types.SampledSequence(prompt_ids=(1,), tokens=(2, 3), logps=(-0.5, -1.0), text="b", stop_reason="stop")
+def test_a_trajectory_becomes_an_input_feature():
+    sequence = types.Trajectory(
+        prompt=types.Prompt(token_ids=(1,)), tokens=(2, 3), logps=(-0.5, -1.0), text="b", stop_reason="stop"
+    )
     expected = types.InputFeature(prompt_ids=(1,), completion_ids=(2, 3), old_logps=(-0.5, -1.0))
     assert sequence.new_input_feature == expected
 

@@ -1,5 +1,6 @@
-"""The README is true: its tree names every source file and nothing else, its Python runs, its files exist."""
+"""The README is true: its table names every package, its Python runs, its files exist. So is the map of the source."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -7,18 +8,19 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_tree_names_every_source_file_and_nothing_else():
-    named, folders = set(), []
-    for line in README.split("```\nsrc/gruppo/\n")[1].split("```")[0].splitlines():
-        if not line.startswith(" "):
-            break
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        folders = [*folders[: depth - 1], name]
-        if name.endswith(".py"):
-            named.add("".join(folders))
+def test_the_map_is_that_of_the_modules():
+    """`make map` writes it."""
+    specification = importlib.util.spec_from_file_location("make_map", ROOT / "docs" / "make_map.py")
+    make_map = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(make_map)
+    assert (ROOT / "docs" / "map.md").read_text(encoding="utf-8") == make_map.page()
+
+
+def test_the_table_names_every_package():
+    named = set(re.findall(r"`gruppo\.(\w+)`", README.split("## The packages")[1]))
     source = ROOT / "src" / "gruppo"
-    there = {p.relative_to(source).as_posix() for p in source.rglob("*.py") if p.name != "__init__.py"}
-    assert named == there
+    there = {p.name for p in source.iterdir() if (p / "__init__.py").is_file()}
+    assert there - named == set()
 
 
 def test_files_and_links_that_it_names_exist():

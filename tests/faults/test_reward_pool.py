@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from gruppo.errors import InputError, RewardError
-from gruppo.reward import ErrorBudget, RewardPool, child, load_reward
+from gruppo.reward import RewardScorer, load_reward, outcome, workers
 
 HOSTILE = Path(__file__).parents[1] / "unit" / "reward"
 PROMPTS = ["p"] * 4 + ["q"] * 4
@@ -29,9 +29,9 @@ def hostile(monkeypatch):
     monkeypatch.syspath_prepend(HOSTILE)
 
 
-def pool(*names, **kwargs):
+def scorer(*names, **kwargs):
     settings = {"workers": 1, "deadline_s": 0.8, "failure_score": -1.0, **kwargs}
-    return RewardPool([f"hostile_rewards:{name}" for name in names], **settings)
+    return RewardScorer([f"hostile_rewards:{name}" for name in names], **settings)
 
 
 def is_running(pid):
@@ -50,7 +50,7 @@ def wait_until_gone(pids, seconds):
 
 @pytest.mark.parametrize("name", ["python_loop", "c_call", "sleep", "ignores_signals", "closes_pipes"])
 def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
-    with pool(name, workers=2) as rewards:
+    with scorer(name, workers=2) as rewards:
         start = time.monotonic()
         result = rewards.score(PROMPTS, TEXTS)
         assert time.monotonic() - start < 10.0
@@ -69,7 +69,7 @@ def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
     [("exits", "exit code 3"), ("segfaults", "killed by SIGSEGV"), ("out_of_memory", "ran out of memory")],
 )
 def test_a_dying_worker_is_replaced_and_costs_one_completion(name, ending):
-    with pool(name, deadline_s=5.0) as rewards:
+    with scorer(name, deadline_s=5.0) as rewards:
         rewards.start()
         before = rewards.worker_pids
         result = rewards.score(PROMPTS, TEXTS)
@@ -83,7 +83,7 @@ def test_a_dying_worker_is_replaced_and_costs_one_completion(name, ending):
 
 
 def test_a_raising_reward_abstains_for_the_completion_that_raised():
-    with pool("raises", "leaves") as rewards:
+    with scorer("raises", "leaves") as rewards:
         result = rewards.score(PROMPTS, TEXTS)
     assert result.values["raises"] == [1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert result.values["leaves"] == [1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0, 1.0]
@@ -94,28 +94,28 @@ def test_a_raising_reward_abstains_for_the_completion_that_raised():
 
 
 def test_values_that_are_not_numbers_abstain():
-    with pool("not_a_number") as rewards:
+    with scorer("not_a_number") as rewards:
         result = rewards.score(["p"] * 6, ["a", "nan", "inf", "none", "big", "int"])
     assert result.totals == [1.0, None, None, None, 1e38, None]
     assert result.metrics["reward/not_a_number/error_frac"] == 0.5
 
 
-def test_a_wrong_shape_from_a_worker_is_an_input_error_and_the_pool_stays_usable():
-    with pool("one_value", workers=2) as rewards:
+def test_a_wrong_shape_from_a_worker_is_an_input_error_and_the_scorer_stays_usable():
+    with scorer("one_value", workers=2) as rewards:
         with pytest.raises(InputError, match="reward 'one_value' returned 1 values for 4 completions"):
             rewards.score(PROMPTS, TEXTS)
         assert rewards.score(["p"], ["x"]).totals == [1.0]
 
 
 def test_failing_everywhere_at_step_0_stops_with_the_first_traceback():
-    with pool("raises_always") as rewards, pytest.raises(RewardError, match="the judge is down") as caught:
+    with scorer("raises_always") as rewards, pytest.raises(RewardError, match="the judge is down") as caught:
         rewards.score(PROMPTS, TEXTS)
     assert caught.value.exit_code == 4
     assert "completion 0 'a' of prompt 'p'" in str(caught.value)
 
 
 def test_failing_later_stops_when_the_budget_is_spent():
-    with pool("raises_from_step_3") as rewards:
+    with scorer("raises_from_step_3") as rewards:
         for step in range(3):
             assert rewards.score(["p"] * 16, ["a"] * 16, step=step).totals == [1.0] * 16
         with pytest.raises(RewardError, match="at step 3"):
@@ -124,24 +124,22 @@ def test_failing_later_stops_when_the_budget_is_spent():
 
 def test_hanging_on_everything_at_step_0_stops_early():
     prompts = [str(number // 4) for number in range(64)]
-    with pool("sleep_always", workers=2, deadline_s=0.3) as rewards:
+    with scorer("sleep_always", workers=2, deadline_s=0.3) as rewards:
         start = time.monotonic()
         with pytest.raises(RewardError, match=r"\(0 errors, [89] timeouts, 0 dead workers\)"):
             rewards.score(prompts, ["a"] * 64)
         assert time.monotonic() - start < 10.0  # 64 completions one after the other would take longer
 
 
-def test_many_dead_workers_stop_the_run():
-    budget = ErrorBudget(step_fraction=0.1, grace=3)
-    with (
-        pool("exits", error_budget=budget) as rewards,
-        pytest.raises(RewardError, match="exit code 3"),
-    ):
+def test_many_dead_workers_stop_the_run(monkeypatch):
+    monkeypatch.setattr(outcome, "_MAX_FAILED_STEP", 0.1)
+    monkeypatch.setattr(outcome, "_FREE_FAILURES", 3)
+    with scorer("exits") as rewards, pytest.raises(RewardError, match="exit code 3"):
         rewards.score(PROMPTS, ["bad"] * 8, step=5)
 
 
 def test_a_slow_reward_without_a_guilty_completion_is_called_singly_from_then_on(caplog):
-    with pool("slow_each") as rewards:  # 0.1 s each: 16 take longer than the deadline, one does not
+    with scorer("slow_each") as rewards:  # 0.1 s each: 16 take longer than the deadline, one does not
         assert rewards.score(["p"] * 16, ["a"] * 16).totals == [1.0] * 16
         assert "gets one completion at a time" in caplog.text
         pids = rewards.worker_pids
@@ -156,7 +154,7 @@ def test_a_meddling_reward_leaves_the_trainer_as_it_was(capfd, monkeypatch):
     expected = random.Random(5).random()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT)]
     directory = os.getcwd()
-    with pool("meddles", workers=2) as rewards:
+    with scorer("meddles", workers=2) as rewards:
         assert rewards.score(PROMPTS, TEXTS).totals == [1.0] * 8
     assert random.random() == expected
     assert os.getcwd() == directory
@@ -170,17 +168,17 @@ def test_a_meddling_reward_leaves_the_trainer_as_it_was(capfd, monkeypatch):
 
 def test_what_one_call_changed_is_gone_in_the_next(monkeypatch):
     monkeypatch.setenv("GRUPPO_TEST_CWD", os.getcwd())
-    with pool("where") as rewards:
+    with scorer("where") as rewards:
         assert [rewards.score(["p"], ["x"], step=step).totals for step in range(3)] == [[1.0]] * 3
 
 
 def test_unseeded_draws_depend_on_the_seed_and_not_on_the_worker():
-    with pool("draws", workers=2) as rewards:
+    with scorer("draws", workers=2) as rewards:
         first = rewards.score(PROMPTS, TEXTS, rng_seed=1).totals
         second = rewards.score(PROMPTS, TEXTS, rng_seed=2).totals
         for _ in range(3):
             assert rewards.score(PROMPTS, TEXTS, rng_seed=1).totals == first
-    with pool("meddles", "draws", workers=2) as rewards:
+    with scorer("meddles", "draws", workers=2) as rewards:
         assert rewards.score(PROMPTS, TEXTS, rng_seed=1).values["draws"] == first
     assert first != second
 
@@ -188,60 +186,62 @@ def test_unseeded_draws_depend_on_the_seed_and_not_on_the_worker():
 def test_results_keep_their_order_over_many_workers_and_rewards():
     texts = ["x" * (number * 7 % 40) for number in range(64)]
     prompts = [str(number // 4) for number in range(64)]
-    with pool("length", "length_async", workers=3, deadline_s=10.0) as rewards:
+    with scorer("length", "length_async", workers=3, deadline_s=10.0) as rewards:
         result = rewards.score(prompts, texts)
     assert result.values["length"] == [float(len(text)) for text in texts]
     assert result.values["length_async"] == [float(len(text)) for text in texts]
 
 
 def test_async_calls_of_a_worker_share_one_event_loop():
-    with pool("same_loop") as rewards:
+    with scorer("same_loop") as rewards:
         assert [rewards.score(["p"], ["a"]).totals for _ in range(3)] == [[1.0]] * 3
 
 
 def test_a_column_that_a_worker_cannot_rebuild_is_an_input_error():
-    with pool("with_answer") as rewards, pytest.raises(InputError, match="cannot be sent to its worker"):
+    with scorer("with_answer") as rewards, pytest.raises(InputError, match="cannot be sent to its worker"):
         rewards.score(["p"], ["a"], columns={"answer": [lambda: None]})
 
 
 def test_groups_are_not_torn_between_workers():
-    with pool("group_size", workers=2) as rewards:
+    with scorer("group_size", workers=2) as rewards:
         assert rewards.score(["p"] * 3 + ["q"] * 5, ["a"] * 8).totals == [3.0] * 3 + [5.0] * 5
+        assert rewards.score(["p"] * 8, ["a"] * 8).totals == [8.0] * 8
+        assert rewards.score(["p"] * 8, ["a"] * 8, group_ids=[0] * 4 + [1] * 4).totals == [4.0] * 8
 
 
 def test_messages_columns_and_instances_reach_a_worker():
     chat = [{"role": "user", "content": "1+1="}]
     scaled = load_reward("hostile_rewards:Scaled", factor=2.0)
-    with RewardPool([scaled, "hostile_rewards:named_lambda"]) as rewards:
+    with RewardScorer([scaled, "hostile_rewards:named_lambda"]) as rewards:
         assert rewards.score(["p"], ["abc"]).totals == [8.0]
-    with pool("length", "with_answer") as rewards:
+    with scorer("length", "with_answer") as rewards:
         assert rewards.score([chat], ["abc"], columns={"answer": ["x"]}).values["length"] == [3.0]
 
 
 def test_what_a_worker_logs_comes_back_in_order():
-    with pool("logs", workers=2) as rewards:
+    with scorer("logs", workers=2) as rewards:
         result = rewards.score(PROMPTS, TEXTS)
     assert result.extras == {"first_letter": ["a", "b", "b", "c", "d", "e", "f", "g"]}
     assert result.metrics["reward/logs/calls_of"] == 4.0
-    with pool("logs_too_few") as rewards, pytest.raises(InputError, match="got 0 values for 8 completions"):
+    with scorer("logs_too_few") as rewards, pytest.raises(InputError, match="got 0 values for 8 completions"):
         rewards.score(["p"] * 8, TEXTS)
 
 
 def test_math_match_runs_in_a_worker_and_a_catastrophic_pattern_is_killed():
     pytest.importorskip("math_verify")
     pattern = load_reward("pattern_match", pattern=r"(\s*\w+\s*)*$")
-    with RewardPool(["math_match", pattern], deadline_s=1.5, failure_score=-1.0) as rewards:
+    with RewardScorer(["math_match", pattern], deadline_s=1.5, failure_score=-1.0) as rewards:
         texts = [r"\boxed{\frac{1}{2}}", "0.5", "a" * 40 + "!"]
         result = rewards.score(["p"] * 3, texts, columns={"answer": ["0.5"] * 3})
     assert result.values == {"math_match": [1.0, 1.0, 0.0], "pattern_match": [1.0, 1.0, -1.0]}
 
 
 def test_no_process_is_started_until_one_is_needed_and_none_is_left_after_closing():
-    with RewardPool(["exact_match"]) as rewards:
+    with RewardScorer(["exact_match"]) as rewards:
         rewards.start()
         rewards.score(["p"], ["a"], columns={"answer": ["a"]})
         assert rewards.worker_pids == []
-    with pool("length", workers=2) as rewards:
+    with scorer("length", workers=2) as rewards:
         assert rewards.worker_pids == []
         rewards.score(["p"], ["a"])
         pids = rewards.worker_pids
@@ -250,7 +250,7 @@ def test_no_process_is_started_until_one_is_needed_and_none_is_left_after_closin
 
 
 def test_a_worker_that_is_killed_while_idle_is_nobodys_failure():
-    with pool("length") as rewards:
+    with scorer("length") as rewards:
         rewards.score(PROMPTS, TEXTS)
         os.kill(rewards.worker_pids[0], signal.SIGKILL)
         time.sleep(0.1)
@@ -260,8 +260,8 @@ def test_a_worker_that_is_killed_while_idle_is_nobodys_failure():
 
 
 def test_a_worker_that_no_longer_reads_does_not_block_the_trainer(monkeypatch):
-    monkeypatch.setattr(child, "_PIPE_STALL_S", 1)
-    with pool("stray_thread", deadline_s=20.0) as rewards:
+    monkeypatch.setattr(workers, "_PIPE_STALL_S", 1)
+    with scorer("stray_thread", deadline_s=20.0) as rewards:
         assert rewards.score(["p"], ["bad"]).totals == [1.0]
         time.sleep(0.5)
         start = time.monotonic()
@@ -272,7 +272,7 @@ def test_a_worker_that_no_longer_reads_does_not_block_the_trainer(monkeypatch):
 
 
 def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_trainer():
-    with pool("length") as rewards:
+    with scorer("length") as rewards:
         rewards.score(PROMPTS, TEXTS)
         pids = rewards.worker_pids
         for pid in pids:
@@ -284,7 +284,7 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_trainer():
 
 def test_programs_that_a_reward_started_die_with_its_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("GRUPPO_TEST_FILE", str(tmp_path / "pid"))
-    with pool("starts_program") as rewards:
+    with scorer("starts_program") as rewards:
         rewards.score(["p"], ["bad"], step=1)
         program = int((tmp_path / "pid").read_text())
         assert wait_until_gone([program], 2.0) == []
@@ -298,7 +298,7 @@ def test_leaving_by_an_exception_while_waiting_kills_the_busy_worker():
         if calls[-1] - calls[0] > 1.0:
             raise KeyboardInterrupt
 
-    with pool("sleep", deadline_s=60.0, on_wait=leave) as rewards:
+    with scorer("sleep", deadline_s=60.0, poll=leave) as rewards:
         with pytest.raises(KeyboardInterrupt):
             rewards.score(["p"], ["bad"])
         calls.clear()
@@ -311,7 +311,7 @@ def test_a_module_that_only_the_worker_cannot_import_says_so(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     reward = load_reward("vanishing_rewards:f")
     path.unlink()
-    with RewardPool([reward]) as rewards, pytest.raises(InputError, match="no module 'vanishing_rewards'"):
+    with RewardScorer([reward]) as rewards, pytest.raises(InputError, match="no module 'vanishing_rewards'"):
         rewards.score(["p"], ["a"])
 
 
@@ -336,10 +336,10 @@ def test_a_script_without_a_main_guard_is_not_run_again_by_its_workers(tmp_path)
     process, out, _ = run_script(
         tmp_path,
         """
-        from gruppo.reward import RewardPool
+        from gruppo.reward import RewardScorer
         print("top")
-        pool = RewardPool(["hostile_rewards:length"])
-        print(pool.score(["p"], ["abc"]).totals)
+        scorer = RewardScorer(["hostile_rewards:length"])
+        print(scorer.score(["p"], ["abc"]).totals)
         """,  # and without close(): leaving must not wait for idle workers
     )
     assert (process.returncode, out) == (0, "top\n[3.0]\n")
@@ -349,12 +349,12 @@ def test_a_reward_of_the_script_itself_works_with_a_main_guard(tmp_path):
     process, out, err = run_script(
         tmp_path,
         """
-        from gruppo.reward import RewardPool
+        from gruppo.reward import RewardScorer
         def mine(completions, **kwargs):
             return [2.0 * len(text) for text in completions]
         if __name__ == "__main__":
-            with RewardPool([mine]) as pool:
-                print(pool.score(["p"], ["abc"]).totals)
+            with RewardScorer([mine]) as scorer:
+                print(scorer.score(["p"], ["abc"]).totals)
         """,
     )
     assert (process.returncode, out) == (0, "[6.0]\n"), err
@@ -368,11 +368,11 @@ def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text):
         tmp_path,
         f"""
         import threading, time
-        from gruppo.reward import RewardPool
-        pool = RewardPool(["hostile_rewards:{name}"], deadline_s=1.0)
-        pool.score(["p"], ["a"])
-        print(*pool.worker_pids, flush=True)
-        pool.score(["p"], ["{text}"])
+        from gruppo.reward import RewardScorer
+        scorer = RewardScorer(["hostile_rewards:{name}"], deadline_s=1.0)
+        scorer.score(["p"], ["a"])
+        print(*scorer.worker_pids, flush=True)
+        scorer.score(["p"], ["{text}"])
         time.sleep(1000)
         """,
         wait=False,
@@ -390,7 +390,7 @@ def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text):
 
 def test_restarts_leak_neither_processes_nor_file_descriptors():
     me = psutil.Process()
-    with pool("exits", deadline_s=5.0) as rewards:
+    with scorer("exits", deadline_s=5.0) as rewards:
         rewards.score(PROMPTS, TEXTS)
         descriptors, children = me.num_fds(), len(me.children())
         for step in range(1, 4):
@@ -400,7 +400,7 @@ def test_restarts_leak_neither_processes_nor_file_descriptors():
 
 def test_a_call_for_256_short_completions_costs_milliseconds():
     prompts = [str(number // 8) for number in range(256)]
-    with pool("length", workers=2, deadline_s=10.0) as rewards:
+    with scorer("length", workers=2, deadline_s=10.0) as rewards:
         rewards.score(prompts, ["short"] * 256)
         times = []
         for step in range(1, 31):

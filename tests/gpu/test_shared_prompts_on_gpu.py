@@ -20,7 +20,7 @@ except ImportError:  # run as a script on a machine without pytest
     pytest = None
 
 from gruppo.batch import pack_shared
-from gruppo.kernel.attention import BLOCK, shared_attention
+from gruppo.kernel.shared_prompt_attention import BLOCK, shared_attention
 from gruppo.types import InputFeature
 
 

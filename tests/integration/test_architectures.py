@@ -13,7 +13,7 @@ from gruppo.model import TransformersModel
 from gruppo.sampler import SamplingParams, TorchSampler
 from gruppo.task.builtin import builtin_tokenizer
 from gruppo.trainer import GRPOTrainer, TrainConfig
-from gruppo.types import InputFeature, SampledSequence
+from gruppo.types import InputFeature, Trajectory
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "model"))
 from tiny_models import FAMILIES, OTHER_FAMILIES, largest_gap, logps_one_by_one, perturb_vectors, tiny_model
@@ -50,7 +50,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("gruppo") and r.levelno >= logging.WARNING]
 
 
-def groups(model: TransformersModel, temperature: float = 1.0) -> list[SampledSequence]:
+def groups(model: TransformersModel, temperature: float = 1.0) -> list[Trajectory]:
     """Three samples of each prompt; those of a group differ."""
     sampler = TorchSampler(model)
     responses = sampler.sample(PROMPTS, 3, SamplingParams(temperature=temperature, max_new_tokens=10, seed=3))
@@ -59,7 +59,7 @@ def groups(model: TransformersModel, temperature: float = 1.0) -> list[SampledSe
     return [s for r in responses for s in r.sequences]
 
 
-def gap(sequences: list[SampledSequence], expected: list[torch.Tensor]) -> float:
+def gap(sequences: list[Trajectory], expected: list[torch.Tensor]) -> float:
     return largest_gap([torch.tensor(s.logps, dtype=torch.float64) for s in sequences], expected)
 
 
@@ -91,7 +91,8 @@ def test_every_layout_scores_as_each_sequence_alone(family: str, layout: Any, ca
     assert largest_gap(model.reference_logps(features), expected) < 1e-5
     if layout == "padded" or family not in NOT_SHARED:
         assert warnings_of(caplog) == []
-        ((_, batch),) = model.batches.make(features, None)
+        (micro,) = model.planner.split([f.rollout() for f in features])
+        batch = micro.batch
         assert (batch.in_one_row, batch.shared is not None) == (layout == "packed", layout == "shared")
         return
     (line,) = warnings_of(caplog)

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import torch
 
 from gruppo.model import TransformersModel
-from gruppo.types import InputFeature, SampledSequence, SampleResponse
+from gruppo.types import InputFeature, SampleResponse, Trajectory
 
 PROMPTS = ["47+85=", "12+9=", "99+1=", "5+5=", "30+31=", "8+64="]
 
@@ -38,7 +38,7 @@ def update(model: TransformersModel, steps: int = 1) -> None:
         model.clip_grad_and_step()
 
 
-def logps_by_transformers(model: Any, sequences: Sequence[SampledSequence], temperature: float) -> list[list[float]]:
+def logps_by_transformers(model: Any, sequences: Sequence[Trajectory], temperature: float) -> list[list[float]]:
     """From plain logits in float64, one sequence at a time."""
     found = []
     for sequence in sequences:

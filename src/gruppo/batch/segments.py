@@ -54,6 +54,12 @@ class Segments:
         length = _segment_sum(mask_T.to(torch.float64), offsets).to(torch.int64)
         return cls(-mask_T.to(torch.int32), offsets, length, None)
 
+    @classmethod
+    def of_scored(cls, offsets: Tensor, num_slots: int) -> "Segments":
+        """Sequences of which only the scored slots are laid out, `num_slots` in all."""
+        bits = torch.full((num_slots,), -1, dtype=torch.int32, device=offsets.device)
+        return cls(bits, offsets, offsets.diff(), None)
+
     @property
     def num_sequences(self) -> int:
         return len(self.offsets) - 1

@@ -5,79 +5,37 @@ what the *body* computes, and `slot_of` says which computed slot holds the hidde
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gruppo.batch.batch import PackedBatch
+from gruppo.batch.batch import PackedBatch, SharedPrompts
 from gruppo.batch.microbatch import split_shared
-from gruppo.batch.pack import pack
-from gruppo.types import InputFeature
+from gruppo.batch.pack import as_rollouts, pack
+from gruppo.types import InputFeature, Rollout, Trajectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPrompts:
-    """Rows of W slots: first the prompts of the row, one each, then the completions.
+def prompt_groups(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Which group each trajectory belongs to: those whose prompts are equal token by token, wherever they stand.
 
-    Prompt [5, 6] with completions [7, 8, 2] and [9, 2] (a completion's last token predicts nothing and has no slot):
-
-        slot           0   1  |  2   3  |  4
-        input_ids      5   6  |  7   8  |  9
-        position_ids   0   1  |  2   3  |  2
-        own_start      0   0     2   2     4
-        prompt_start   0   0     0   0     0
-        prompt_stop    0   0     2   2     2
-
-    A slot q may look at the slots `own_start[q]..q` of its own segment and at `prompt_start[q]..prompt_stop[q] - 1`,
-    the prompt of its group; for a slot of a prompt the second range is empty. Padding looks at itself only.
-    """
-
-    input_ids: Tensor  # [R, W] int64
-    position_ids: Tensor  # [R, W] int64
-    own_start: Tensor  # [R, W] int32
-    prompt_start: Tensor  # [R, W] int32
-    prompt_stop: Tensor  # [R, W] int32
-    slot_of: Tensor  # [T] int64: for each slot of the packed batch its slot in the flattened rows
-    num_slots: int  # slots without padding
-    masks: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What attention kernels made of the ranges, once for all layers."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def row_length(self) -> int:
-        return self.input_ids.shape[1]
-
-    def to(self, device: torch.device | str) -> "SharedPrompts":
-        moved: dict[str, Any] = {
-            f.name: getattr(self, f.name).to(device, non_blocking=True)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
-        return replace(self, masks={}, **moved)
-
-
-def prompt_groups(features: Sequence[InputFeature]) -> list[int]:
-    """Which group each feature belongs to: those whose prompts are equal token by token, wherever they stand.
-
-    >>> first, other = (InputFeature(prompt_ids=ids, completion_ids=(7,)) for ids in ((5, 6), (5, 7)))
+    >>> from gruppo.types import Prompt
+    >>> first, other = (Trajectory(prompt=Prompt(token_ids=ids), tokens=(7,)) for ids in ((5, 6), (5, 7)))
     >>> prompt_groups([first, other, first])
     [0, 1, 0]
     """
     groups: dict[tuple[int, ...], int] = {}
-    return [groups.setdefault(f.prompt_ids, len(groups)) for f in features]
+    return [groups.setdefault(t.prompt_ids, len(groups)) for t in trajectories]
 
 
-def own_slots(feature: InputFeature) -> int:
+def own_slots(trajectory: Trajectory) -> int:
     """Slots that a sequence needs beside its prompt's: its completion but the last token."""
-    return max(len(feature.completion_ids) - 1, 0)
+    return max(len(trajectory.tokens) - 1, 0)
 
 
-def pack_shared(features: Sequence[InputFeature], *, row_slots: int | None = None, multiple_of: int = 1) -> PackedBatch:
+def pack_shared(
+    inputs: Sequence[Rollout | InputFeature], *, row_slots: int | None = None, multiple_of: int = 1
+) -> PackedBatch:
     """As `pack`, with the rows in which the body computes each prompt once, and equal sequences once.
 
     Args:
@@ -85,14 +43,15 @@ def pack_shared(features: Sequence[InputFeature], *, row_slots: int | None = Non
             None: one row for everything.
         multiple_of: rows are padded to a multiple of this many slots.
     """
-    batch = pack(features)
+    rollouts = as_rollouts(inputs)
+    batch = pack(rollouts)
     assert batch.distinct is not None and batch.kind is not None
-    computed = [features[i] for i in batch.distinct.tolist()]
+    computed = [rollouts[i].trajectory for i in batch.distinct.tolist()]
     groups = prompt_groups(computed)
     if row_slots is None:
         parts = [list(range(len(computed)))]
     else:
-        parts = split_shared(groups, [len(f.prompt_ids) for f in computed], [own_slots(f) for f in computed], row_slots)
+        parts = split_shared(groups, [len(t.prompt_ids) for t in computed], [own_slots(t) for t in computed], row_slots)
     rows = [_Row([computed[i] for i in part], [groups[i] for i in part]) for part in parts]
     longest = max((len(row.input_ids) for row in rows), default=0)
     width = -(-longest // multiple_of) * multiple_of
@@ -117,8 +76,8 @@ def pack_shared(features: Sequence[InputFeature], *, row_slots: int | None = Non
 class _Row:
     """One row: the tensors over its slots, and where the prompt and the own slots of each sequence start."""
 
-    def __init__(self, features: list[InputFeature], groups: list[int]) -> None:
-        prompts = dict(zip(groups, (f.prompt_ids for f in features), strict=True))
+    def __init__(self, trajectories: list[Trajectory], groups: list[int]) -> None:
+        prompts = dict(zip(groups, (t.prompt_ids for t in trajectories), strict=True))
         tokens: list[int] = []
         first: dict[int, int] = {}
         for group, prompt in prompts.items():
@@ -127,11 +86,11 @@ class _Row:
         lengths = [len(prompt) for prompt in prompts.values()]
         ranges = [(0, 0, 0)] * len(prompts)  # of a segment: position of its first slot, start and stop of its prompt
         self.places: list[tuple[int, int]] = []
-        for feature, group in zip(features, groups, strict=True):
+        for trajectory, group in zip(trajectories, groups, strict=True):
             start, prompt = first[group], len(prompts[group])
             self.places.append((start, len(tokens)))
-            tokens += feature.completion_ids[:-1]
-            lengths.append(own_slots(feature))
+            tokens += trajectory.tokens[:-1]
+            lengths.append(own_slots(trajectory))
             ranges.append((prompt, start, start + prompt))
         length_K = torch.tensor(lengths, dtype=torch.int64)
         start_K = length_K.cumsum(0) - length_K
@@ -142,11 +101,12 @@ class _Row:
         self.position_ids = position + torch.arange(len(tokens)) - self.own_start
 
 
-def _slots_of(feature: InputFeature, prompt: int, own: int) -> list[int]:
+def _slots_of(trajectory: Trajectory, prompt: int, own: int) -> list[int]:
     """The computed slots of a sequence in the order of its tokens; the prompt's last scores the first sampled token."""
-    if not feature.completion_ids:
-        return list(range(prompt, prompt + max(len(feature.prompt_ids) - 1, 1)))
-    return [*range(prompt, prompt + len(feature.prompt_ids)), *range(own, own + own_slots(feature))]
+    length = len(trajectory.prompt_ids)
+    if not trajectory.tokens:
+        return list(range(prompt, prompt + max(length - 1, 1)))
+    return [*range(prompt, prompt + length), *range(own, own + own_slots(trajectory))]
 
 
 def _rows(values: list[Tensor], width: int, fill: Tensor | None = None) -> Tensor:

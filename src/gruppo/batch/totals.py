@@ -4,13 +4,14 @@ A mean over a step is a sum over micro-batches and ranks only if every one of th
 `Totals` holds those numbers; they are counted over the whole step before its first forward.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gruppo.batch.segments import Segments
 from gruppo.errors import InputError
+from gruppo.types import Rollout
 
 Count = int | float | Tensor  # a 0-d tensor where the labels live on a GPU: counting must not make the host wait
 
@@ -53,6 +54,11 @@ class Totals:
                 "loss.survey(...) over all its sequences before the first micro-batch"
             )
         return self.survey[name]
+
+    @classmethod
+    def of_step(cls, rollouts: Sequence[Rollout], step: int = 0) -> "Totals":
+        """The totals of a step with these rollouts."""
+        return cls(sequences=len(rollouts), tokens=sum(r.num_scored for r in rollouts), step=step)
 
     @classmethod
     def of(cls, segments: Segments) -> "Totals":

@@ -1,20 +1,23 @@
-"""`gruppo data check FILE`: what a data set holds, before a model sees it.
+"""`gruppo data check FILE`: a report on a data set before a model sees it.
 
-Prints rows, columns, lengths, rows that would be left out and why, duplicates, and three prompts as the model
-would see them. The text of a data set is not trusted: control characters are shown as escapes and never sent
-to the terminal.
+Rows, columns, lengths, rows that would be left out and why, duplicates, and three prompts as the model would see them.
+The text of a data set is not trusted: control characters are shown as escapes and never sent to the terminal.
 """
 
 import json
-import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import tyro
+
+from gruppo.cli.options import parse
 from gruppo.errors import GruppoError
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
 from gruppo.task.load import resolve_source
-from gruppo.task.prompts import PromptSet, Template, load_prompts
+from gruppo.task.prompts import PromptSet, load_prompts
+from gruppo.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,41 +31,47 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 """A title, and lines of name and value."""
 
 
-def check_data(
-    source: Any,
-    *,
-    model: str | None = None,
-    prompt_column: str = "prompt",
-    column_map: Mapping[str, str] | None = None,
-    max_prompt_tokens: int | None = None,
-    template: Template = "auto",
-    system: str | None = None,
-    on_bad_row: BadRowPolicy = "fail",
-    console: "Console | None" = None,
-) -> int:
-    """Prints the report; 0 when training would accept the data, 2 when it would not.
+@dataclass
+class DataCheckArguments:
+    source: tyro.conf.Positional[str]
+    """A .jsonl, .csv or .parquet file, or any other source of `gruppo train --data`."""
+    model: str | None = None
+    """Measure lengths in this model's tokens instead of characters."""
+    prompt_column: str = "prompt"
+    max_prompt_tokens: int | None = None
+    system: str | None = None
+    on_bad_row: BadRowPolicy = "fail"
 
-    All bad rows are listed whatever `on_bad_row` says; it decides whether they make the exit code 2, as they
-    would end a training run. Lengths are in tokens of `model`'s tokenizer, in characters without one.
+
+def data_check(arguments: Sequence[str]) -> int:
+    given = parse(
+        DataCheckArguments,
+        arguments,
+        verb="data check",
+        description="What a data set holds: rows, columns, lengths, duplicates, which rows would be dropped and why, "
+        "and three prompts as the model would see them.\n\n  gruppo data check problems.jsonl --model Qwen/Qwen3-0.6B",
+    )
+    return check_data(given)
+
+
+def check_data(given: DataCheckArguments, console: "Console | None" = None) -> int:
+    """Print the report; 0 when training would accept the data, 2 when it would not.
+
+    All bad rows are listed whatever `on_bad_row` is; it decides whether they make the exit code 2, as they would end a
+    training run.
     """
     from rich.console import Console
 
     console = console or Console()
     try:
-        rows = resolve_source(source, on_bad_row="drop", prompt_column=prompt_column, column_map=column_map)
+        rows = resolve_source(given.source, on_bad_row="drop", prompt_column=given.prompt_column)
         prompts, tokenizer = None, None
-        if model is not None:
+        if given.model is not None:
             from gruppo.model.source import load_tokenizer
 
-            tokenizer = load_tokenizer(model)
-            prompts = load_prompts(
-                rows,
-                tokenizer,
-                max_prompt_tokens=max_prompt_tokens,
-                template=template,
-                system=system,
-                on_bad_row="drop",
-            )
+            tokenizer = load_tokenizer(given.model)
+            longest = given.max_prompt_tokens
+            prompts = load_prompts(rows, tokenizer, max_prompt_tokens=longest, system=given.system, on_bad_row="drop")
     except GruppoError as error:
         text = f"error: {_printable(console, str(error))}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -78,19 +87,7 @@ def check_data(
     for section in sections:
         _print(console, section)
     is_bad = any(not isinstance(row, TooLongRow) for row in dropped)
-    return 2 if is_bad and on_bad_row == "fail" else 0
-
-
-def escape_controls(text: str) -> str:
-    r"""Text that is safe on a terminal: control and format characters as `\x1b`, new lines and tabs kept."""
-    return "".join(
-        character
-        if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co")
-        else f"\\x{ord(character):02x}"
-        if ord(character) < 256
-        else f"\\u{ord(character):04x}"
-        for character in text
-    )
+    return 2 if is_bad and given.on_bad_row == "fail" else 0
 
 
 def _summary(rows: Rows, dropped: Sequence[DroppedRow]) -> list[tuple[str, str]]:
@@ -173,7 +170,7 @@ def _print(console: "Console", section: Section) -> None:
 
 def _printable(console: "Console", text: str) -> str:
     """Safe, and within what the output can encode: a log in ASCII must not end the report."""
-    return escape_controls(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
+    return printable(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def _plain(prompt: Any) -> str:

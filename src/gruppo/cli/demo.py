@@ -86,7 +86,7 @@ def show_before_after(console: Any, prompts: Sequence[Any], before: Any, after: 
     rows = list(zip(prompts, before.greedy, after.greedy, strict=True))
     rows.sort(key=lambda row: bool(row[1].correct) - bool(row[2].correct))  # gained first; else the order stays
     for prompt, old, new in rows[:6]:
-        texts = (prompt.text, old.sequence.text, new.sequence.text, prompt.columns.get("answer"))
+        texts = (prompt.text, old.trajectory.text, new.trajectory.text, prompt.columns.get("answer"))
         table.add_row(*map(visible, texts))
     console.print(table)
 

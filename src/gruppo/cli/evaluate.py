@@ -41,12 +41,12 @@ def evaluate_model(arguments: Sequence[str]) -> int:
         description="Score a model on held-out prompts: greedy accuracy with a 95 % interval and, with --num-samples, "
         "unbiased pass@k.\n\n  gruppo eval --model runs/demo/model --num-samples 8 --max-new-tokens 4",
     )
-    from gruppo.reward import RewardPool
+    from gruppo.reward import RewardScorer
     from gruppo.sampler import SamplingParams, TorchSampler
     from gruppo.task import load_prompts, resolve_source
     from gruppo.trainer.evaluate import evaluate
 
-    with RewardPool(given.rewards, correct_by=given.correct_by, correct_at=given.correct_at) as pool:
+    with RewardScorer(given.rewards, correct_by=given.correct_by, correct_at=given.correct_at) as scorer:
         rows = resolve_source(given.data, prompt_column=given.prompt_column)
         sampler = TorchSampler(given.model, temperature=given.temperature)
         assert sampler.tokenizer is not None  # loaded by id, so it has one
@@ -58,7 +58,7 @@ def evaluate_model(arguments: Sequence[str]) -> int:
             chat_template_kwargs=given.chat_template_kwargs,
         ).prompts
         params = SamplingParams(temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed)
-        result = evaluate(prompts, sampler, pool, params, num_samples=given.num_samples)
+        result = evaluate(prompts, sampler, scorer, params, num_samples=given.num_samples)
     if given.json:
         print(json.dumps({"prompts": len(prompts), **result.metrics}))
         return 0

@@ -52,7 +52,7 @@ def formula(name: str) -> str:
 
     cls: Any = LOSSES.get(name)
     if cls is None and ":" in name:
-        from gruppo.reward.load import import_object
+        from gruppo.imports import import_object
 
         cls = import_object(name, "loss")
     if cls is None:

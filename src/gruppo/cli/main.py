@@ -46,8 +46,8 @@ VERBS = {
     ("sample",): ("gruppo.cli.sample", "sample"),
     ("export",): ("gruppo.cli.export", "export"),
     ("losses",): ("gruppo.cli.losses", "losses"),
-    ("data", "check"): ("gruppo.cli.check", "data_check"),
-    ("reward", "check"): ("gruppo.cli.check", "reward_check"),
+    ("data", "check"): ("gruppo.cli.data_check", "data_check"),
+    ("reward", "check"): ("gruppo.cli.reward_check", "reward_check"),
     ("recipes",): ("gruppo.cli.recipes", "recipes"),
 }
 

@@ -9,23 +9,51 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gruppo.cli.options import parse
 from gruppo.errors import GruppoError, InputError
-from gruppo.reward import ErrorBudget, RewardPool, RewardResult, load_reward
-from gruppo.reward.combine import statistics
+from gruppo.reward import RewardResult, RewardScorer, load_reward
+from gruppo.reward.outcome import statistics
+from gruppo.text import printable
 
 _HUGE = "1 + 1 = 2, <think> \\boxed{ and so on. " * 2700
 _JUNK = "\u202e\u0000\u001b[2J\ud800 \U0001f9ee ４２ Z\u0351\u036b\u0343 [/red] </script> "
-_TRUSTING = ErrorBudget(step_fraction=1.0, run_fraction=1.0)
+
+
+@dataclass
+class RewardCheckArguments:
+    reward: tyro.conf.Positional[str]
+    """A built-in name, or module:function."""
+    data: str | None = None
+    """Rows to take answers and columns from; without it, one made-up row."""
+    answer_column: str = "answer"
+    """The column with the right answer."""
+    template: str = "{answer}"
+    """Form of a right completion, e.g. '#### {answer}'."""
+    num_rows: int = 16
+    deadline: float = 10.0
+    """Seconds per completion before its process is killed."""
+
+
+def reward_check(arguments: Sequence[str]) -> int:
+    given = parse(
+        RewardCheckArguments,
+        arguments,
+        verb="reward check",
+        description="Run a reward on good, bad, empty and huge completions and report what it gives, how long it takes "
+        "and what fails.\n\n  gruppo reward check number_match --data problems.jsonl",
+    )
+    return check_reward(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """One kind of completion, scored for every row."""
+    """Scores of one kind of completion, one per row."""
 
     kind: str
     values: list[float | None]
@@ -39,37 +67,26 @@ class _Trial:
 
 
 def check_reward(
-    spec: str,
-    data: str | None = None,
+    given: RewardCheckArguments,
     *,
     rows: Sequence[Mapping[str, Any]] | None = None,
-    answer_column: str = "answer",
-    template: str = "{answer}",
-    num_rows: int = 16,
-    deadline_s: float = 10.0,
     parameters: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> int:
-    """Run the reward on canned completions of a few rows, print what it gave, and return an exit code.
+    """Run the reward on canned completions of a few rows and print its scores; 0 when it can be used, 2 when not.
 
     Args:
-        spec: `module:function` or the name of a built-in.
-        data: file of rows; `rows` gives them directly. With neither, one made-up row is used.
-        answer_column: column with the gold answer, from which good and bad completions are made.
-        template: form of a good completion, such as `<answer>{answer}</answer>`.
+        rows: rows instead of the file `given.data`.
         parameters: of a built-in or a class, such as `{"column": "target"}`.
-
-    Returns:
-        0 when the reward can be used, 2 when not.
     """
     console = console or Console(highlight=False)
     try:
-        chosen = _read(data, rows)[:num_rows]
-        trials = _try_all(spec, chosen, answer_column, template, deadline_s, parameters or {})
+        chosen = _read(given.data, rows)[: given.num_rows]
+        trials = _try_all(given, chosen, parameters or {})
     except GruppoError as error:
         _say(console, f"unusable: {error}", "bold red")
         return 2
-    _show(console, spec, len(chosen), trials)
+    _show(console, given.reward, len(chosen), trials)
     problems, warnings = _judge(trials)
     for warning in warnings:
         _say(console, f"warning: {warning}", "yellow")
@@ -94,43 +111,37 @@ def _read(data: str | None, rows: Sequence[Mapping[str, Any]] | None) -> Sequenc
 
 
 def _try_all(
-    spec: str,
-    rows: Sequence[Mapping[str, Any]],
-    answer_column: str,
-    template: str,
-    deadline_s: float,
-    parameters: Mapping[str, Any],
+    given: RewardCheckArguments, rows: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]
 ) -> list[_Trial]:
-    golds = [None if row.get(answer_column) is None else str(row[answer_column]) for row in rows]
+    golds = [None if (gold := row.get(given.answer_column)) is None else str(gold) for row in rows]
     kinds: dict[str, list[str]] = {"empty": [""], "huge": [_HUGE], "junk": [_JUNK]}
     kinds = {kind: texts * len(rows) for kind, texts in kinds.items()}
     if all(gold is not None for gold in golds):
         known = [gold for gold in golds if gold is not None]
         wrong = [_wrong(gold, known) for gold in known]
-        good, bad = ([template.replace("{answer}", text) for text in texts] for texts in (known, wrong))
+        good, bad = ([given.template.replace("{answer}", text) for text in texts] for texts in (known, wrong))
         kinds = {"good": good, "bad": bad, **kinds}
     prompts = [row.get("prompt", row.get("question", "")) for row in rows]
     names = set().union(*rows) - {"prompt"}
     columns = {name: [row.get(name) for row in rows] for name in names}
-    reward = load_reward(spec, **parameters)
+    reward = load_reward(given.reward, **parameters)
     trials: list[_Trial] = []
-    with RewardPool([reward], deadline_s=deadline_s, error_budget=_TRUSTING) as pool:
+    with RewardScorer([reward], deadline_s=given.deadline, stop_on_failures=False) as scorer:
 
         def score(texts: list[str]) -> RewardResult:
             ids = [list(text.encode(errors="surrogatepass")) for text in texts]  # no tokenizer here: bytes stand in
-            return pool.score(prompts, texts, ids, columns, step=1)
+            return scorer.score(prompts, texts, ids, columns, step=1)
 
         score(kinds["empty"])  # the first call pays for starting the workers
         for kind, texts in kinds.items():
             started = time.perf_counter()
             result = score(texts)
             seconds = time.perf_counter() - started
-            failed = sum(result.metrics[f"reward/{reward.name}/{key}_frac"] for key in ("error", "timeout"))
             trials.append(
                 _Trial(
                     kind=kind,
                     values=result.values[reward.name],
-                    failures=round(failed * len(rows)),
+                    failures=len(result.failures.get(reward.name, {})),
                     traceback=result.tracebacks.get(reward.name, ""),
                     seconds=seconds,
                 )
@@ -148,7 +159,7 @@ def _wrong(gold: str, golds: Sequence[str]) -> str:
 
 
 def _judge(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
-    """What makes the reward unusable, and what is merely suspicious."""
+    """Reasons why the reward is unusable, and warnings."""
     problems: list[str] = []
     warnings: list[str] = []
     by_kind = {trial.kind: trial for trial in trials}
@@ -191,5 +202,4 @@ def _show(console: Console, spec: str, num_rows: int, trials: Sequence[_Trial]) 
 
 def _say(console: Console, text: str, style: str = "") -> None:
     # A traceback may quote model text: no control characters to the terminal, no markup.
-    shown = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
-    console.print(Text(shown, style=style), soft_wrap=True)
+    console.print(Text(printable(text), style=style), soft_wrap=True)

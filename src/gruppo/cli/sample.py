@@ -62,7 +62,7 @@ def sample(arguments: Sequence[str]) -> int:
     console = Console(highlight=False)
     for prompt, response in zip(prompts, sampler.sample(prompts, given.num_samples, params), strict=True):
         for sequence in response.sequences:
-            total = sum(sequence.logps)
+            total = sum(sequence.logps or ())
             line = Text.assemble(visible(prompt.text), " -> ", (visible(sequence.text, 10_000).plain, "bold"))
             console.print(line, f"  log-prob {total:.2f}, {len(sequence.tokens)} tokens, {sequence.stop_reason}")
     return 0

@@ -1,63 +1,216 @@
-"""The head: hidden states -> log-probs -> loss -> gradients, without ever holding a [N, V] tensor.
+"""Head: hidden states -> log-probs -> loss -> gradients, without ever holding a [N, V] tensor.
 
-Walks over scored tokens in windows. The gradient of any loss with respect to a row of logits is a *direction*, which
-does not depend on the loss, times dL/dlogp, a number. So a window's logits are gone before the loss is asked for that
-number; it is asked once per window, in plain PyTorch, as any composition of parts, and two products finish the window:
+A walk over scored tokens in windows. The gradient of any loss with respect to a row of logits is a *direction*, which
+does not depend on the loss, times dL/dlogp, a number. So a window's logits are gone before the loss is computed; it is
+computed once per window, in plain PyTorch, as any composition of parts, and two products finish the window:
 
     d_hidden = factor * (direction @ weight),      d_weight += direction.T @ (factor * hidden)
 
-Nothing is computed twice: 6NDV operations trained, 4NDV with a frozen weight. Three ways to get directions:
+Nothing is computed twice: 6NDV operations trained, 4NDV with a frozen weight. Routes differ in how directions are made:
 
-    triton_logits   bf16 on a GPU: softmax in the epilogue of the product, the logits never reach memory
-    triton_rows     on a GPU: float32 logits of a chunk, then row kernels; also for losses with a gradient through the
-                    entropy, whose direction depends on the loss, and for log-probs below -80
-    rows            anywhere: the same in torch operations
+    FUSED   bf16 on a GPU: softmax in the epilogue of the product, the logits never reach memory
+    TRITON  on a GPU: float32 logits of a chunk, then kernels over its rows; also for losses with a gradient through the
+            entropy, whose direction depends on the loss, and for log-probs below -80
+    TORCH   anywhere: the same in torch operations
 
 A loss that looks at whole sequences gets windows that end at sequence boundaries; if a sequence is longer than a
-window, a first pass computes all log-probs and the loss is asked once.
+window, a first pass computes all log-probs and the loss is computed once.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from itertools import pairwise
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gruppo.errors import InputError
-from gruppo.kernel import rows as torch_rows
+from gruppo.kernel.chunk_ops import LogitShape
 from gruppo.kernel.reference import at_least_float32, check_head, check_temperature
-from gruppo.kernel.rows import LogitShape
-from gruppo.kernel.sizes import CPU_SCRATCH, GPU_SCRATCH, PRODUCT_ROWS, sizes
-
-if TYPE_CHECKING:
-    from gruppo.kernel.triton_logits import RowStats
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+GPU_SCRATCH = 1_300_000_000
+CPU_SCRATCH = 1 << 28
+"""Bytes of logits and directions held at a time, whatever the number of tokens: 1.21 GiB, on a CPU 256 MiB."""
+CHUNK_ROWS = 512
+MAX_WINDOW_ROWS = 8192
+PRODUCT_ROWS = 2048  # d_hidden is fastest in pieces of this many rows (H200, cuBLAS of CUDA 13)
+
+LossGradient = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(rows, logps, entropies) -> (dL/dlogp, dL/dentropy or None), each one number per row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadResult:
+    """Log-probs, entropies and the gradients of a loss."""
+
     logps: Tensor  # [N] float32
     entropies: Tensor  # [N] float32
     d_hidden: Tensor  # [N, D] in the dtype of the hidden states
     d_weight: Tensor | None  # [V, D] float32; None when frozen
 
 
+class RowStats:
+    """Numbers of each row that a pass over windows gives; `stats[window]` are views of a window's part."""
+
+    def __init__(self, logps: Tensor, entropies: Tensor, factor: Tensor, residual: Tensor, overflowed: Tensor) -> None:
+        self.logps = logps  # [N]
+        self.entropies = entropies  # [N]
+        self.factor = factor  # [N]: d logp / d x over the direction
+        self.residual = residual  # [N]: rounding error of the label's column of the direction
+        self.overflowed = overflowed  # [1] int32: not 0 once a row was out of range
+
+    @classmethod
+    def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> "RowStats":
+        logps, entropies, factor, residual = torch.empty(4, num_rows, dtype=dtype, device=device)
+        return cls(logps, entropies, factor, residual, torch.zeros(1, dtype=torch.int32, device=device))
+
+    def __getitem__(self, window: slice) -> "RowStats":
+        parts = (x[window] for x in (self.logps, self.entropies, self.factor, self.residual))
+        return RowStats(*parts, overflowed=self.overflowed)
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRoute:
+    """Float32 logits of a chunk of rows, then operations over it."""
+
+    name: str
+    operations: str
+    """Module with `stats`, `stats_and_direction`, `gradient` and `scale_rows`."""
+    holds_logits: bool = True
+
+    @property
+    def ops(self) -> Any:
+        return import_module(self.operations)
+
+    def window(
+        self, head: "Head", hidden: Tensor, labels: Tensor, stats: RowStats, directions: Tensor | None
+    ) -> Tensor | None:
+        """Fill in a window's stats and, where wanted, its directions; returns the residuals if there are any."""
+        x = head.buffer(min(head.sizes.chunk, len(labels)), head.dtype)
+        for part in _pieces(slice(0, len(labels)), head.sizes.chunk):
+            chunk = head.product(hidden[part], x)
+            if directions is None:
+                numbers = self.ops.stats(chunk, labels[part], head.shape)
+            else:
+                numbers = self.ops.stats_and_direction(chunk, labels[part], head.shape, directions[part])
+            stats.logps[part], stats.entropies[part] = numbers
+        stats.factor.fill_(-1)
+        return head.label_residual(stats.logps, stats.entropies, -1.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRoute(ChunkRoute):
+    """Softmax in the epilogue of the product; logits never reach memory."""
+
+    holds_logits: bool = False
+
+    def window(
+        self, head: "Head", hidden: Tensor, labels: Tensor, stats: RowStats, directions: Tensor | None
+    ) -> Tensor | None:
+        from gruppo.kernel.triton_logits import logits_pass
+
+        numbers = (stats.logps, stats.entropies, stats.factor, stats.residual, stats.overflowed)
+        shape = (head.shape.temperature, head.shape.scale, head.shape.soft_cap)
+        logits_pass(hidden, head.weight, labels, *shape, *numbers, directions)
+        return stats.residual
+
+
+TORCH = ChunkRoute("torch", "gruppo.kernel.chunk_ops")
+TRITON = ChunkRoute("triton", "gruppo.kernel.triton_chunk_ops")
+FUSED = FusedRoute("fused", "gruppo.kernel.triton_chunk_ops")
+
+
+def best_route(weight: Tensor) -> ChunkRoute:
+    """The fastest route that exists for this weight."""
+    if not weight.is_cuda:
+        return TORCH
+    if not _has_triton():
+        return TORCH
+    from gruppo.kernel.triton_logits import is_supported
+
+    return FUSED if is_supported(weight) else TRITON
+
+
+@cache
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        logger.info("Triton is not installed; the head uses torch operations")
+        return False
+    return True
+
+
+# --- how much is held at a time ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Rows held at a time."""
+
+    chunk: int  # of float32 logits
+    window: int  # of directions
+    entropy_window: int  # of both
+
+
+def sizes(vocabulary: int, scratch_bytes: int, *, logit_bytes: int, direction_bytes: int, holds_logits: bool) -> Sizes:
+    """Rows that fit into the scratch memory."""
+    vocabulary = max(vocabulary, 1)
+    chunk = max(1, min(CHUNK_ROWS, scratch_bytes // (4 * vocabulary * logit_bytes)))
+    held = chunk * vocabulary * logit_bytes if holds_logits else 0
+    window = max(1, min((scratch_bytes - held) // (vocabulary * direction_bytes), MAX_WINDOW_ROWS))
+    whole = PRODUCT_ROWS if window >= PRODUCT_ROWS else min(chunk, window)  # whole pieces for the products
+    both = max(1, min(scratch_bytes // (vocabulary * (logit_bytes + direction_bytes)), MAX_WINDOW_ROWS))
+    return Sizes(chunk, window // whole * whole, both)
+
+
+def memory_estimate(
+    num_tokens: int,
+    hidden_size: int,
+    vocabulary: int,
+    *,
+    trained: bool,
+    bytes_per_weight: int = 2,
+    route: ChunkRoute = FUSED,
+) -> dict[str, int]:
+    """Bytes that `train` will allocate on a GPU, before anything is: scratch, gradients, and per-token results.
+
+    >>> sum(memory_estimate(16384, 2560, 151936, trained=False).values()) < 1.5 * 2**30
+    True
+    """
+    held = route.holds_logits
+    rows = sizes(vocabulary, GPU_SCRATCH, logit_bytes=4, direction_bytes=bytes_per_weight, holds_logits=held)
+    window = min(rows.window, num_tokens)
+    chunk = min(rows.chunk, num_tokens) if held else 0
+    piece = min(PRODUCT_ROWS, num_tokens)
+    return {
+        "scratch": chunk * vocabulary * 4 + window * vocabulary * bytes_per_weight,
+        "d_hidden": num_tokens * hidden_size * bytes_per_weight + piece * hidden_size * 4,
+        "d_weight": vocabulary * hidden_size * 4 + window * hidden_size * bytes_per_weight if trained else 0,
+        "per_token": num_tokens * 4 * 6 + window * -(-vocabulary // 256) * 8,
+    }
+
+
+# --- the walk ---------------------------------------------------------------------------------------------------------
+
+
 class Head:
-    """Scores tokens and takes gradients through `logits = hidden @ weight.T`.
+    """Log-probs of tokens, and gradients of a loss of them, through `logits = hidden @ weight.T`.
 
     Args:
         weight: `[V, D]`, bf16 or float32.
-        shape: temperature, scale, soft cap, padding columns.
+        shape: temperature, scale, soft cap.
         scratch_bytes: memory for logits and directions, whatever the number of tokens.
-        route: "logits", "triton" or "torch" (see above); None: the fastest there is.
+        route: TORCH, TRITON or FUSED (see above); None: the fastest there is.
     """
 
     def __init__(
@@ -66,7 +219,7 @@ class Head:
         *,
         shape: LogitShape | None = None,
         scratch_bytes: int | None = None,
-        route: str | None = None,
+        route: ChunkRoute | None = None,
     ) -> None:
         self.shape = shape or LogitShape()
         check_temperature(self.shape.temperature)
@@ -78,13 +231,12 @@ class Head:
         self.is_mixed = weight.is_cuda and weight.dtype == torch.bfloat16
         self.factor = weight if self.is_mixed else weight.to(self.dtype)
         self.route = route or best_route(weight)
-        self.rows = _row_operations(self.route)
         self.sizes = sizes(
             len(weight),
             scratch_bytes or (GPU_SCRATCH if weight.is_cuda else CPU_SCRATCH),
-            logit_bytes=_bytes(self.dtype),
-            direction_bytes=_bytes(self.factor.dtype),
-            route=self.route,
+            logit_bytes=self.dtype.itemsize,
+            direction_bytes=self.factor.dtype.itemsize,
+            holds_logits=self.route.holds_logits,
         )
 
     def windows(
@@ -93,7 +245,7 @@ class Head:
         """Windows over the rows. With `lengths` they end at sequence boundaries; None when a sequence is too long."""
         size = size or self.sizes.window
         if lengths is None:
-            return [slice(a, min(a + size, num_rows)) for a in range(0, num_rows, size)]
+            return _pieces(slice(0, num_rows), size)
         if any(n > size for n in lengths):
             return None
         bounds, end = [0], 0
@@ -104,35 +256,33 @@ class Head:
         return [slice(a, b) for a, b in pairwise([*bounds, end]) if b > a]
 
     @torch.no_grad()
-    def score(self, hidden: Tensor, labels: Tensor, windows: Iterable[slice] | None = None) -> tuple[Tensor, Tensor]:
+    def score(self, hidden: Tensor, labels: Tensor, windows: Sequence[slice] | None = None) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies `[N]`; with the same windows bit for bit those of `train`."""
         self._check(hidden, labels)
-        windows = list(windows or self.windows(len(labels)) or [])
-        if self.route == "logits":
-            stats = self._one_pass(hidden, labels, windows)
-            if not windows or not bool(stats.overflowed):
-                return stats.logps, stats.entropies
-        logps, entropies = self._empty(len(labels))
-        x = self._buffer(min(self.sizes.chunk, len(labels)), self.dtype)
-        for part in (p for w in windows for p in _pieces(w, self.sizes.chunk)):
-            logps[part], entropies[part] = self.rows.stats(self._product(hidden[part], x), labels[part], self.shape)
-        return logps, entropies
+        windows = windows or self.windows(len(labels)) or []
+        for route in (self.route, TRITON):
+            stats = RowStats.empty(len(labels), self.dtype, hidden.device)
+            for window in windows:
+                route.window(self, hidden[window], labels[window], stats[window], None)
+            if route.holds_logits or not windows or not bool(stats.overflowed):
+                break
+        return stats.logps, stats.entropies
 
     @torch.no_grad()
     def train(
         self,
         hidden: Tensor,  # [N, D]
         labels: Tensor,  # [N] int64, all scored
-        ask: Ask,
+        gradient: LossGradient,
         *,
         lengths: Sequence[int] | None = None,
         needs_weight: bool = True,
         entropy_gradient: bool = False,
     ) -> HeadResult:
-        """Log-probs, entropies and the gradients of the loss that `ask` stands for.
+        """Log-probs, entropies and the gradients of the loss.
 
         Args:
-            ask: called with the rows of each window, in order; runs in plain PyTorch.
+            gradient: dL/dlogp of the rows of each window, in order; computed in plain PyTorch.
             lengths: rows of each sequence, when the loss looks at whole sequences.
             needs_weight: False when the weight is frozen: its product is not computed.
             entropy_gradient: True when the loss has a gradient through the entropies.
@@ -142,46 +292,41 @@ class Head:
         windows = self.windows(len(labels), lengths, size)
         if windows is None:  # a sequence longer than a window: all log-probs first, then the loss once
             windows = self.windows(len(labels), None, size) or []
-            ask = _asked_at_once(ask, *self.score(hidden, labels, windows), len(labels))
-        walk = _Walk(self, hidden, labels, ask, needs_weight)
-        longest = max((w.stop - w.start for w in windows), default=0)
+            gradient = _computed_at_once(gradient, *self.score(hidden, labels, windows), len(labels))
+        walk = _Walk(self, hidden, labels, gradient, needs_weight)
         if entropy_gradient:
-            walk.with_entropy(windows, longest)
-        elif self.route != "logits":
-            walk.in_chunks(windows, longest)
-        elif not walk.in_one_pass(windows, longest):
+            walk.with_entropy(windows)
+        elif not walk.run(self.route, windows):
             logger.info("a scored token has a log-prob below -80: the head takes the slower, exact route")
-            walk = _Walk(self, hidden, labels, ask, needs_weight)
-            walk.in_chunks(self.windows(len(labels), lengths) or windows, longest)
-        return HeadResult(logps=walk.logps, entropies=walk.entropies, d_hidden=walk.d_hidden, d_weight=walk.d_weight)
+            walk = _Walk(self, hidden, labels, gradient, needs_weight)
+            walk.run(TRITON, windows)
+        return walk.result()
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+    # --- shared with routes and walks -----------------------------------------------------------------------------
 
-    def _one_pass(self, hidden: Tensor, labels: Tensor, windows: Sequence[slice]) -> "RowStats":
-        """Log-probs and entropies without directions."""
-        from gruppo.kernel.triton_logits import RowStats, logits_pass
-
-        stats = RowStats.empty(len(labels), hidden.device)
-        for window in windows:
-            logits_pass(hidden[window], self.weight, labels[window], self.shape, stats[window], None)
-        return stats
-
-    def _product(self, hidden: Tensor, buffer: Tensor) -> Tensor:
+    def product(self, hidden: Tensor, buffer: Tensor) -> Tensor:
         """Float32 logits before shape, into the buffer."""
         out = buffer[: len(hidden)]
         if self.is_mixed:
             return torch.mm(hidden, self.factor.T, out_dtype=torch.float32, out=out)  # type: ignore[call-overload]
         return torch.mm(hidden.to(self.dtype), self.factor.T, out=out)
 
-    def _mm(self, left: Tensor, right: Tensor) -> Tensor:
+    def mm(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.mm(left, right, out_dtype=torch.float32) if self.is_mixed else left @ right  # type: ignore[call-overload]
 
-    def _buffer(self, num_rows: int, dtype: torch.dtype) -> Tensor:
+    def buffer(self, num_rows: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_rows, len(self.weight), dtype=dtype, device=self.weight.device)
 
-    def _empty(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        logps = torch.empty(num_rows, dtype=self.dtype, device=self.weight.device)
-        return logps, torch.empty_like(logps)
+    def label_residual(
+        self, logps: Tensor, entropies: Tensor, grad_logps: Tensor | float, grad_entropies: Tensor | float
+    ) -> Tensor | None:
+        """The bf16 rounding error of the label's column, whose entry is as large as the rest of the row combined."""
+        if not self.is_mixed or self.shape.soft_cap is not None:
+            return None  # nothing is rounded; a cap's slope at the label is not at hand
+        p = logps.exp()
+        at_label = grad_logps * (1 - p) - grad_entropies * p * (logps + entropies)
+        at_label = at_label * (self.shape.scale / self.shape.temperature)
+        return at_label - at_label.to(self.factor.dtype).float()
 
     def _check(self, hidden: Tensor, labels: Tensor) -> None:
         if hidden.dim() != 2 or labels.dim() != 1:
@@ -194,146 +339,72 @@ class Head:
 class _Walk:
     """One call of `train`: what has been computed so far."""
 
-    def __init__(self, head: Head, hidden: Tensor, labels: Tensor, ask: Ask, needs_weight: bool) -> None:
-        self.head, self.hidden, self.labels, self.ask = head, hidden, labels, ask
-        self.logps, self.entropies = head._empty(len(labels))
+    def __init__(self, head: Head, hidden: Tensor, labels: Tensor, gradient: LossGradient, needs_weight: bool) -> None:
+        self.head, self.hidden, self.labels, self.gradient = head, hidden, labels, gradient
+        self.stats = RowStats.empty(len(labels), head.dtype, hidden.device)
         self.d_hidden = torch.empty_like(hidden)
         self.needs_weight = needs_weight
         self.d_weight: Tensor | None = None
 
-    def in_one_pass(self, windows: Sequence[slice], longest: int) -> bool:
-        """False when a log-prob is out of the range that the pass can hold: then nothing here is valid."""
-        from gruppo.kernel.triton_logits import RowStats, logits_pass
-
+    def run(self, route: ChunkRoute, windows: Sequence[slice]) -> bool:
+        """False when a log-prob is out of the range that the route can hold: then nothing here is valid."""
         head = self.head
-        directions = head._buffer(longest, head.factor.dtype)
-        stats = RowStats.empty(len(self.labels), self.hidden.device)
-        self.logps, self.entropies = stats.logps, stats.entropies
+        directions = head.buffer(_longest(windows), head.factor.dtype)
         is_overflowed = None
         for window in windows:
-            out, labels, rows = directions[: window.stop - window.start], self.labels[window], stats[window]
-            logits_pass(self.hidden[window], head.weight, labels, head.shape, rows, out)
-            if window is windows[-1]:
-                is_overflowed = _Later(stats.overflowed)
-            self._finish(window, out, self._grad(window) * rows.factor, (rows.residual, head.weight, labels))
-        self._no_tokens()
+            rows, out = self.stats[window], directions[: window.stop - window.start]
+            residual = route.window(head, self.hidden[window], self.labels[window], rows, out)
+            if window is windows[-1] and not route.holds_logits:
+                is_overflowed = _Later(self.stats.overflowed)
+            with torch.enable_grad():
+                grad, _ = self.gradient(window, rows.logps, rows.entropies)
+            self._finish(window, out, grad.to(head.dtype) * rows.factor, residual)
         return is_overflowed is None or not is_overflowed.value()
 
-    def in_chunks(self, windows: Sequence[slice], longest: int) -> None:
-        head = self.head
-        x = head._buffer(min(head.sizes.chunk, longest), head.dtype)
-        directions = head._buffer(longest, head.factor.dtype)
+    def with_entropy(self, windows: Sequence[slice]) -> None:
+        """Keeps the logits of a window until the loss is known: the entropy's direction depends on its gradient."""
+        head, longest = self.head, _longest(windows)
+        ops = head.route.ops
+        x, gradients = head.buffer(longest, head.dtype), head.buffer(longest, head.factor.dtype)
         for window in windows:
-            for part in _pieces(window, head.sizes.chunk):
-                out = directions[part.start - window.start : part.stop - window.start]
-                self.logps[part], self.entropies[part] = head.rows.stats_and_direction(
-                    head._product(self.hidden[part], x), self.labels[part], head.shape, out
-                )
-            label_part = self._label_part(window, -1.0, 0.0)
-            self._finish(window, directions[: window.stop - window.start], -self._grad(window), label_part)
-        self._no_tokens()
-
-    def with_entropy(self, windows: Sequence[slice], longest: int) -> None:
-        """Keeps the logits of a window until the loss has been asked: the entropy's direction depends on its answer."""
-        head = self.head
-        x, gradients = head._buffer(longest, head.dtype), head._buffer(longest, head.factor.dtype)
-        for window in windows:
-            chunk = head._product(self.hidden[window], x)
-            self.logps[window], self.entropies[window] = head.rows.stats(chunk, self.labels[window], head.shape)
+            rows, labels = self.stats[window], self.labels[window]
+            chunk = head.product(self.hidden[window], x)
+            rows.logps[:], rows.entropies[:] = ops.stats(chunk, labels, head.shape)
             with torch.enable_grad():
-                grad_logps, grad_entropies = self.ask(window, self.logps[window], self.entropies[window])
+                grad_logps, grad_entropies = self.gradient(window, rows.logps, rows.entropies)
             if grad_entropies is None:
                 grad_entropies = torch.zeros_like(grad_logps)
-            head.rows.gradient(
-                chunk,
-                self.labels[window],
-                grad_logps.to(head.dtype).contiguous(),
-                grad_entropies.to(head.dtype).contiguous(),
-                self.logps[window],
-                self.entropies[window],
-                head.shape,
-                gradients[: len(chunk)],
-            )
-            label_part = self._label_part(window, grad_logps, grad_entropies)
-            self._finish(window, gradients[: len(chunk)], torch.ones_like(self.logps[window]), label_part)
-        self._no_tokens()
+            grad_logps, grad_entropies = (g.to(head.dtype).contiguous() for g in (grad_logps, grad_entropies))
+            out = gradients[: len(chunk)]
+            ops.gradient(chunk, labels, grad_logps, grad_entropies, rows.logps, rows.entropies, head.shape, out)
+            residual = head.label_residual(rows.logps, rows.entropies, grad_logps, grad_entropies)
+            self._finish(window, out, torch.ones_like(rows.logps), residual)
 
-    def _label_part(self, window: slice, grad_logps: Tensor | float, grad_entropies: Tensor | float):
-        """What rounding took from the label's column, a number that weighs as much as the rest of its row together."""
+    def result(self) -> HeadResult:
         head = self.head
-        if not head.is_mixed or head.shape.soft_cap is not None:
-            return None  # nothing is rounded; a cap's slope at the label is not at hand
-        logps = self.logps[window]
-        p = logps.exp()
-        at_label = grad_logps * (1 - p) - grad_entropies * p * (logps + self.entropies[window])
-        at_label = at_label * (head.shape.scale / head.shape.temperature)
-        return at_label - at_label.to(head.factor.dtype).float(), head.weight, self.labels[window]
+        if self.needs_weight and self.d_weight is None:  # no tokens
+            self.d_weight = torch.zeros(head.weight.shape, dtype=head.dtype, device=head.weight.device)
+        stats = self.stats
+        return HeadResult(logps=stats.logps, entropies=stats.entropies, d_hidden=self.d_hidden, d_weight=self.d_weight)
 
-    def _grad(self, window: slice) -> Tensor:
-        with torch.enable_grad():
-            grad, _ = self.ask(window, self.logps[window], self.entropies[window])
-        return grad.to(self.head.dtype)
-
-    def _finish(
-        self,
-        window: slice,
-        directions: Tensor,
-        factor: Tensor,
-        label_part: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> None:
+    def _finish(self, window: slice, directions: Tensor, factor: Tensor, residual: Tensor | None) -> None:
         """The two products of a window; `factor` is one number per row."""
-        head, hidden = self.head, self.hidden[window]
+        head, hidden, labels = self.head, self.hidden[window], self.labels[window]
+        scale_rows, factor = head.route.ops.scale_rows, factor.contiguous()
         for part in _pieces(slice(0, len(directions)), PRODUCT_ROWS):
-            product = head._mm(directions[part], head.factor)
-            at_labels = None if label_part is None else (label_part[0][part], label_part[1], label_part[2][part])
-            self._scale(product, factor[part], self.d_hidden[window][part], at_labels)
+            product = head.mm(directions[part], head.factor)
+            label_part = None if residual is None else (residual[part], head.weight, labels[part])
+            scale_rows(product, factor[part], self.d_hidden[window][part], label_part)
         if not self.needs_weight:
             return
         scaled = torch.empty(hidden.shape, dtype=directions.dtype, device=hidden.device)
-        self._scale(hidden, factor, scaled)
+        scale_rows(hidden, factor, scaled)
         if self.d_weight is None:
-            self.d_weight = head._mm(directions.T, scaled)
+            self.d_weight = head.mm(directions.T, scaled)
         elif head.is_mixed:
             torch.addmm(self.d_weight, directions.T, scaled, out_dtype=torch.float32, out=self.d_weight)  # type: ignore[call-overload]
         else:
             self.d_weight.addmm_(directions.T, scaled)
-
-    def _scale(
-        self,
-        x: Tensor,
-        factor: Tensor,
-        out: Tensor,
-        label_part: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> None:
-        if self.head.route == "torch":
-            if label_part is not None:
-                residual, weight, labels = label_part
-                x = x + residual[:, None] * weight[labels]
-            out.copy_(x * factor[:, None])
-        else:
-            from gruppo.kernel.triton_logits import scale_rows
-
-            scale_rows(x, factor.contiguous(), out, label_part)
-
-    def _no_tokens(self) -> None:
-        if self.needs_weight and self.d_weight is None:
-            self.d_weight = torch.zeros(self.head.weight.shape, dtype=self.head.dtype, device=self.head.weight.device)
-
-
-def best_route(weight: Tensor) -> str:
-    """The fastest way that exists for this weight."""
-    if not weight.is_cuda:
-        return "torch"
-    try:
-        from gruppo.kernel.triton_logits import is_supported
-    except ImportError:
-        logger.info("Triton is not installed; the head uses torch operations")
-        return "torch"
-    return "logits" if is_supported(weight) else "triton"
-
-
-def _pieces(window: slice, size: int) -> list[slice]:
-    return [slice(a, min(a + size, window.stop)) for a in range(window.start, window.stop, size)]
 
 
 class _Later:
@@ -352,19 +423,15 @@ class _Later:
         return bool(self.host)
 
 
-def _asked_at_once(ask: Ask, logps: Tensor, entropies: Tensor, num_rows: int) -> Ask:
+def _pieces(window: slice, size: int) -> list[slice]:
+    return [slice(a, min(a + size, window.stop)) for a in range(window.start, window.stop, size)]
+
+
+def _longest(windows: Sequence[slice]) -> int:
+    return max((w.stop - w.start for w in windows), default=0)
+
+
+def _computed_at_once(gradient: LossGradient, logps: Tensor, entropies: Tensor, num_rows: int) -> LossGradient:
     with torch.enable_grad():
-        grad_logps, grad_entropies = ask(slice(0, num_rows), logps, entropies)
+        grad_logps, grad_entropies = gradient(slice(0, num_rows), logps, entropies)
     return lambda rows, _logps, _entropies: (grad_logps[rows], None if grad_entropies is None else grad_entropies[rows])
-
-
-def _row_operations(route: str) -> ModuleType:
-    if route == "torch":
-        return torch_rows
-    from gruppo.kernel import triton_rows
-
-    return triton_rows
-
-
-def _bytes(dtype: torch.dtype) -> int:
-    return torch.empty(0, dtype=dtype).element_size()

@@ -9,8 +9,8 @@ so with E = (e_v for v != l, -R at l), in bf16, the gradient of any loss with G 
     d_hidden = -G / (1 + R) * (E @ weight),      d_weight = E.T @ (-G / (1 + R) * hidden)
 
 z_l is a dot product per row, known before the big product starts; that is what makes one pass enough. E is relative
-to z_l and not to the largest logit, which bf16 and float32 can hold as long as log p_l > -80; `RowStats.overflowed`
-says when a row is beyond that, and the head then takes the route of `triton_rows`.
+to z_l and not to the largest logit, which bf16 and float32 can hold as long as log p_l > -80; `overflowed` says when a
+row is beyond that, and the head then computes it by `triton_chunk_ops`.
 """
 
 from functools import cache
@@ -19,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from gruppo.kernel.rows import LogitShape
 
 MAX_EXPONENT = tl.constexpr(80.0)
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
@@ -40,13 +38,13 @@ def _logit(x, scale, cap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def _finish_tile(
-    x, rows, columns, labels, reference, e_ptr, e_stride, num_rows, num_columns, vocabulary, scale, cap,
+    x, rows, columns, labels, reference, e_ptr, e_stride, num_rows, num_columns, scale, cap,
     HAS_CAP: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Turn a piece of the product into e, store it, and return its row sums of e and e * (z - z_l)."""
     z = _logit(x, scale, cap, HAS_CAP)
     u = tl.minimum(z - reference[:, None], MAX_EXPONENT)
-    counts = (columns[None, :] < vocabulary) & (columns[None, :] != labels[:, None])
+    counts = (columns[None, :] < num_columns) & (columns[None, :] != labels[:, None])
     e = tl.where(counts, tl.exp(u), 0.0)
     sums = tl.sum(e, 1)
     weighted = tl.sum(e * u, 1)
@@ -63,7 +61,7 @@ def _finish_tile(
 @triton.jit
 def _logits_kernel(
     hidden_desc, weight_desc, labels_ptr, reference_ptr, e_ptr, sums_ptr, weighted_ptr,
-    num_rows, num_columns, vocabulary, width, e_stride, scale, cap,
+    num_rows, num_columns, width, e_stride, scale, cap,
     HAS_CAP: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -86,12 +84,11 @@ def _logits_kernel(
         left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
         sums, weighted = _finish_tile(
-            left, rows, columns, labels, reference, e_ptr, e_stride, num_rows, num_columns, vocabulary, scale, cap,
-            HAS_CAP, STORE,
+            left, rows, columns, labels, reference, e_ptr, e_stride, num_rows, num_columns, scale, cap, HAS_CAP, STORE,
         )  # fmt: skip
         more, more_weighted = _finish_tile(
-            right, rows, columns + BLOCK_N // 2, labels, reference, e_ptr, e_stride, num_rows, num_columns, vocabulary,
-            scale, cap, HAS_CAP, STORE,
+            right, rows, columns + BLOCK_N // 2, labels, reference, e_ptr, e_stride, num_rows, num_columns, scale, cap,
+            HAS_CAP, STORE,
         )  # fmt: skip
         sums += more
         weighted += more_weighted
@@ -154,60 +151,6 @@ def _rows_kernel(
         tl.store(factor_ptr + rows, -slope / total, mask=inside)
 
 
-@triton.jit
-def _scale_kernel(
-    x_ptr, factor_ptr, out_ptr, residual_ptr, weight_ptr, labels_ptr, width, x_stride, out_stride, weight_stride,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out = (x + residual * weight of the label) * factor of its row, in the dtype of out."""
-    row = tl.program_id(0)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < width
-    x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        at = weight_ptr + tl.load(labels_ptr + row) * weight_stride + offsets
-        x += tl.load(residual_ptr + row) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    y = x * tl.load(factor_ptr + row)
-    tl.store(out_ptr + row * out_stride + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def scale_rows(
-    x: Tensor, factor: Tensor, out: Tensor, label_part: tuple[Tensor, Tensor, Tensor] | None = None
-) -> Tensor:
-    """`out = x * factor[:, None]` in one pass, with the cast.
-
-    With `label_part` (residual, weight, labels), x first gains what rounding took from the label's column: one number
-    that weighs as much as all others of its row together.
-    """
-    residual, weight, labels = label_part or (factor, factor[:, None], factor)
-    block = 1024
-    _scale_kernel[(len(x), triton.cdiv(x.shape[1], block))](
-        x, factor, out, residual, weight, labels, x.shape[1], x.stride(0), out.stride(0), weight.stride(0),
-        HAS_RESIDUAL=label_part is not None, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-class RowStats:
-    """What passes over windows of rows give; `stats[window]` are views of a window's part."""
-
-    def __init__(self, logps: Tensor, entropies: Tensor, factor: Tensor, residual: Tensor, overflowed: Tensor) -> None:
-        self.logps = logps  # [N] float32
-        self.entropies = entropies  # [N] float32
-        self.factor = factor  # [N] float32: -slope / (1 + R), the gradient of log p over E
-        self.residual = residual  # [N] float32: what rounding took from the label's column of E
-        self.overflowed = overflowed  # [1] int32: not 0 once a row was out of range
-
-    @classmethod
-    def empty(cls, num_rows: int, device: torch.device) -> "RowStats":
-        numbers = torch.empty(4, num_rows, dtype=torch.float32, device=device)
-        return cls(*numbers, torch.zeros(1, dtype=torch.int32, device=device))
-
-    def __getitem__(self, window: slice) -> "RowStats":
-        rows = (self.logps, self.entropies, self.factor, self.residual)
-        return RowStats(*(x[window] for x in rows), self.overflowed)
-
-
 def is_supported(weight: Tensor) -> bool:
     """bf16 on a GPU with tensor memory access (Hopper and later), rows of whole 16-byte pieces."""
     if not (weight.is_cuda and weight.dtype == torch.bfloat16 and weight.is_contiguous()):
@@ -215,25 +158,35 @@ def is_supported(weight: Tensor) -> bool:
     return torch.cuda.get_device_capability(weight.device)[0] >= 9 and weight.shape[1] % 8 == 0
 
 
+@torch.library.custom_op(
+    "gruppo::logits_pass", mutates_args=("logps", "entropies", "factor", "residual", "overflowed", "out")
+)
 def logits_pass(
-    hidden: Tensor,  # [N, D] bf16
-    weight: Tensor,  # [V, D] bf16
-    labels: Tensor,  # [N] int64
-    shape: LogitShape,
-    stats: RowStats,
-    out: Tensor | None,  # [N, V] bf16: E, or None when no gradient is wanted
-) -> None:
-    """Into `stats` what is known of each row, into `out` E with the label's column filled in."""
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, scale: float, soft_cap: float | None,
+    logps: Tensor, entropies: Tensor, factor: Tensor, residual: Tensor, overflowed: Tensor, out: Tensor | None,
+) -> None:  # fmt: skip
+    """Log-probs, entropies and, into `out`, E with the label's column filled in.
+
+    Args:
+        hidden: `[N, D]` bf16.
+        weight: `[V, D]` bf16.
+        labels: `[N]` int64.
+        logps, entropies: `[N]` float32, written.
+        factor: `[N]` float32, written: -slope / (1 + R), the gradient of log p over E.
+        residual: `[N]` float32, written: what rounding took from the label's column of E.
+        overflowed: `[1]` int32, set to 1 once a row was out of range.
+        out: `[N, V]` bf16, written: E; None when no gradient is wanted.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     num_rows, width = hidden.shape
     num_columns = len(weight)
-    has_cap = shape.soft_cap is not None
-    scale = shape.scale / (shape.soft_cap or shape.temperature)
-    cap = (shape.soft_cap or 1.0) / shape.temperature
+    has_cap = soft_cap is not None
+    factor_in = scale / (soft_cap or temperature)
+    cap = (soft_cap or 1.0) / temperature
     reference = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
     _label_kernel[(num_rows,)](
-        hidden, weight, labels, reference, hidden.stride(0), weight.stride(0), width, scale, cap,
+        hidden, weight, labels, reference, hidden.stride(0), weight.stride(0), width, factor_in, cap,
         HAS_CAP=has_cap, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     tiles = triton.cdiv(num_columns, BLOCK_N)
@@ -244,15 +197,13 @@ def logits_pass(
         TensorDescriptor.from_tensor(hidden, [BLOCK_M, BLOCK_K]),
         TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K]),
         labels, reference, e, sums, weighted,
-        num_rows, num_columns, num_columns if shape.vocabulary is None else shape.vocabulary, width, e_stride,
-        scale, cap, HAS_CAP=has_cap, STORE=out is not None,
+        num_rows, num_columns, width, e_stride, factor_in, cap, HAS_CAP=has_cap, STORE=out is not None,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, PROGRAMS=programs,
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     _rows_kernel[(triton.cdiv(num_rows, 32),)](
-        sums, weighted, labels, reference, e,
-        stats.logps, stats.entropies, stats.factor, stats.residual, stats.overflowed,
-        num_rows, tiles, e_stride, shape.scale / shape.temperature, cap,
+        sums, weighted, labels, reference, e, logps, entropies, factor, residual, overflowed,
+        num_rows, tiles, e_stride, scale / temperature, cap,
         HAS_CAP=has_cap, STORE=out is not None, ROWS=32, TILES=64, num_warps=4,
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""LossInputs: what a loss computes on, aligned and masked.
+"""LossInputs: what a loss or a metric computes on, aligned and masked.
 
-All forms a caller may use are brought to one here, and everything that can be wrong with them is refused here by
-name. After this file every per-token tensor is `[T]`, in float32 (float64 if the log-probs are), and exactly 0 in
-slots that are not scored, whatever stood there before: no NaN or infinity of a padding slot can reach a sum, and
-no gradient flows to one.
+Training makes them from a `PackedBatch`, which is aligned already. For a loss that is called by hand, `align` brings
+all forms a caller may use to one, and refuses by name everything that can be wrong with them. After it every per-token
+tensor is `[T]`, in float32 (float64 if the log-probs are), and exactly 0 in slots that are not scored, whatever stood
+there before: no NaN or infinity of a padding slot can reach a sum, and no gradient flows to one.
 """
 
 import math
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gruppo.batch.batch import PackedBatch
 from gruppo.batch.padded import offsets_from_positions
 from gruppo.batch.segments import IGNORE_INDEX, Segments
 from gruppo.batch.totals import Totals
@@ -40,6 +41,43 @@ class LossInputs:
     sampler_logps: Tensor | None = None  # [T] as the sampler computed them
     entropies: Tensor | None = None  # [T] with gradient
     places: Tensor | None = None  # [T] int64, a key of the token's place in the step; only for losses that draw
+    positions: Tensor | None = None  # [T] int64, slot within its sequence; None: as `segments` lays them out
+
+    @classmethod
+    def of(cls, batch: PackedBatch, logps: Tensor, entropies: Tensor | None, totals: Totals) -> "LossInputs":
+        """The inputs of a batch whose scored tokens have these log-probs; `T` is their number."""
+        segments, dtype, scored = batch.segments, logps.dtype, batch.scored
+        taken = lambda values: None if values is None else values[scored].to(dtype)  # noqa: E731
+        old = taken(batch.old_logps)
+        return cls(
+            labels=batch.labels[scored],
+            logps=logps,
+            old_logps=logps.detach() if old is None else old,
+            advantages=batch.advantages[scored].to(dtype),
+            segments=segments,
+            totals=totals,
+            on_policy=old is None,
+            ref_logps=taken(batch.ref_logps),
+            sampler_logps=taken(batch.sampler_logps),
+            entropies=entropies,
+            places=None if batch.sequence_ids is None else token_places(batch.sequence_ids, segments),
+            positions=batch.position_ids[scored],
+        )
+
+    def of_live(self) -> "LossInputs":
+        """The same without sequences whose advantages are all 0, and without gradients: what metrics count."""
+        is_live_S = self.segments.sum((self.advantages != 0).to(self.logps.dtype)) > 0
+        segments = self.segments.restricted(self.segments.spread(is_live_S))
+        kept = lambda values: None if values is None else segments.keep(values.detach())  # noqa: E731
+        return replace(
+            self,
+            segments=segments,
+            logps=segments.keep(self.logps.detach()),
+            old_logps=segments.keep(self.old_logps),
+            advantages=segments.keep(self.advantages),
+            entropies=kept(self.entropies),
+            sampler_logps=kept(self.sampler_logps),
+        )
 
     def window(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> "LossInputs":
         """The inputs of a stretch of slots whose log-probs have just been computed.

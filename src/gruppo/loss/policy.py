@@ -267,9 +267,7 @@ class PolicyLoss:
         )
         if advantages is None:
             return LossOutput(loss=aligned.logps[:0].sum(), terms={}, on_policy=aligned.on_policy)
-        if totals is None and self.surveys:
-            aligned = self._surveyed(aligned)
-        return self.compute(aligned)
+        return self.compute(self.surveyed(aligned) if totals is None else aligned)
 
     def align(
         self,
@@ -308,12 +306,13 @@ class PolicyLoss:
         aligned = self.align(
             inputs, outputs, advantages=advantages, old_logps=old_logps, sampler_logps=sampler_logps, totals=None
         )
-        known = aligned.totals if totals is None else totals
-        return self._surveyed(replace(aligned, totals=known)).totals if self.surveys else known
+        return self.surveyed(aligned if totals is None else replace(aligned, totals=totals)).totals
 
     @torch.no_grad()
-    def _surveyed(self, inputs: LossInputs) -> LossInputs:
-        """The inputs of a whole step, whose totals hold what the parts found, and how much was rejected."""
+    def surveyed(self, inputs: LossInputs) -> LossInputs:
+        """The inputs of a whole step, whose totals hold what the parts must know of it, and how much is rejected."""
+        if not self.surveys:
+            return inputs
         self.check_needs(inputs, besides=frozenset({"ref_logps"}))
         log_ratio_T = self.level(inputs)
         numbers: dict[str, Tensor] = {}

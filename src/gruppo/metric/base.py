@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from gruppo.batch.segments import IGNORE_INDEX
-from gruppo.distributed.reduce import groups_of, reduction_device
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs, PerToken, align
 from gruppo.metric.functional import kl_and_ratio, token_ratio
 from gruppo.metric.high_kl import FIELDS, as_records, top_rows
 from gruppo.metric.state import State, exact_sum_
+from gruppo.parallel.ranks import groups_of, reduction_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -99,6 +99,10 @@ class PolicyMetric:
             aligned = align(inputs, outputs, advantages=advantages, old_logps=old_logps, ignore_index=self.ignore_index)
             self._add(aligned, has_advantages=advantages is not None)
 
+    def add(self, inputs: LossInputs) -> None:
+        """Add the micro-batch that a loss was computed on: its sequences with an advantage other than 0."""
+        self._add(inputs.of_live(), has_advantages=True)
+
     def _add(self, aligned: LossInputs, has_advantages: bool) -> None:
         segments = aligned.segments
         if self._state is None:
@@ -108,7 +112,7 @@ class PolicyMetric:
         num_tokens = segments.length.sum().to(torch.float64)
         sums = [torch.zeros_like(num_tokens)] * NUM_SUMS
         # Aligned values are 0 in slots that are not scored, and so are their differences and KL: plain sums will do.
-        # `align` made these tensors for this call, so that the sums may use them up; they come last.
+        # These tensors were made for this call, so that the sums may use them up; they come last.
         if not aligned.on_policy:
             kl_T, ratio_T = kl_and_ratio(new_T, old_T)
             if self.temperature != 1:

@@ -36,7 +36,7 @@ def top_rows(
     columns = [
         kl_T,
         first_sequence + sequence_T,
-        segments.position(),
+        segments.position() if inputs.positions is None else inputs.positions,
         inputs.labels,
         ratio_T,
         new_logps_T,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gruppo.batch.segments import IGNORE_INDEX
-from gruppo.distributed.reduce import groups_of, reduction_device
 from gruppo.errors import InputError
-from gruppo.loss.inputs import PerToken, align
+from gruppo.loss.inputs import LossInputs, PerToken, align
 from gruppo.loss.weights import MAX_LOG_RHO
 from gruppo.metric.state import State, exact_sum_
+from gruppo.parallel.ranks import groups_of, reduction_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,9 +65,14 @@ class MismatchMetric:
             sampler_logps=sampler_logps,
             ignore_index=self.ignore_index,
         )
-        segments = aligned.segments
-        assert aligned.sampler_logps is not None
-        gap_T = (aligned.old_logps - aligned.sampler_logps).double()
+        self.add(aligned)
+
+    @torch.no_grad()
+    def add(self, inputs: LossInputs) -> None:
+        """Add the micro-batch that a loss was computed on."""
+        segments = inputs.segments
+        assert inputs.sampler_logps is not None
+        gap_T = (inputs.old_logps - inputs.sampler_logps).double()
         log_rho_T = gap_T.clamp(-MAX_LOG_RHO, MAX_LOG_RHO)
         log_rho_S = segments.sum(log_rho_T).clamp(-MAX_LOG_RHO, MAX_LOG_RHO)
         has_tokens_S = segments.length > 0
@@ -86,7 +91,7 @@ class MismatchMetric:
             scored(gap_T.abs()),
         ]
         if self._state is None:
-            self._state = State.empty(10, 3, (0, 2), labels.device)
+            self._state = State.empty(10, 3, (0, 2), gap_T.device)
         self._state.sums += torch.stack(sums)
         unscored_T = ~segments.mask
         maxima = (log_rho_T, -log_rho_T, gap_T.abs())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gruppo.distributed.reduce import gather_over, max_over, sum_over
+from gruppo.parallel.ranks import gather_over, max_over, sum_over
 
 GRID = 2.0**30
 

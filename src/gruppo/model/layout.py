@@ -14,17 +14,17 @@ from torch import Tensor
 
 from gruppo.batch import pack, pack_shared, prompt_groups
 from gruppo.batch.shared import own_slots
-from gruppo.kernel.attention import BLOCK
-from gruppo.model.attention import refusal
-from gruppo.model.forward import Scorer
-from gruppo.types import InputFeature
+from gruppo.kernel.shared_prompt_attention import BLOCK
+from gruppo.model.attention_hook import refusal
+from gruppo.model.scorer import Scorer
+from gruppo.types import InputFeature, Trajectory
 
 logger = logging.getLogger(__name__)
 
 Layout = Literal["auto", "padded", "packed", "shared"]
 
 WORTH_IT = 1.2
-"""Share when the estimate says that repeating costs so many times as much."""
+"""Share when the estimate says that repeating costs this many times as much."""
 SMALL = 1 << 16
 """Slots x hidden size below which a CPU spends more on the bookkeeping than on the slots."""
 SHORT_ROW = 64
@@ -32,7 +32,7 @@ SHORT_ROW = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class SharedLayout:
     """How to lay out the rows of shared prompts."""
 
     row_slots: int | None
@@ -42,7 +42,9 @@ class Rows:
     """Estimated cost of repeating the prompts over that of sharing them."""
 
 
-def plan_rows(prompts: Sequence[int], completions: Sequence[Sequence[int]], *, hidden_size: int, is_cuda: bool) -> Rows:
+def plan_rows(
+    prompts: Sequence[int], completions: Sequence[Sequence[int]], *, hidden_size: int, is_cuda: bool
+) -> SharedLayout:
     """The rows for these groups, and what they save.
 
     Flex attention on CUDA visits only what is visible: there cost is slots, in one row. A masked attention forms all
@@ -57,7 +59,7 @@ def plan_rows(prompts: Sequence[int], completions: Sequence[Sequence[int]], *, h
     sequences = sum(max(len(own), 1) for own in completions)
     if is_cuda:
         shared = sum(prompts) + sum(sum(own) for own in completions)
-        return Rows(row_slots=None, multiple_of=BLOCK, saving=sequences * longest / max(shared, 1))
+        return SharedLayout(row_slots=None, multiple_of=BLOCK, saving=sequences * longest / max(shared, 1))
 
     def cost(slots: float, length: float) -> float:
         return slots * (1 + length / (3 * hidden_size))
@@ -72,22 +74,22 @@ def plan_rows(prompts: Sequence[int], completions: Sequence[Sequence[int]], *, h
         slots += -(-sum(group) // max(row - p, 1)) * p + sum(group) if sum(group) else p
     saving = cost(sequences * longest, longest) / cost(slots, row)
     is_small = sequences * longest * hidden_size < SMALL
-    return Rows(row_slots=row, multiple_of=1, saving=min(saving, 1.0) if is_small else saving)
+    return SharedLayout(row_slots=row, multiple_of=1, saving=min(saving, 1.0) if is_small else saving)
 
 
-def rows_for(features: Sequence[InputFeature], *, hidden_size: int, is_cuda: bool) -> Rows:
+def shared_layout(trajectories: Sequence[Trajectory], *, hidden_size: int, is_cuda: bool) -> SharedLayout:
     """The rows for these sequences; equal ones count once, since no layout computes them twice."""
-    distinct = list({f.input_ids[:-1]: f for f in features}.values())
+    distinct = list({(t.prompt_ids, t.tokens[:-1]): t for t in trajectories}.values())
     groups = prompt_groups(distinct)
-    prompts = {g: len(f.prompt_ids) for g, f in zip(groups, distinct, strict=True)}
+    prompts = {g: len(t.prompt_ids) for g, t in zip(groups, distinct, strict=True)}
     completions: dict[int, list[int]] = {}
-    for group, feature in zip(groups, distinct, strict=True):
-        completions.setdefault(group, []).append(own_slots(feature))
+    for group, trajectory in zip(groups, distinct, strict=True):
+        completions.setdefault(group, []).append(own_slots(trajectory))
     return plan_rows(list(prompts.values()), list(completions.values()), hidden_size=hidden_size, is_cuda=is_cuda)
 
 
 def can_run(scorer: Scorer, layout: Literal["packed", "shared"]) -> bool:
-    """Can this model run that layout? Its class and config are asked first; a comparison with padded rows decides."""
+    """Can this model run that layout? Its class and config may refuse; else a comparison with padded rows decides."""
     reason = refusal(scorer.base) if layout == "shared" else None
     if reason is None:
         before = getattr(getattr(scorer.base, "config", None), "_attn_implementation", None)
@@ -119,7 +121,7 @@ def _disagreement(scorer: Scorer, layout: Literal["packed", "shared"]) -> str | 
         other = replace(padded, in_one_row=True)
     else:
         other = pack_shared(features, multiple_of=BLOCK if device.type == "cuda" else 1)
-    logps, expected = (scorer(batch.to(device))["logps"] for batch in (other, padded))
+    logps, expected = (scorer(batch.to(device))[0] for batch in (other, padded))
     return difference(logps, expected, 0.2 if is_half(scorer) else 1e-3)
 
 

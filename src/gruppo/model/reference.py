@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.errors import CheckpointError, InputError
-from gruppo.model.forward import Scorer
+from gruppo.model.scorer import Scorer
 
 
 class Reference:
@@ -99,7 +99,7 @@ class Reference:
         for parameter in model.parameters():
             parameter.grad = None
         policy = self.policy
-        return Scorer(model, temperature=policy.temperature, head=policy.head)
+        return Scorer(model, temperature=policy.temperature, head=policy.choice)
 
 
 def _adds_nothing(model: nn.Module) -> bool:

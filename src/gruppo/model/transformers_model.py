@@ -10,26 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.batch import PackedBatch, Totals, pack
-from gruppo.batch.segments import IGNORE_INDEX
+from gruppo.batch.pack import as_rollouts
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
+from gruppo.loss.inputs import LossInputs
 from gruppo.metric import MismatchMetric, PolicyMetric
 from gruppo.model import source
-from gruppo.model.batches import Batches
-from gruppo.model.forward import HeadChoice, Scorer
-from gruppo.model.head_step import loss_and_backward
 from gruppo.model.layout import Layout
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
+from gruppo.model.plan import Planner, StepPlan
 from gruppo.model.reference import Reference
-from gruppo.model.step_survey import survey_step
-from gruppo.types import InputFeature
+from gruppo.model.scorer import HeadChoice, Scorer
+from gruppo.parallel.ranks import Ranks
+from gruppo.types import InputFeature, Rollout
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+Sequences = Sequence[Rollout | InputFeature]
 PerSequence = Tensor | Sequence[Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -51,8 +53,10 @@ class TransformersModel:
         layout: "padded" rows (any model), "packed" into one row (attention that takes boundaries from positions),
             "shared" prompts (each computed once per group), or "auto": shared where that is worth it, else padded. A
             model that scores otherwise in the layout than in padded rows runs padded, with a warning that says so.
-        head: "walk" over windows of tokens without holding all logits, "plain" autograd, or "auto" by size.
+        head: "walk" over windows of tokens without holding all logits, "dense" for all at once, or "auto" by size.
         attn_implementation, revision: handed to transformers.
+        process_group: ranks that share each step. All of them call the same methods with the whole step; its
+            micro-batches are dealt out.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class TransformersModel:
         attn_implementation: str | None = None,
         revision: str | None = None,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
+        process_group: "ProcessGroup | None" = None,
     ) -> None:
         if dtype not in DTYPES:
             raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -93,15 +98,18 @@ class TransformersModel:
         self.model = model.train(gradient_checkpointing)  # transformers checkpoints in train mode only
         self.lora = lora or lora_of(model)
         """The adapter that trains; None: all weights."""
-        self.tokens_per_microbatch = tokens_per_microbatch
         self.version = 0
         """How many optimizer steps the weights have seen."""
+        self.ranks = Ranks(process_group)
         self.scorer = Scorer(self.model, temperature=temperature, head=head)
-        self.batches = Batches(self.scorer, layout)
+        self.planner = Planner(
+            self.scorer, layout=layout, tokens_per_microbatch=tokens_per_microbatch, ranks=self.ranks
+        )
         self.loss: PolicyLoss = GRPOLoss()
         self.metrics: list[PolicyMetric] = []
-        self.mismatch = MismatchMetric()
-        """How far the sampler's log-probs are from the trainer's, when they are given."""
+        self.mismatch = MismatchMetric(process_group=process_group)
+        self.measures_gap = True
+        """Whether to measure how far the sampler's log-probs are from the trainer's, where rollouts have them."""
         self._weights: MasterWeights | None = None
         self._reference: Reference | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -173,41 +181,43 @@ class TransformersModel:
 
     # --- scoring --------------------------------------------------------------------------------------------------
 
-    def forward_only(
-        self, inputs: Sequence[InputFeature], *, temperature: float | None = None
-    ) -> dict[str, list[Tensor]]:
-        """Log-probs and entropies without gradients: per feature one value per scored token.
+    def forward_only(self, inputs: Sequences, *, temperature: float | None = None) -> dict[str, list[Tensor]]:
+        """Log-probs and entropies without gradients: per sequence one value per scored token.
 
         Args:
             temperature: at which to score; None: the model's own.
         """
         return self._score(self.scorer if temperature is None else self.scorer.at(temperature), inputs)
 
-    def reference_logps(self, inputs: Sequence[InputFeature]) -> list[Tensor]:
-        """Log-probs under the reference policy, per feature one value per scored token."""
+    def reference_logps(self, inputs: Sequences) -> list[Tensor]:
+        """Log-probs under the reference policy, per sequence one value per scored token."""
         with self.reference().scorer() as scorer:
             return self._score(scorer, inputs)["logps"]
 
-    def _score(self, scorer: Scorer, inputs: Sequence[InputFeature]) -> dict[str, list[Tensor]]:
-        results: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(inputs) for name in ("logps", "entropies")}
-        _check_features(inputs)
-        with torch.no_grad():
-            for part, batch in self.batches.make(inputs, self.tokens_per_microbatch):
-                outputs = scorer(batch)
-                counts = batch.segments.length.tolist()
-                scored_T = batch.labels != IGNORE_INDEX
-                for name, values in results.items():
-                    for i, piece in zip(part, outputs[name][scored_T].split(counts), strict=True):
-                        values[i] = piece
+    @torch.no_grad()
+    def _score(self, scorer: Scorer, inputs: Sequences) -> dict[str, list[Tensor]]:
+        rollouts = as_rollouts(inputs)
+        lengths = [rollout.num_scored for rollout in rollouts]
+        empty = torch.zeros(0, device=self.device)
+        results: dict[str, list[Tensor]] = {name: [empty] * len(rollouts) for name in ("logps", "entropies")}
+        for micro in self.planner.split(rollouts):
+            scored = scorer(micro.batch.to(self.device))
+            for values, numbers in zip(results.values(), scored, strict=True):
+                for i, piece in zip(micro.indices, numbers.split(micro.batch.lengths), strict=False):  # not if idle
+                    values[i] = piece
+        if self.ranks.world > 1:
+            for name, values in results.items():  # each rank has its own share, and 0 elsewhere
+                own = [v if len(v) else v.new_zeros(n) for v, n in zip(values, lengths, strict=True)]
+                results[name] = list(self.ranks.sum(torch.cat([*own, empty])).split(lengths))
         return results
 
     # --- training -------------------------------------------------------------------------------------------------
 
     def forward_backward(
         self,
-        inputs: Sequence[InputFeature],
+        inputs: Sequences,
         *,
-        advantages: PerSequence,
+        advantages: PerSequence | None = None,
         old_logps: PerSequence | None = None,
         ref_logps: PerSequence | None = None,
         sampler_logps: PerSequence | None = None,
@@ -220,71 +230,59 @@ class TransformersModel:
         were computed or not; the gap between sampler and trainer is measured on all sequences.
 
         Args:
-            inputs: the sequences.
+            inputs: rollouts, which carry what they are trained with; or features, with the rest as keywords.
             advantages: one per sequence, or one list per sequence with one value per scored token.
-            old_logps: per sequence its log-probs at sampling time. None: those of the features, if they have any;
-                else on-policy.
-            ref_logps: None: those of the features, else computed here if the loss needs them.
+            old_logps: per sequence its log-probs at sampling time. None: those of the inputs, if they have any; else
+                on-policy.
+            ref_logps: None: those of the inputs, else computed here if the loss needs them.
             sampler_logps: the sampler's own log-probs: for a correction, and for the reported gap.
             totals: the totals of the whole step, when this call is not all of it.
 
         A loss that looks at the whole step (`loss.surveys`) scores all sequences once more before the first backward.
         """
-        _check_features(inputs)
-        self._check_count("advantages", advantages, inputs)
-        if not isinstance(advantages, Tensor) and all(type(a) is float for a in advantages):
-            advantages = torch.tensor(advantages, dtype=torch.float32)  # read by the loss and by every metric
+        given = {"advantage": advantages, "old_logps": old_logps, "ref_logps": ref_logps, "logps": sampler_logps}
+        return self.run(self.plan(_with(inputs, given), totals))
+
+    def plan(self, rollouts: Sequence[Rollout], totals: Totals | None = None) -> StepPlan:
+        """What a step over these rollouts will compute. Arguments as for `forward_backward`."""
         is_whole_step = totals is None
-        if totals is None:
-            totals = Totals(
-                sequences=len(inputs), tokens=sum(f.num_scored for f in inputs), step=self.version
-            )  # fmt: skip
-        if ref_logps is None and "ref_logps" in self.loss.needs and any(f.ref_logps is None for f in inputs):
-            ref_logps = self.reference_logps(inputs)
-        given = {"old_logps": old_logps, "ref_logps": ref_logps, "sampler_logps": sampler_logps}
-        for name, values in given.items():
-            if values is not None:
-                self._check_count(name, values, inputs)
-        if self.loss.surveys:
-            totals = survey_step(
-                self.loss,
-                self.forward_only,
-                inputs,
-                advantages=advantages,
-                old_logps=old_logps,
-                sampler_logps=sampler_logps,
-                totals=totals,
-                is_whole_step=is_whole_step,
-                device=self.device,
-            )
-        live = _live(self.loss, advantages)
-        if live is not None:
-            self._measure_skipped(inputs, set(live), old_logps, sampler_logps)
-            inputs, advantages = [inputs[i] for i in live], _select(advantages, live)
-            given = {name: None if values is None else _select(values, live) for name, values in given.items()}
-        loss = torch.zeros((), device=self.device)
-        terms: dict[str, Tensor] = {}
+        totals = Totals.of_step(rollouts, self.version) if totals is None else totals
+        if self.loss.surveys and (totals.survey is None or self.loss.draws_tokens):
+            if not is_whole_step:
+                raise InputError(
+                    f"{type(self.loss).__name__} looks at all tokens of a step: hand the whole step to one call"
+                    + ("" if self.loss.draws_tokens else ", or give totals made by loss.survey(...) over all of it")
+                )
+            totals = self._survey(rollouts, totals)
+        return self.planner.step(rollouts, self.loss, totals, measures_gap=self.measures_gap)
+
+    def run(self, plan: StepPlan) -> LossOutput:
+        """Forward, loss and backward of each micro-batch of a plan."""
+        loss, terms = torch.zeros((), device=self.device), {}
         on_policy, rejected = True, None
-        for part, batch in self.batches.make(inputs, self.tokens_per_microbatch):
-            if self.loss.draws_tokens:
-                ids = part if live is None else [live[i] for i in part]
-                batch = replace(batch, sequence_ids=torch.tensor(ids, device=self.device))
-            from_features = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps, "sampler_logps": None}
-            aligned: dict[str, Any] = {
-                name: from_features[name] if values is None else _placed(name, _select(values, part), batch)
-                for name, values in given.items()
-            }
-            aligned["advantages"] = _select(advantages, part)
-            result, outputs = loss_and_backward(self.scorer, batch, self.loss, totals, aligned)
+        for micro in plan.microbatches:
+            batch = micro.batch.to(self.device)
+            if "ref_logps" in self.loss.needs and batch.ref_logps is None:
+                batch = replace(batch, ref_logps=self._reference_logps(batch))
+            output, inputs = self.scorer.loss_of(batch, self.loss, plan.totals)
+            output.loss.backward()
             self.weights.collect_gradients()
-            loss = loss + result.loss.detach()
-            for name, value in result.terms.items():
+            loss = loss + output.loss.detach()
+            for name, value in output.terms.items():
                 terms[name] = terms.get(name, 0) + value
-            on_policy = on_policy and result.on_policy
-            if result.rejected is not None:
-                rejected = result.rejected if rejected is None else rejected + result.rejected
-            self._observe(batch, outputs, aligned)
-        return LossOutput(loss=loss, terms=terms, on_policy=on_policy, rejected=rejected)
+            on_policy = on_policy and output.on_policy
+            if output.rejected is not None:
+                rejected = output.rejected if rejected is None else rejected + output.rejected
+            self._observe(inputs)
+        for micro in plan.observed:
+            self._measure_gap(micro.batch.to(self.device), plan.totals)
+        sum_ = self.ranks.sum
+        return LossOutput(
+            loss=sum_(loss),
+            terms={name: sum_(value) for name, value in terms.items()},
+            on_policy=on_policy,
+            rejected=None if rejected is None else sum_(rejected),
+        )
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> StepReport:
         """Clip the gradient, step, move the schedule on. A non-finite gradient changes nothing and is reported."""
@@ -327,103 +325,84 @@ class TransformersModel:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _observe(self, batch: PackedBatch, outputs: dict[str, Tensor], aligned: dict[str, Any]) -> None:
-        observed = {name: values.detach() for name, values in outputs.items()}
-        # Without old_logps the loss took the policy's own: ratio 1, which a metric should show and not omit.
-        old = observed["logps"] if aligned["old_logps"] is None else aligned["old_logps"]
-        if aligned["sampler_logps"] is not None:
-            self.mismatch.accumulate(batch.loss_inputs(), old_logps=old, sampler_logps=aligned["sampler_logps"])
-        if not self.metrics:
-            return
-        inputs, advantages = batch.loss_inputs(), aligned["advantages"]
-        is_live = [_has_advantage(value) for value in _values(advantages)]
-        if not all(is_live):
-            live_T = batch.segments.spread(torch.tensor(is_live, device=self.device))
-            if not isinstance(advantages, Tensor):
-                advantages = _placed("advantages", advantages, batch) if _is_nested(advantages) else advantages
-            inputs = inputs | {"labels": torch.where(live_T, batch.labels, IGNORE_INDEX)}
+    @torch.no_grad()
+    def _reference_logps(self, batch: PackedBatch) -> Tensor:
+        with self.reference().scorer() as scorer:
+            logps_N = scorer(batch)[0].to(batch.advantages.dtype)
+        return torch.zeros_like(batch.advantages).index_copy(0, batch.scored, logps_N)
+
+    def _survey(self, rollouts: Sequence[Rollout], totals: Totals) -> Totals:
+        """The totals of a step with what its loss must know of all its tokens."""
+        batch = pack(rollouts).to(self.device)
+        logps = torch.zeros(len(batch.scored), device=self.device)
+        entropies = None
+        if self.loss.surveys_policy and rollouts:
+            scored = self.forward_only(rollouts)
+            logps, entropies = (torch.cat(scored[name]) for name in ("logps", "entropies"))
+        if self.loss.draws_tokens:
+            batch = replace(batch, sequence_ids=torch.arange(len(rollouts), device=self.device))
+        return self.loss.surveyed(LossInputs.of(batch, logps, entropies, totals)).totals
+
+    @torch.no_grad()
+    def _observe(self, inputs: LossInputs) -> None:
+        if self.measures_gap and inputs.sampler_logps is not None:
+            self.mismatch.add(inputs)
         for metric in self.metrics:
-            metric.accumulate(inputs, observed, old_logps=old, advantages=advantages)
+            # On-policy the loss took the policy's own log-probs: ratio 1, which a metric should show and not omit.
+            metric.add(replace(inputs, on_policy=False))
 
-    def _measure_skipped(
-        self,
-        inputs: Sequence[InputFeature],
-        live: set[int],
-        old_logps: PerSequence | None,
-        sampler_logps: PerSequence | None,
-    ) -> None:
+    @torch.no_grad()
+    def _measure_gap(self, batch: PackedBatch, totals: Totals) -> None:
         """Count sequences that are not trained on in the gap between sampler and trainer: they are part of it too."""
-        skipped = [i for i, feature in enumerate(inputs) if i not in live and feature.num_scored]
-        if sampler_logps is None or not skipped:
-            return
-        features = [inputs[i] for i in skipped]
-        if old_logps is not None:
-            old = _select(old_logps, skipped)
-        elif features[0].old_logps is not None:
-            old = [feature.old_logps for feature in features]
+        if batch.old_logps is not None and self.ranks.world == 1:  # a sharded model runs on all ranks or on none
+            logps_N = batch.old_logps[batch.scored]
         else:
-            old = self.forward_only(features)["logps"]
-        batch = pack(features).to(self.device)
-        rows = {"old_logps": old, "sampler_logps": _select(sampler_logps, skipped)}
-        placed: dict[str, Any] = {name: _placed(name, values, batch) for name, values in rows.items()}
-        self.mismatch.accumulate(batch.loss_inputs(), **placed)
-
-    def _check_count(self, name: str, values: PerSequence, inputs: Sequence[InputFeature]) -> None:
-        if len(values) != len(inputs):
-            raise InputError(f"{name} has {len(values)} entries for {len(inputs)} sequences; give one per sequence")
+            logps_N = self.scorer(batch)[0]
+        if len(batch.scored):
+            self.mismatch.add(LossInputs.of(batch, logps_N, None, totals))
 
 
-def _check_features(inputs: Sequence[InputFeature]) -> None:
-    for i, feature in enumerate(inputs):
-        if not isinstance(feature, InputFeature):
-            raise InputError(f"inputs[{i}] must be an InputFeature, got {type(feature).__name__}")
+def _with(inputs: Sequences, given: dict[str, PerSequence | None]) -> list[Rollout]:
+    """Rollouts of sequences whose advantages and log-probs were given beside them."""
+    rollouts = as_rollouts(inputs)
+    columns: dict[str, list[Any]] = {}
+    for name, values in given.items():
+        if values is None:
+            continue
+        title = {"advantage": "advantages", "logps": "sampler_logps"}.get(name, name)
+        if len(values) != len(rollouts):
+            raise InputError(f"{title} has {len(values)} entries for {len(rollouts)} sequences; give one per sequence")
+        columns[name] = [_plain(title, i, v, r) for i, (v, r) in enumerate(zip(_listed(values), rollouts, strict=True))]
+    if not columns:
+        return rollouts
+    made = []
+    for i, rollout in enumerate(rollouts):
+        fields = {name: values[i] for name, values in columns.items()}
+        if "logps" in fields:
+            fields["trajectory"] = replace(rollout.trajectory, logps=fields.pop("logps"))
+        made.append(replace(rollout, **fields))
+    return made
 
 
-def _select(values: PerSequence, part: list[int]) -> Any:
-    return values[part] if isinstance(values, Tensor) else [values[i] for i in part]
+def _listed(values: PerSequence) -> Sequence[Any]:
+    return values.tolist() if isinstance(values, Tensor) else values
 
 
-def _placed(name: str, rows: Any, batch: PackedBatch) -> Tensor:
-    """One row of values per sequence as a tensor over the slots, made once for loss and metrics."""
-    if isinstance(rows, Tensor) and rows.shape == batch.labels.shape:
-        return rows
-    for i, (row, length) in enumerate(zip(rows, batch.segments.length.tolist(), strict=True)):
-        if len(row) != length:
-            raise InputError(
-                f"{name} of sequence {i} has {len(row)} entries for {length} scored tokens; "
-                "give exactly one value per token whose label is not masked"
-            )
-    if len(rows) and isinstance(rows[0], Tensor):
-        values = torch.cat(list(rows)).to(torch.float32)
-    else:
-        values = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
-    placed = torch.zeros(batch.num_slots, device=batch.labels.device)
-    return placed.masked_scatter(batch.labels != IGNORE_INDEX, values.to(placed.device))
-
-
-def _values(advantages: PerSequence) -> Sequence[Any]:
-    return advantages.tolist() if isinstance(advantages, Tensor) else advantages
-
-
-def _is_nested(advantages: Sequence[Any]) -> bool:
-    """Is there one list of advantages per sequence, rather than one number?"""
-    return any(not isinstance(value, int | float) for value in advantages)
-
-
-def _has_advantage(value: Any) -> bool:
-    """Does a sequence with this advantage, or these per token, have one other than 0?"""
+def _plain(title: str, index: int, value: Any, rollout: Rollout) -> float | tuple[float, ...]:
+    """A number, or one per scored token, as plain Python."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
     if isinstance(value, int | float):
-        return value != 0
-    return any(x != 0 for x in _values(value))
-
-
-def _live(loss: PolicyLoss, advantages: PerSequence) -> list[int] | None:
-    """The sequences that can have a gradient, when others cannot; None when all of them are to be computed."""
-    if not loss.is_zero_without_advantage:
-        return None
-    values = _values(advantages)
-    live = [i for i, value in enumerate(values) if _has_advantage(value)]
-    return live if len(live) < len(values) else None
+        if title != "advantages":
+            raise InputError(f"{title}[{index}] must hold one number per scored token, got {value!r}")
+        return float(value)
+    row = tuple(float(x) for x in value)
+    if len(row) != rollout.trajectory.num_sampled:
+        raise InputError(
+            f"{title} of sequence {index} has {len(row)} entries for {rollout.trajectory.num_sampled} scored tokens; "
+            "give exactly one value per token whose label is not masked"
+        )
+    return row
 
 
 def _switch_off_dropout(model: nn.Module) -> None:

@@ -1,14 +1,12 @@
 """Stage 3: completions become numbers.
 
-    base.py      the contract: what a reward function is given, and `Reward`
-    load.py      from "exact_match", "module:function" or a callable to a `Reward`
-    match.py number.py math.py format.py length.py pattern.py     the built-in rewards
-    shape.py     `RewardShape`: penalties on the sum, for being long or cut off
-    verifier.py  what the verifiers among them share
-    call.py returned.py     one call, and the check of what it returned
-    combine.py tally.py budget.py     totals and metrics; failures, and how many are too many
-    pool.py      `RewardPool`: everything above for one step, functions of others in processes that can be killed
-    request.py crew.py child.py worker.py     what the pool is made of, down to the child process
+    base.py      contract of a reward function; `Reward`
+    load.py      "exact_match", "module:function" or a callable becomes a `Reward`
+    verifiers.py number.py math_equal.py length.py     the built-in rewards, and `RewardShape`
+    call.py      one call, and the check of its return value
+    outcome.py   totals, metrics, failures; when there are too many of them
+    scorer.py    `RewardScorer`: all rewards of a step
+    workers.py worker.py     processes that can be killed, for functions that are not ours
 
 To use your own, write a function with TRL's signature in a module and name it `module:function`:
 
@@ -21,21 +19,27 @@ their default parameters; the classes take others: `NumberMatch(column="target")
 """
 
 from gruppo.reward.base import Reward
-from gruppo.reward.budget import ErrorBudget
-from gruppo.reward.combine import RewardResult, weighted_totals
-from gruppo.reward.format import TagFormat, ThinkFormat, tag_format, think_format
-from gruppo.reward.length import LengthPenalty, SoftOverlong, length_penalty, soft_overlong
+from gruppo.reward.length import LengthPenalty, RewardShape, SoftOverlong, length_penalty, soft_overlong
 from gruppo.reward.load import load_reward
-from gruppo.reward.match import ExactMatch, NormalizedMatch, exact_match, normalized_match
-from gruppo.reward.math import MathMatch, math_match
+from gruppo.reward.math_equal import MathMatch, math_match
 from gruppo.reward.number import NumberMatch, number_match
-from gruppo.reward.pattern import PatternMatch, pattern_match
-from gruppo.reward.pool import RewardPool
-from gruppo.reward.shape import RewardShape
-from gruppo.reward.verifier import Verifier
+from gruppo.reward.outcome import RewardResult, weighted_totals
+from gruppo.reward.scorer import RewardScorer
+from gruppo.reward.verifiers import (
+    ExactMatch,
+    NormalizedMatch,
+    PatternMatch,
+    TagFormat,
+    ThinkFormat,
+    Verifier,
+    exact_match,
+    normalized_match,
+    pattern_match,
+    tag_format,
+    think_format,
+)
 
 __all__ = [
-    "ErrorBudget",
     "ExactMatch",
     "LengthPenalty",
     "MathMatch",
@@ -43,8 +47,8 @@ __all__ = [
     "NumberMatch",
     "PatternMatch",
     "Reward",
-    "RewardPool",
     "RewardResult",
+    "RewardScorer",
     "RewardShape",
     "SoftOverlong",
     "TagFormat",

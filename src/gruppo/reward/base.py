@@ -1,4 +1,4 @@
-"""The contract of a reward function: what it is given, by which names, and what a `Reward` is.
+"""Contract of a reward function: its arguments by name, its return value, and the `Reward` that holds it.
 
 A reward function has TRL's signature, so that a file of rewards moves over without an edit:
 
@@ -15,15 +15,14 @@ It is called with keyword arguments only, and only with the parameters it names 
     log_metric      `log_metric(name, value)`: a number for the step, shown as `reward/<function>/<name>`
     <column>        any other column of the data set, one value per completion
 
-It may be an `async def`. It returns one value per completion; `None` abstains. One with an attribute
-`decides_correctness = True` says which answers are right, if no other is named; the verifiers have it. Loading a
-function from its name is in `load.py`, checking what it returned in `returned.py`, running it in `call.py`.
+It may be an `async def`. It returns one value per completion; `None` abstains. A function with an attribute
+`decides_correctness = True` decides which answers are right, unless another is named; the verifiers have it.
 """
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,13 +48,13 @@ class Reward:
     """Key of its values and metrics (`reward/<name>/mean`)."""
     function: Callable[..., Any]
     weight: float = 1.0
-    """Factor in the total; 0 shows the values without training on them."""
+    """Factor in the total; 0 means "log only"."""
     isolated: bool = True
     """Run in a worker process that can be killed. False runs it in this process, where a hang hangs the trainer."""
     source: str = ""
     """`module:function` that a worker imports it from; empty when only the object is known."""
     is_unnamed: bool = False
-    """The name is the function's own, not one that was given, so a pool may number it: `name_2`."""
+    """The name is the function's own, not one that was given, so a scorer may number it: `name_2`."""
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or not self.name.isprintable():
@@ -68,20 +67,20 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Which arguments a reward function takes."""
+    """Arguments that a reward function takes."""
 
     names: frozenset[str]
     takes_all: bool
     """It has `**kwargs`."""
     required: tuple[str, ...]
-    """Names without a default, and what the function lists in its attribute `needs`."""
+    """Names without a default, and those in the function's attribute `needs`."""
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.names
 
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
-    """Read the signature. A callable may list further columns that it needs in an attribute `needs`."""
+    """The signature of a function, with the columns of its attribute `needs`, if it has one."""
     needs = tuple(getattr(function, "needs", ()))
     try:
         signature = inspect.signature(function)
@@ -119,11 +118,6 @@ def check_columns(reward: Reward, parameters: Parameters, available: Iterable[st
             f"reward {reward.name!r} needs {name!r}, which is neither a standard parameter nor a column of the data "
             f"set; columns are: {columns}. Give the parameter a default or rename the column"
         )
-
-
-def choose_arguments(parameters: Parameters, available: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the available arguments that the function takes."""
-    return {name: value for name, value in available.items() if parameters.takes(name)}
 
 
 def as_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[str | list[Message]]:

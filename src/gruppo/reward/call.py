@@ -1,7 +1,8 @@
-"""One call of a reward function, in whatever process: arguments in, a `Reply` of plain values out.
+"""Calls of reward functions: a `Call` goes in, a `CallResult` of plain values comes out, in whatever process.
 
-A `Reply` holds only what JSON can hold, so that nothing a reward function made (an object, a tensor, a lazy proxy)
-reaches the trainer.
+A `CallResult` holds only what JSON can hold, so that nothing a reward function made (an object, a tensor, a lazy proxy)
+reaches the trainer. The return value is checked strictly, because every lenient check has cost somebody a run: a single
+value that was broadcast to all completions, a None that turned all advantages into NaN.
 """
 
 import atexit
@@ -9,38 +10,63 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
 from gruppo.errors import GruppoError, InputError
 from gruppo.reward.base import parameters_of
-from gruppo.reward.returned import check_returned
 
-ReplyKind = Literal["scored", "raised", "invalid", "timeout", "died"]
-"""`scored`: values came. `raised`: the function raised. `invalid`: what it returned cannot be used, in any step.
+ResultKind = Literal["scored", "raised", "invalid", "timeout", "died"]
+"""`scored`: the function returned values. `raised`: it raised. `invalid`: its return value cannot be used, in any step.
 `timeout`, `died`: the worker was killed at the deadline, or ended by itself."""
+
+FLOAT32_MAX = 3.4028234663852886e38
+"""Rewards end as float32 tensors; what is larger would be infinite there."""
 
 _MAX_TRACEBACK = 4000
 _MAX_EXTRA_TEXT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """What came of one call."""
+class FunctionSpec:
+    """A reward function for a worker process: its `module:function`, or the object itself."""
 
-    kind: ReplyKind
+    name: str
+    function: str | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call in a worker process."""
+
+    id: int
+    function: int
+    """Index of the function among those the worker has loaded."""
+    arguments: dict[str, Any]
+    num: int
+    """Completions in this call."""
+    seed: int
+    """Seed of the global random generators before the call; without it, results would depend on earlier calls."""
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallResult:
+    """Values of one call, or the reason why there are none."""
+
+    kind: ResultKind
     text: str = ""
     """Traceback or reason, when there are no values."""
     values: list[float | None] = field(default_factory=list)
     non_finite: list[int] = field(default_factory=list)
-    """Places of NaN and infinities among `values`."""
+    """Places of NaN and infinities; the value there is None."""
     extras: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class CallLog:
-    """What a function logged during one call: `log_extra` and `log_metric` are its methods."""
+    """Columns and metrics logged during one call: `log_extra` and `log_metric` are its methods."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -59,8 +85,8 @@ class CallLog:
             self.metrics[str(name)] = number
 
 
-def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str, Any], num: int) -> Reply:
-    """Call the function on `num` completions. Whatever it raises becomes a reply, `sys.exit()` included.
+def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str, Any], num: int) -> CallResult:
+    """Call the function on `num` completions. Whatever it raises becomes a result, `sys.exit()` included.
 
     MemoryError and KeyboardInterrupt pass: they are about the process, not about the function.
     """
@@ -69,29 +95,77 @@ def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str,
     hooks = {"log_extra": log.extra, "log_metric": log.metric}
     hooks = {hook: method for hook, method in hooks.items() if parameters.takes(hook)}
     try:
-        checked = check_returned(name, _await(function(**arguments, **hooks)), num)
+        result = check_returned(name, _await(function(**arguments, **hooks)), num)
     except (MemoryError, KeyboardInterrupt):
         raise
     except GruppoError as error:  # wrong return value, wrong use of a hook, absent extra: the same in every step
-        return Reply(kind="invalid", text=str(error))
+        return CallResult(kind="invalid", text=str(error))
     except BaseException as error:  # some libraries derive their timeout from BaseException
-        return Reply(kind="raised", text=short_traceback(error))
-    return Reply(
-        kind="scored",
-        values=checked.values,
-        non_finite=checked.non_finite,
-        extras=log.extras,
-        metrics=log.metrics,
-    )
+        return CallResult(kind="raised", text=short_traceback(error))
+    return replace(result, extras=log.extras, metrics=log.metrics)
+
+
+def check_returned(name: str, returned: Any, num: int) -> CallResult:
+    """The return value of reward `name` for `num` completions as floats and None, or an `InputError`.
+
+    >>> result = check_returned("f", [True, 2, None, float("nan")], 4)
+    >>> result.values, result.non_finite
+    ([1.0, 2.0, None, None], [3])
+    """
+    # Arrays and tensors, on whatever device, become plain lists; a 0-d one becomes a scalar and is refused below.
+    plain = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(plain, list | tuple):
+        raise InputError(
+            f"reward {name!r} returned {_describe(returned)} for {num} completions; return a list with one float or "
+            f"None per completion{_remedy(returned)}"
+        )
+    if len(plain) != num:
+        raise InputError(
+            f"reward {name!r} returned {len(plain)} values for {num} completions; return one float or None per "
+            "completion (nothing is broadcast)"
+        )
+    values: list[float | None] = []
+    non_finite: list[int] = []
+    for index, item in enumerate(plain):
+        value = None if item is None else _as_float(name, index, item)
+        if value is not None and not abs(value) <= FLOAT32_MAX:  # also true for NaN
+            non_finite.append(index)
+            value = None
+        values.append(value)
+    return CallResult(kind="scored", values=values, non_finite=non_finite)
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback without this module's own frame, its middle cut out when it is very long."""
+    """The traceback without the frame that caught it, its middle cut out when it is very long."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(type(error), error, frames)).strip()
     if len(text) > _MAX_TRACEBACK:
         text = f"{text[: _MAX_TRACEBACK // 2]}\n...\n{text[-_MAX_TRACEBACK // 2 :]}"
     return text
+
+
+def _as_float(name: str, index: int, item: Any) -> float:
+    # 0-d arrays and tensors have an empty shape; one of shape [1] is a nested value although float() takes it.
+    is_scalar = hasattr(item, "__float__") and tuple(getattr(item, "shape", ())) == ()
+    if isinstance(item, str | bytes) or not is_scalar:
+        raise InputError(
+            f"reward {name!r} returned {_describe(item)} as value {index}; each value must be a float, an int, a bool "
+            f"or None{_remedy(item)}"
+        )
+    try:
+        return float(item)
+    except OverflowError:  # an int beyond the range of a float
+        return math.inf
+
+
+def _remedy(value: Any) -> str:
+    """A hint for a dict, which is what reward functions of verl return."""
+    return '. Of a dict return its number, as in result["score"]' if isinstance(value, Mapping) else ""
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
 def _await(result: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rewards for the length of a completion, counted in sampled tokens."""
+"""Length of a completion in sampled tokens, as a reward of its own and as a penalty on the sum of all rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,8 +55,64 @@ class SoftOverlong:
             raise InputError(f"cache must be in 1..max_length={self.max_length}, got {self.cache}")
 
     def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float | None]:
-        start = self.max_length - self.cache
-        return [0.0 - min(max(len(ids) - start, 0) / self.cache, 1.0) for ids in completion_ids]
+        return [0.0 - self.penalty(len(ids)) for ids in completion_ids]
+
+    def penalty(self, length: int) -> float:
+        """Amount that comes off the reward of a completion, from 0 to 1."""
+        return min(max(length - (self.max_length - self.cache), 0) / self.cache, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardShape:
+    """Penalties on the weighted sum of the rewards: the soft overlong penalty and a discount for being cut off.
+
+        r * truncated_factor if cut off and that is less than r      (stop properly: ProRL v2, NeMo-RL, OpenRLHF)
+        + 0 up to max_length - overlong_cache, then linear to -1     (`SoftOverlong`)
+
+    They are part of training alone; the held-out score is without them. Others multiply a negative reward too, which
+    pays a wrong completion for being cut off; here it stays as it is.
+
+    >>> shape = RewardShape(max_length=10, overlong_cache=4, truncated_factor=0.5)
+    >>> shape([1.0, 1.0, 1.0, -1.0, None], lengths=[6, 8, 10, 10, 10], truncated=[False, False, True, True, True])
+    [1.0, 0.5, -0.5, -2.0, None]
+    """
+
+    max_length: int
+    overlong_cache: int = 0
+    """Tokens over which the penalty grows; 0 switches it off."""
+    truncated_factor: float | None = None
+    """Factor on the reward of a completion that was cut off; None switches the discount off."""
+
+    def __post_init__(self) -> None:
+        _ = self.overlong  # its own checks
+        if self.truncated_factor is not None and not 0 <= self.truncated_factor <= 1:
+            raise InputError(f"truncated_factor must be in 0..1, got {self.truncated_factor!r}")
+
+    @property
+    def overlong(self) -> SoftOverlong | None:
+        return SoftOverlong(max_length=self.max_length, cache=self.overlong_cache) if self.overlong_cache else None
+
+    @property
+    def does_nothing(self) -> bool:
+        return not self.overlong_cache and self.truncated_factor is None
+
+    def __call__(
+        self, rewards: Sequence[float | None], lengths: Sequence[int], truncated: Sequence[bool]
+    ) -> list[float | None]:
+        """The rewards with their penalties; None stays None."""
+        return [self.one(*each) for each in zip(rewards, lengths, truncated, strict=True)]
+
+    def one(self, reward: float | None, length: int, is_truncated: bool) -> float | None:
+        """The reward of one completion with its penalties."""
+        reward = self.discounted(reward, is_truncated)
+        overlong = self.overlong
+        return reward if reward is None or overlong is None else reward - overlong.penalty(length)
+
+    def discounted(self, reward: float | None, is_truncated: bool) -> float | None:
+        """The reward with the discount for being cut off alone."""
+        if reward is None or self.truncated_factor is None or not is_truncated:
+            return reward
+        return min(reward, reward * self.truncated_factor)
 
 
 length_penalty = LengthPenalty()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 
-from gruppo.reward.verifier import Verifier
+from gruppo.reward.verifiers import Verifier
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 # TeX takes one digit where braces are absent: \frac12 is 1/2.
@@ -30,10 +30,10 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _FORMULA = re.compile(r"\\(?!text|mathrm|mbox|circ|degree|left|right)[A-Za-z]|[+√π]|\^(?!\{?\\circ)")
-"""What makes more of a number than its unit: `\\sqrt{2}`, `2\\pi`, `x+3`, `2^x`."""
+"""Marks of a formula, unlike those of a unit: `\\sqrt{2}`, `2\\pi`, `x+3`, `2^x`."""
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\^(?:-?[0-9]+|\{-?[0-9]+\})")
 _MAX_DIGITS = 100
-"""A longer run of digits is not an answer; converting one takes quadratic time."""
+"""Longest run of digits that is an answer; converting a longer one takes quadratic time."""
 _WINDOW = 400
 """Characters around a number that are looked at: the rest of a long text is skipped at the speed of `str.rfind`."""
 _ASCII_SIGNS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " "})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from gruppo.errors import SamplerError
 from gruppo.sampler.engine import Completion, Request
 from gruppo.sampler.params import SamplingParams
-from gruppo.types import SampledSequence, SampleResponse
+from gruppo.types import SampleResponse, Trajectory
 
 
 def check_answer(request: Request, completions: Sequence[Completion], params: SamplingParams, vocabulary: int) -> None:
@@ -25,13 +25,13 @@ def check_answer(request: Request, completions: Sequence[Completion], params: Sa
 def response(request: Request, completions: Sequence[Completion], *, copies: int, version: int) -> SampleResponse:
     """The completions of a prompt as sampled sequences; `copies` of each, where greedy ones are asked for once."""
     made = [
-        SampledSequence(
-            prompt_ids=request.prompt_ids,
+        Trajectory(
+            prompt=request.prompt,
             tokens=c.tokens,
             logps=c.logps,
             text=c.text,
             stop_reason=c.stop_reason,
-            policy_version=version,
+            versions=(version, version),
         )
         for c in completions
     ]

@@ -51,10 +51,11 @@ def check_call(batch: Any, num_samples: Any, params: Any) -> None:
         raise InputError(f"params must be SamplingParams, got {type(params).__name__}")
 
 
-def token_ids(prompt: PromptLike, position: int, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens of a prompt in any of its forms; `position` in the batch is for error texts."""
+def read_prompt(prompt: PromptLike, position: int, tokenizer: Any) -> Prompt:
+    """A prompt in any of its forms as a Prompt; one that has no row number gets its `position` in the batch."""
     if isinstance(prompt, Prompt):
-        return _checked(prompt.token_ids, position)
+        _check_tokens(prompt.token_ids, position)
+        return prompt
     value: Any = prompt
     if isinstance(value, Mapping):
         name = next((name for name in ("prompt", "messages", "input_ids") if name in value), None)
@@ -66,26 +67,30 @@ def token_ids(prompt: PromptLike, position: int, tokenizer: Any) -> tuple[int, .
         value = value[name]
     if hasattr(value, "tolist"):  # a tensor or an array
         value = value.tolist()
+    text = ""
     if isinstance(value, str):
         if tokenizer is None:
             raise InputError(f"prompt {position} is text, and this model has no tokenizer; give token ids")
-        return _checked(tuple(tokenizer(value)["input_ids"]), position)
-    if isinstance(value, Sequence) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+        ids, text = tuple(tokenizer(value)["input_ids"]), value
+    elif isinstance(value, Sequence) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
         from gruppo.task.chat import render_chat
 
-        return _checked(render_chat(value, tokenizer)[0], position)
-    if isinstance(value, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in value):
-        return _checked(tuple(value), position)
-    raise InputError(
-        f"prompt {position} must be a Prompt, a text, token ids, chat messages or a row of a data set, got "
-        f"{type(value).__name__} {str(value)[:60]!r}"
-    )
+        ids, text = render_chat(value, tokenizer)
+    elif isinstance(value, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in value):
+        ids = tuple(value)
+    else:
+        raise InputError(
+            f"prompt {position} must be a Prompt, a text, token ids, chat messages or a row of a data set, got "
+            f"{type(value).__name__} {str(value)[:60]!r}"
+        )
+    _check_tokens(ids, position)
+    source = value if text else ""
+    return Prompt(token_ids=ids, text=text, source=source, index=position)
 
 
-def _checked(ids: tuple[int, ...], position: int) -> tuple[int, ...]:
+def _check_tokens(ids: tuple[int, ...], position: int) -> None:
     if not ids:
         raise InputError(f"prompt {position} has no tokens; there is nothing to continue")
-    return ids
 
 
 def draw_numbers(batch: Sequence[PromptLike], num_samples: int) -> tuple[np.ndarray, np.ndarray]:

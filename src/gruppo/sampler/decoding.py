@@ -98,12 +98,12 @@ class RecomputedRows:
 
     def _logits(self) -> Tensor:
         # Token 0 marks the one slot whose logits are wanted; that slot does not see it.
-        features = [InputFeature(prompt_ids=row, completion_ids=(0,)) for row in self.rows]
+        rollouts = [InputFeature(prompt_ids=row, completion_ids=(0,)).rollout() for row in self.rows]
         order: list[int] = []
         logits = []
-        for part, batch in self.model.batches.make(features, self.model.tokens_per_microbatch):
-            order += part
-            logits.append(self.model.scorer.logits(batch).float())
+        for micro in self.model.planner.split(rollouts):
+            order += micro.indices
+            logits.append(self.model.scorer.logits(micro.batch.to(self.model.device)).float())
         return torch.cat(logits)[torch.tensor(order).argsort()]
 
 

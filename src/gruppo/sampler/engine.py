@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gruppo.errors import SamplerError
 from gruppo.sampler.params import SamplingParams
-from gruppo.types import StopReason
+from gruppo.types import Prompt, StopReason
 
 
 class EngineLost(SamplerError):
@@ -18,9 +18,13 @@ class EngineLost(SamplerError):
 class Request:
     """`num_samples` completions of a prompt. Sample i is drawn from `seed + i`, whatever else is in the batch."""
 
-    prompt_ids: tuple[int, ...]
+    prompt: Prompt
     num_samples: int
     seed: int
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.prompt.token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ from gruppo.errors import InputError, NumericError
 from gruppo.model.source import end_tokens_of
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.random import row_keys, row_uniforms
-from gruppo.sampler.base import PromptLike, check_call, draw_numbers, token_ids
+from gruppo.sampler.base import PromptLike, check_call, draw_numbers, read_prompt
 from gruppo.sampler.decoding import CachedRows, RecomputedRows, Way, find_way
 from gruppo.sampler.params import SamplingParams
-from gruppo.types import SampledSequence, SampleResponse
+from gruppo.types import Prompt, SampleResponse, Trajectory
 
 
 class TorchSampler:
@@ -58,7 +58,7 @@ class TorchSampler:
         params = params or SamplingParams()
         if not batch:
             return []
-        prompts = [token_ids(prompt, i, self.tokenizer) for i, prompt in enumerate(batch)]
+        prompts = [read_prompt(prompt, i, self.tokenizer) for i, prompt in enumerate(batch)]
         numbers, first = draw_numbers(batch, num_samples)
         samples = (first[:, None] + np.arange(num_samples)).reshape(-1)
         step = params.step
@@ -80,7 +80,7 @@ class TorchSampler:
             self.model.model.train(was_training)
         return [r for r in responses if r is not None]
 
-    def _parts(self, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    def _parts(self, prompts: list[Prompt]) -> list[list[int]]:
         """Which prompts are decoded together: all, or those of one length."""
         if self.way is None:  # found when it first matters: it costs some forwards where attention is not plain
             self.way = find_way(self.model)
@@ -88,7 +88,7 @@ class TorchSampler:
             return [list(range(len(prompts)))]
         parts: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            parts.setdefault(len(prompt), []).append(i)
+            parts.setdefault(len(prompt.token_ids), []).append(i)
         return list(parts.values())
 
     def sync(self, model: TransformersModel) -> dict[str, float]:
@@ -108,7 +108,7 @@ class _Decoding:
     def __init__(
         self,
         sampler: TorchSampler,
-        prompts: list[tuple[int, ...]],
+        prompts: list[Prompt],
         num_samples: int,
         keys: np.ndarray,
         params: SamplingParams,
@@ -129,12 +129,12 @@ class _Decoding:
         self.stopped = np.zeros(num_rows, dtype=bool)
         self.stop_ids = np.fromiter(sampler.stop_ids, dtype=np.int64)
 
-    def run(self) -> list[SampledSequence]:
+    def run(self) -> list[Trajectory]:
         self._decode_all()
         return self._sequences()
 
     def _decode_all(self) -> None:
-        rows = self.rows_class(self.sampler.model, self.prompts)
+        rows = self.rows_class(self.sampler.model, [prompt.token_ids for prompt in self.prompts])
         active = np.arange(len(self.tokens))
         home = active // self.num_samples
         is_shared = self.num_samples > 1
@@ -203,7 +203,7 @@ class _Decoding:
         tokenizer = self.sampler.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _sequences(self) -> list[SampledSequence]:
+    def _sequences(self) -> list[Trajectory]:
         decoded: dict[tuple[int, ...], str] = {}
         sequences = []
         version = self.sampler.model.version
@@ -214,13 +214,13 @@ class _Decoding:
             if text is None and (text := decoded.get(ids)) is None:
                 text = decoded[ids] = self._decode(tokens[:length])
             sequences.append(
-                SampledSequence(
-                    prompt_ids=self.prompts[row // self.num_samples],
+                Trajectory(
+                    prompt=self.prompts[row // self.num_samples],
                     tokens=ids,
                     logps=tuple(logps[:length]),
                     text=text,
                     stop_reason="stop" if self.stopped[row] else "length",
-                    policy_version=version,
+                    versions=(version, version),
                     entropies=None if self.params.temperature == 0 else tuple(entropies[:length]),
                 )
             )

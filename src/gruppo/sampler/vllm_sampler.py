@@ -19,12 +19,12 @@ from gruppo.model.transformers_model import TransformersModel
 from gruppo.random import row_keys
 from gruppo.sampler import handover
 from gruppo.sampler.answer import check_answer, response
-from gruppo.sampler.base import PromptLike, check_call, draw_numbers, token_ids
+from gruppo.sampler.base import PromptLike, check_call, draw_numbers, read_prompt
 from gruppo.sampler.engine import Completion, Engine, EngineLost, Poll, Request
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.proof import BOUNDS, Canary
 from gruppo.sampler.start import adapter_options, start_engines
-from gruppo.types import SampleResponse
+from gruppo.types import Prompt, SampleResponse
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class vLLMSampler:
         """At temperature 2 the log-prob of a drawn token must not be the one at temperature 1."""
         hot = SamplingParams(temperature=2.0, max_new_tokens=1)
         prompts = [row[:-1] for row in self.canary.rows]
-        requests = [Request(prompt_ids=prompt, num_samples=1, seed=0) for prompt in prompts]
+        requests = [Request(prompt=Prompt(token_ids=prompt), num_samples=1, seed=0) for prompt in prompts]
         drawn = [completions[0] for completions in engine.generate(requests, hot, (), self.deadline_s)]
         cold = engine.logps_of([(*p, c.tokens[0]) for p, c in zip(prompts, drawn, strict=True)], self.deadline_s)
         if all(abs(c.logps[0] - row[-1]) < 1e-6 for c, row in zip(drawn, cold, strict=True)):
@@ -207,13 +207,14 @@ class vLLMSampler:
         keys = row_keys(params.seed, step, numbers, np.zeros_like(first)) >> np.uint64(2)
         requests = []
         for i, prompt in enumerate(batch):
-            ids = token_ids(prompt, i, self.tokenizer)
+            read = read_prompt(prompt, i, self.tokenizer)
+            ids = read.token_ids
             if len(ids) + params.max_new_tokens > self.length:
                 raise InputError(
                     f"prompt {i} has {len(ids)} tokens; with max_new_tokens={params.max_new_tokens} that is more than "
                     f"max_model_len={self.length}"
                 )
-            requests.append(Request(prompt_ids=ids, num_samples=drawn, seed=int(keys[i]) + int(first[i])))
+            requests.append(Request(prompt=read, num_samples=drawn, seed=int(keys[i]) + int(first[i])))
         return requests
 
     def _ask(self, engine: Engine, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from gruppo.errors import InputError, require
+from gruppo.text import completion_text, text_inside
 
 INSTRUCTION = "Put the final answer, and nothing else, between <answer> and </answer>."
 DEFAULT_SIZE = 1000
@@ -41,24 +42,16 @@ def score(
     reasoning_gym: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Reward: the data set's score of each completion, 0 to 1."""
+    """Reward: the data set's score of what stands in the last `<answer>...</answer>` of each completion, 0 to 1."""
     scores = []
     for completion, q, a, m, spec in zip(completions, question, answer, metadata, reasoning_gym, strict=True):
         entry = {"question": q, "answer": a, "metadata": m}
-        scores.append(float(_dataset(spec).score_answer(final_answer(completion), entry)))
+        inside = text_inside(completion_text(completion), "answer")
+        scores.append(float(_dataset(spec).score_answer(None if inside is None else inside.strip(), entry)))
     return scores
 
 
-score.decides_correctness = True  # pyright: ignore[reportFunctionMemberAccess]  read by RewardPool
-
-
-def final_answer(completion: str | Sequence[Mapping[str, Any]]) -> str | None:
-    """What stands in the last `<answer>...</answer>`, or None; of a conversation, the last message counts."""
-    text = completion if isinstance(completion, str) else str(completion[-1]["content"])
-    # Searching from the end is linear; the usual regular expression is quadratic on hostile output.
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return text[start + len("<answer>") : end].strip() if start >= 0 else None
+score.decides_correctness = True  # pyright: ignore[reportFunctionMemberAccess]  read by RewardScorer
 
 
 @lru_cache(maxsize=8)

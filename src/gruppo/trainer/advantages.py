@@ -17,7 +17,7 @@ from math import fsum
 from typing import Any
 
 from gruppo.advantage import Advantage, Groups
-from gruppo.reward.shape import RewardShape
+from gruppo.reward import RewardShape
 from gruppo.types import Group, Rollout
 
 FLOAT32_EPS = 2.0**-23
@@ -53,7 +53,7 @@ class AdvantageStage:
         return [replace(group, rollouts=tuple(_with(group.rollouts, numbers))) for group in groups]
 
     def _shaped(self, rollout: Rollout, kl_coef: float) -> float | None:
-        sequence = rollout.sequence
+        sequence = rollout.trajectory
         reward = self.shape.one(rollout.reward, len(sequence.tokens), sequence.is_truncated)
         return reward if reward is None or not kl_coef else reward - kl_coef * kl_to_reference(rollout)
 
@@ -66,7 +66,7 @@ class AdvantageStage:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         ids = [i for i, group in enumerate(groups) for _ in group.rollouts]
         inputs = {
-            "lengths": [len(rollout.sequence.tokens) for rollout in rollouts],
+            "lengths": [len(rollout.trajectory.tokens) for rollout in rollouts],
             "greedy_rewards": [self._greedy(group) for group in groups for _ in group.rollouts],
             "correct": [rollout.correct for rollout in rollouts],
         }
@@ -101,8 +101,8 @@ class AdvantageStage:
         factor = 1.0 if self.shape.truncated_factor is None else self.shape.truncated_factor
         penalties, scaled = [], []
         for rollout, reward, advantage in zip(rollouts, shaped, advantages, strict=True):
-            scaled.append(advantage * factor if rollout.sequence.is_truncated and advantage > 0 else advantage)
-            discounted = self.shape.discounted(rollout.reward, rollout.sequence.is_truncated)
+            scaled.append(advantage * factor if rollout.trajectory.is_truncated and advantage > 0 else advantage)
+            discounted = self.shape.discounted(rollout.reward, rollout.trajectory.is_truncated)
             penalties.append(None if reward is None or discounted is None else reward - discounted)
         penalty = Groups.read(penalties, 1, ids, "group")
         return [a + p for a, p in zip(scaled, penalty.result(penalty.centered()).tolist(), strict=True)]

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import InputError
+from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import metric_for
 from gruppo.model.source import context_length, holds_adapter
-from gruppo.reward import RewardPool, load_reward
-from gruppo.reward.load import import_object
-from gruppo.reward.shape import RewardShape
+from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig, read_sampler
+from gruppo.trainer.learner import Learner
 from gruppo.trainer.rollout import RolloutSource
 from gruppo.trainer.state import AdaptiveEntropy, EntropyBonus, RewardKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
@@ -87,27 +87,27 @@ def _named(option: str, name: str, known: Mapping[str, Any], example: str) -> An
     return import_object(name, option)
 
 
-def build_rewards(config: TrainConfig, on_wait: Any = None) -> RewardPool:
+def build_rewards(config: TrainConfig, poll: Any = None) -> RewardScorer:
     weights = config.reward_weights or (1.0,) * len(config.rewards)
     rewards = [load_reward(spec, weight=weight) for spec, weight in zip(config.rewards, weights, strict=True)]
-    return RewardPool(
+    return RewardScorer(
         rewards,
         workers=config.reward_workers,
         deadline_s=config.reward_deadline,
         correct_by=config.correct_by,
         correct_at=config.correct_at,
-        on_wait=on_wait,
+        poll=poll,
     )
 
 
-def try_rewards(pool: RewardPool, prompts: Sequence[Prompt]) -> None:
+def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt]) -> None:
     """Call each reward once on made-up completions: what it returns must be one value per completion.
 
     The values do not matter, nor does an error on such completions; that is for the first step to judge.
     """
     prompt = prompts[0]  # twice the same: a group goes to one call, so that a value too few is seen
     names = {name for p in prompts for name in p.columns}
-    pool.score(
+    scorer.score(
         [prompt.source] * 2,
         ["", "0"],
         completion_ids=[(), (0,)],
@@ -273,13 +273,13 @@ def build_shape(config: TrainConfig) -> RewardShape:
     )
 
 
-def build_stage(config: TrainConfig, estimate: Advantage, pool: RewardPool) -> AdvantageStage:
+def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) -> AdvantageStage:
     """The estimator with the penalties that come before it."""
     return AdvantageStage(
         estimate=estimate,
         shape=build_shape(config),
-        weights={reward.name: reward.weight for reward in pool.rewards},
-        correct_by=pool.correct_by,
+        weights={reward.name: reward.weight for reward in scorer.rewards},
+        correct_by=scorer.correct_by,
         scale=config.scale,
     )
 
@@ -297,18 +297,28 @@ def build_state(config: TrainConfig, model: "TransformersModel", num_prompts: in
     )
 
 
+def build_learner(config: TrainConfig, model: "TransformersModel") -> Learner:
+    return Learner(
+        model=model,
+        epochs=config.epochs_per_batch,
+        minibatches=config.minibatches,
+        max_grad_norm=config.max_grad_norm,
+        mask_truncated=config.mask_truncated,
+    )
+
+
 def build_source(
     config: TrainConfig,
     prompts: Sequence[Prompt],
     sampler: "Sampler",
-    pool: RewardPool,
+    scorer: RewardScorer,
     stage: AdvantageStage,
     state: RunState,
 ) -> RolloutSource:
     return RolloutSource(
         prompts=prompts,
         sampler=sampler,
-        pool=pool,
+        scorer=scorer,
         solved=state.solved,
         has_signal=stage.has_signal,
         with_greedy="greedy_rewards" in getattr(stage.estimate, "needs", ()),

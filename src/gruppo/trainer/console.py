@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from gruppo.text import printable
 from gruppo.types import Group
 
 
@@ -60,7 +61,7 @@ class RunConsole:
             for rollout in ordered[:1] + ordered[1:][-1:]:
                 table.add_row(
                     visible(group.prompt.text),
-                    visible(rollout.sequence.text),
+                    visible(rollout.trajectory.text),
                     "-" if rollout.reward is None else f"{rollout.reward:g}",
                     f"{rollout.advantage:+.2f}",
                 )
@@ -101,5 +102,5 @@ def readable_time(seconds: float) -> str:
 
 def visible(text: Any, limit: int = 200) -> Text:
     """Model text for a terminal: no control characters, no markup, not endless."""
-    kept = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" if c != "\n" else "\u21b5" for c in str(text))
+    kept = printable(str(text).replace("\n", "\u21b5"), keep="")
     return Text(kept if len(kept) <= limit else f"{kept[:limit]}…")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from gruppo.metric import pass_at_k
-from gruppo.reward import RewardPool
+from gruppo.reward import RewardScorer
 from gruppo.sampler import Sampler, SamplingParams
 from gruppo.trainer.rollout import score
 from gruppo.types import Prompt, Rollout
@@ -27,14 +27,14 @@ class Evaluation:
 
 
 def evaluate(
-    prompts: Sequence[Prompt], sampler: Sampler, pool: RewardPool, params: SamplingParams, *, num_samples: int = 0
+    prompts: Sequence[Prompt], sampler: Sampler, scorer: RewardScorer, params: SamplingParams, *, num_samples: int = 0
 ) -> Evaluation:
     """Greedy completions of all prompts; with `num_samples` also sampled ones at the params' temperature.
 
-    An answer counts as right when the pool says so. One that nobody judged counts as wrong.
+    An answer is right where the scorer marks it correct. One that it leaves open counts as wrong.
     """
     greedy = SamplingParams(temperature=0.0, max_new_tokens=params.max_new_tokens, stop=params.stop)
-    groups, _ = score(prompts, sampler.sample(prompts, 1, greedy), pool, step=params.step or 0, seed=params.seed)
+    groups, _ = score(prompts, sampler.sample(prompts, 1, greedy), scorer, step=params.step or 0, seed=params.seed)
     rollouts = [group.rollouts[0] for group in groups]
     right = sum(rollout.correct is True for rollout in rollouts)
     low, high = wilson_interval(right, len(rollouts))
@@ -44,7 +44,7 @@ def evaluate(
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     if num_samples:
         responses = sampler.sample(prompts, num_samples, params)
-        groups, _ = score(prompts, responses, pool, step=params.step or 0, seed=params.seed)
+        groups, _ = score(prompts, responses, scorer, step=params.step or 0, seed=params.seed)
         counts = [sum(rollout.correct is True for rollout in group.rollouts) for group in groups]
         metrics |= pass_at_k_metrics(counts, num_samples)
     return Evaluation(metrics, tuple(rollouts))

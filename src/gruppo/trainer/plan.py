@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from gruppo.kernel.sizes import memory_estimate
-from gruppo.model.forward import SMALL_LOGITS
+from gruppo.kernel.head import memory_estimate
 from gruppo.model.layout import WORTH_IT, plan_rows
+from gruppo.model.logp_head import SMALL_LOGITS
 from gruppo.trainer.config import TrainConfig
 
 MiB = 2**20
@@ -94,7 +94,7 @@ def make_plan(
 
 
 def _prompt_copies(config: TrainConfig, mean_prompt_tokens: float, hidden_size: int, is_cuda: bool) -> int:
-    """As `model/batches.py` would decide for a step of mean prompts and longest completions."""
+    """As `model/plan.py` would decide for a step of mean prompts and longest completions."""
     group, prompt, own = config.group_size, max(round(mean_prompt_tokens), 1), config.max_new_tokens - 1
     if config.layout not in ("auto", "shared"):
         return group

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from gruppo.advantage import Groups
-from gruppo.reward import RewardPool, RewardResult
-from gruppo.reward.combine import merged_metrics
+from gruppo.reward import RewardResult, RewardScorer
+from gruppo.reward.outcome import merged_metrics
 from gruppo.sampler.base import Sampler
 from gruppo.sampler.params import SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices
@@ -78,7 +78,7 @@ class RolloutSource:
 
     prompts: Sequence[Prompt]
     sampler: Sampler
-    pool: RewardPool
+    scorer: RewardScorer
     solved: SolvedPrompts
     has_signal: Callable[[Sequence[Group]], list[bool]]
     """Which groups the estimator can learn from."""
@@ -120,7 +120,7 @@ class RolloutSource:
         with timed("sample"):
             responses = self.sampler.sample(prompts, num_samples, params)
         with timed("reward"):
-            return score(prompts, responses, self.pool, step=number - 1, seed=self.seed)
+            return score(prompts, responses, self.scorer, step=number - 1, seed=self.seed)
 
     def _draw(self, step: int, used: set[int], *, is_first: bool) -> list[Prompt]:
         """The next batch of prompts, without solved ones and without those that this step has had."""
@@ -144,30 +144,31 @@ class RolloutSource:
 
 
 def score(
-    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], pool: RewardPool, *, step: int, seed: int
+    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], scorer: RewardScorer, *, step: int, seed: int
 ) -> tuple[list[Group], RewardResult]:
     """The completions of each prompt as a group of scored rollouts, and what the reward functions gave."""
     owners = [prompt for prompt, r in zip(prompts, responses, strict=True) for _ in r.sequences]
     sequences = [s for response in responses for s in response.sequences]
     names = sorted({name for p in prompts for name in p.columns})
-    result = pool.score(
+    result = scorer.score(
         [p.source for p in owners],
         [s.text for s in sequences],
         completion_ids=[s.tokens for s in sequences],
         columns={name: [p.columns.get(name) for p in owners] for name in names},
         step=step,
         rng_seed=seed,
+        group_ids=[i for i, response in enumerate(responses) for _ in response.sequences],
     )
     rollouts = iter([
         Rollout(
-            sequence=sequence,
+            trajectory=trajectory,
             reward=result.totals[i],
             rewards={name: values[i] for name, values in result.values.items()},
             correct=result.correct[i],
             extras={name: values[i] for name, values in result.extras.items()},
             errors={name: reasons[i] for name, reasons in result.failures.items() if i in reasons},
         )
-        for i, sequence in enumerate(sequences)
+        for i, trajectory in enumerate(sequences)
     ])  # fmt: skip
     groups = [
         Group(prompt=prompt, rollouts=tuple(next(rollouts) for _ in response.sequences))
@@ -181,12 +182,12 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [r for g in groups for r in g.rollouts]
     if not rollouts:
         return {}
-    sequences = [r.sequence for r in rollouts]
+    sequences = [r.trajectory for r in rollouts]
     lengths = sorted(len(s.tokens) for s in sequences)
     ids = [i for i, g in enumerate(groups) for _ in g.rollouts]
     has_spread = Groups.read([r.reward for r in rollouts], 1, ids, "group").has_spread().tolist()
     right = [[r.correct for r in g.rollouts] for g in groups]
-    tokens = [(-logp if s.entropies is None else s.entropies[t]) for s in sequences for t, logp in enumerate(s.logps)]
+    tokens = [e for s in sequences for e in (s.entropies or [-logp for logp in s.logps or ()])]
     return {
         "group/zero_std_frac": has_spread.count(False) / len(groups),
         "group/all_right_frac": sum(all(flags) for flags in right) / len(groups),

@@ -178,16 +178,16 @@ class RunDir:
             "prompt_index": [p.index for p, _, _ in rows],
             "sample": [i for _, i, _ in rows],
             "prompt": [_clean(p.text) for p, _, _ in rows],
-            "completion": [_clean(r.sequence.text) for _, _, r in rows],
+            "completion": [_clean(r.trajectory.text) for _, _, r in rows],
             "status": [g.status for g in groups for _ in g.rollouts],
             "reward": [r.reward for _, _, r in rows],
             "correct": [r.correct for _, _, r in rows],
             "shaped": [r.shaped for _, _, r in rows],
             "advantage": [r.advantage for _, _, r in rows],
-            "stop_reason": [r.sequence.stop_reason for _, _, r in rows],
-            "policy_version": [r.sequence.policy_version for _, _, r in rows],
-            "tokens": [list(r.sequence.tokens) for _, _, r in rows],
-            "logps": [list(r.sequence.logps) for _, _, r in rows],
+            "stop_reason": [r.trajectory.stop_reason for _, _, r in rows],
+            "policy_version": [r.trajectory.policy_version for _, _, r in rows],
+            "tokens": [list(r.trajectory.tokens) for _, _, r in rows],
+            "logps": [list(r.trajectory.logps or ()) for _, _, r in rows],
         }
         for kind, field in (("reward", "rewards"), ("extra", "extras"), ("error", "errors")):
             for name in sorted({n for _, _, r in rows for n in getattr(r, field)}):

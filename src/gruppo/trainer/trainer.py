@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from math import fsum, isfinite
+from math import fsum
 from pathlib import Path
 from typing import Any
 
-from gruppo.errors import NumericError
 from gruppo.sampler.params import SamplingParams
 from gruppo.trainer import build
 from gruppo.trainer.advantages import kl_to_reference
@@ -25,12 +23,9 @@ from gruppo.trainer.rollout import RolloutBatch
 from gruppo.trainer.run_dir import RunDir
 from gruppo.trainer.signals import Interrupted, StopFlag
 from gruppo.trainer.tracker import Trackers
-from gruppo.types import Group, InputFeature, Rollout
+from gruppo.types import Group, Rollout
 
 logger = logging.getLogger(__name__)
-
-MAX_SKIPPED = 3
-"""Steps in a row whose gradient was not finite before the run stops."""
 
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
 """Called after each step with (trainer, step, metrics); returning True ends the run."""
@@ -76,37 +71,38 @@ class GRPOTrainer:
         # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
         loss = build.build_loss(config)
         estimate = build.build_advantage(config)
-        self.pool = build.build_rewards(config, on_wait=self.stop.poll)
+        self.scorer = build.build_rewards(config, poll=self.stop.poll)
         tokenizer = load_tokenizer(config.model)
         self.prompts = build.build_prompts(config, tokenizer)
-        self.pool.check_columns(sorted({name for p in self.prompts.train for name in p.columns}))
+        self.scorer.check_columns(sorted({name for p in self.prompts.train for name in p.columns}))
         self.unfinished: dict[str, float] | None = None
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
         self.batch: RolloutBatch | None = None
         """What the last step sampled, with its advantages."""
         self.seconds: dict[str, float] = {}
         self.synced: dict[str, float] = {}
-        self.skipped_in_a_row = 0
         try:
-            build.try_rewards(self.pool, self.prompts.train.prompts)
+            build.try_rewards(self.scorer, self.prompts.train.prompts)
             self.run = RunDir.reopen(Path(config.output)) if resume else RunDir.create(config)
         except BaseException:
-            self.pool.close()
+            self.scorer.close()
             raise
         try:
-            self.pool.start()
+            self.scorer.start()
             self.model = build.build_model(config, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
             self.step_number = self._restore() if resume else 0
             self.trackers = Trackers(config, self.run.path)
             folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
             self.sampler = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
-            self.stage = build.build_stage(config, estimate, self.pool)
+            self.model.measures_gap = not self.sampler.is_exact or loss.reads_sampler
+            self.learner = build.build_learner(config, self.model)
+            self.stage = build.build_stage(config, estimate, self.scorer)
             self.source = build.build_source(
-                config, self.prompts.train.prompts, self.sampler, self.pool, self.stage, self.state
+                config, self.prompts.train.prompts, self.sampler, self.scorer, self.stage, self.state
             )
         except BaseException:
-            self.pool.close()
+            self.scorer.close()
             if resume:
                 self.run.release_lock()
             else:
@@ -131,7 +127,7 @@ class GRPOTrainer:
         entropy = metrics.get("rollout/entropy")
         self.model.set_loss(self.model.loss.replace(entropy_coef=self.state.entropy.at(entropy)))
         with self._timed("train"):
-            metrics |= self.update(groups)
+            metrics |= self.learner.update(groups)
         self.batch = rollouts.with_kept(groups)
         metrics |= {"group/dead_frac": self.batch.dead_frac} | self._observe(self.batch, number, metrics)
         self.step_number = number
@@ -155,52 +151,6 @@ class GRPOTrainer:
                 metrics["reward/shaped_mean"] = fsum(shaped) / len(shaped)
         return assigned, metrics
 
-    def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Train on one rollout batch: `epochs_per_batch` passes of `minibatches` optimizer steps.
-
-        A single update is on-policy: the old log-probs are the trainer's own, so the ratio is exactly 1. With several
-        updates they are computed once before the first, by the same code that trains.
-        """
-        config, loss = self.config, self.model.loss
-        updates = config.epochs_per_batch * config.minibatches
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        features = [_feature(rollout, mask_truncated=config.mask_truncated) for rollout in rollouts]
-        advantages = [rollout.advantage for rollout in rollouts]
-        old_logps = ref_logps = sampler_logps = None
-        if updates > 1:
-            old_logps = _known(rollouts, features, "old_logps") or self.model.forward_only(features)["logps"]
-            if "ref_logps" in loss.needs:
-                ref_logps = _known(rollouts, features, "ref_logps") or self.model.reference_logps(features)
-        if loss.reads_sampler or not self.sampler.is_exact:
-            sampler_logps = [r.sequence.logps if f.num_scored else () for r, f in zip(rollouts, features, strict=True)]
-        losses, norms, lr, skipped, rejected, live = [], [], 0.0, 0, [], 0
-        for _ in range(config.epochs_per_batch):
-            for part in minibatch_parts(groups, config.minibatches):
-                result = self.model.forward_backward(
-                    features[part],
-                    advantages=advantages[part],
-                    old_logps=None if old_logps is None else old_logps[part],
-                    ref_logps=None if ref_logps is None else ref_logps[part],
-                    sampler_logps=None if sampler_logps is None else sampler_logps[part],
-                )
-                report = self.model.clip_grad_and_step(config.max_grad_norm)
-                losses.append({"loss": result.loss} | result.terms)
-                live += sum(f.num_scored for f, a in zip(features[part], advantages[part], strict=True) if a)
-                rejected += [] if result.rejected is None else [result.rejected]
-                norms += [] if report.grad_norm is None else [report.grad_norm]
-                lr = report.lr
-                skipped += self._count_skipped(report.skipped, report.culprit)
-        # An update on sequences without signal has no terms.
-        names = dict.fromkeys(name for x in losses for name in x)
-        metrics = {f"policy/{name}": sum(float(x.get(name, 0.0)) for x in losses) / updates for name in names}
-        finite = [norm for norm in norms if isfinite(norm)]
-        if finite:
-            metrics["optim/grad_norm"] = sum(finite) / len(finite)
-        metrics |= {"optim/lr": lr, "optim/skipped": float(skipped)}
-        if rejected and live:
-            metrics["live/rejected_frac"] = float(sum(rejected)) / live
-        return metrics | self._measured(advantages)
-
     def evaluate(self) -> Evaluation | None:
         """The held-out score of the weights as they are; None without held-out prompts."""
         if not len(self.prompts.held_out):
@@ -210,7 +160,7 @@ class GRPOTrainer:
             return evaluate(
                 self.prompts.held_out.prompts,
                 self.sampler,
-                self.pool,
+                self.scorer,
                 self._sampling(0),
                 num_samples=self.config.eval_samples,
             )
@@ -304,7 +254,7 @@ class GRPOTrainer:
 
     def close(self) -> None:
         """End the reward workers and the sampler, and give the run directory back."""
-        self.pool.close()
+        self.scorer.close()
         self.sampler.close()
         self.trackers.close()
         self.run.release_lock()
@@ -316,24 +266,17 @@ class GRPOTrainer:
 
         Equal completions of a group get the same numbers, whichever forward they came from.
         """
-        rollouts = {(g.prompt.index, r.sequence.tokens): r for g in groups for r in g.rollouts}
-        features = [_feature(rollout, mask_truncated=False) for rollout in rollouts.values()]
-        policy, reference = self.model.forward_only(features)["logps"], self.model.reference_logps(features)
+        rollouts = {(g.prompt.index, r.trajectory.tokens): r for g in groups for r in g.rollouts}
+        policy = self.model.forward_only(list(rollouts.values()))["logps"]
+        reference = self.model.reference_logps(list(rollouts.values()))
         pairs = ((tuple(p.tolist()), tuple(r.tolist())) for p, r in zip(policy, reference, strict=True))
         scored = dict(zip(rollouts, pairs, strict=True))
 
         def with_logps(group: Group, rollout: Rollout) -> Rollout:
-            old, ref = scored[group.prompt.index, rollout.sequence.tokens]
+            old, ref = scored[group.prompt.index, rollout.trajectory.tokens]
             return replace(rollout, old_logps=old, ref_logps=ref)
 
         return [replace(g, rollouts=tuple(with_logps(g, r) for r in g.rollouts)) for g in groups]
-
-    def _measured(self, advantages: Sequence[float]) -> dict[str, float]:
-        """The model's own metrics. What it measured in training covers live sequences only, and is called so."""
-        metrics = {name.replace("train/", "live/"): value for name, value in self.model.calculate_metric().items()}
-        if advantages:
-            metrics["live/frac"] = sum(advantage != 0 for advantage in advantages) / len(advantages)
-        return metrics
 
     def _warn_of_no_reward(self, number: int) -> None:
         text = "every reward function abstained (None) on every completion: the step teaches nothing"
@@ -383,15 +326,6 @@ class GRPOTrainer:
             self.run.log_event("environment", step=step, changes=changes)
         return step
 
-    def _count_skipped(self, skipped: bool, culprit: str | None) -> int:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if self.skipped_in_a_row >= MAX_SKIPPED:
-            raise NumericError(
-                f"{MAX_SKIPPED} optimizer steps in a row had a non-finite gradient (first in {culprit}); the weights "
-                "are those before them. Lower lr, or look at the completions of the last step"
-            )
-        return int(skipped)
-
     def _should_end(self, number: int, metrics: dict[str, float], evaluation: Evaluation | None) -> bool:
         asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
         target = self.config.stop_at_score
@@ -418,27 +352,3 @@ class GRPOTrainer:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
-
-
-def minibatch_parts(groups: Sequence[Group], minibatches: int) -> list[slice]:
-    """The rollouts of each minibatch: whole groups, as many in each as there can be, none when there are too few."""
-    ends = [0]
-    for group in groups:
-        ends.append(ends[-1] + len(group.rollouts))
-    cuts = [ends[i * len(groups) // minibatches] for i in range(minibatches + 1)]
-    return [slice(start, end) for start, end in pairwise(cuts)]
-
-
-def _feature(rollout: Rollout, *, mask_truncated: bool) -> InputFeature:
-    """A rollout as the model takes it, without log-probs. A masked one still counts as a sequence of the step."""
-    sequence = rollout.sequence
-    mask = (0,) * len(sequence.tokens) if mask_truncated and sequence.is_truncated else None
-    return InputFeature(prompt_ids=sequence.prompt_ids, completion_ids=sequence.tokens, completion_mask=mask)
-
-
-def _known(rollouts: Sequence[Rollout], features: Sequence[InputFeature], name: str) -> list[Any] | None:
-    """Log-probs that the rollouts carry already, one row per feature; None when they carry none."""
-    rows = [getattr(rollout, name) for rollout in rollouts]
-    if not rows or rows[0] is None:
-        return None
-    return [row if feature.num_scored else () for row, feature in zip(rows, features, strict=True)]

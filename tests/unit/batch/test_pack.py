@@ -1,6 +1,6 @@
 """`pack`: where each token goes, and the one shift by one, guarded by a model whose next token is known."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from gruppo.batch import pack, pad_tokens
 from gruppo.errors import InputError
-from gruppo.kernel import chunked_linear_logps_and_entropy, logps_and_entropy
+from gruppo.kernel import Head, logps_and_entropy
 from gruppo.loss import GRPOLoss
-from gruppo.types import InputFeature
+from gruppo.types import InputFeature, Prompt, Rollout, Trajectory
 
 VOCABULARY = 12
 
@@ -28,7 +28,8 @@ def test_worked_example():
     assert batch.labels.tolist() == [-100, 7, 8, 9, 2]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 3, 5]
-    assert (batch.max_length, batch.num_slots, batch.num_sequences) == (3, 5, 2)
+    assert (batch.lengths, batch.num_slots, batch.num_sequences) == ((2, 2), 5, 2)
+    assert (batch.scored.tolist(), batch.offsets.tolist()) == ([1, 2, 3, 4], [0, 2, 4])
 
 
 def test_log_probs_stand_at_the_slot_that_scores_their_token():
@@ -48,6 +49,7 @@ def test_masked_completion_tokens_are_not_scored_and_take_no_log_prob():
     batch = pack([feature])
     assert batch.input_ids.tolist() == [5, 7, 8]
     assert batch.labels.tolist() == [7, -100, 9]
+    assert batch.scored.tolist() == [0, 2]
     assert batch.old_logps.tolist() == torch.tensor([-0.7, 0.0, -0.9]).tolist()
 
 
@@ -66,7 +68,7 @@ def test_an_empty_completion_scores_nothing():
 
 def test_no_features_make_an_empty_batch():
     batch = pack([])
-    assert (batch.input_ids.tolist(), batch.cu_seqlens.tolist(), batch.max_length) == ([], [0], 0)
+    assert (batch.input_ids.tolist(), batch.cu_seqlens.tolist(), batch.offsets.tolist()) == ([], [0], [0])
 
 
 def test_segments_count_the_scored_tokens():
@@ -76,7 +78,7 @@ def test_segments_count_the_scored_tokens():
 def test_moving_keeps_every_field():
     batch = pack(WORKED).to("cpu")
     assert batch.input_ids.tolist() == [5, 6, 7, 5, 9]
-    assert (batch.max_length, batch.old_logps is not None) == (3, True)
+    assert (batch.lengths, batch.old_logps is not None) == ((2, 2), True)
 
 
 def test_a_batch_is_frozen():
@@ -85,24 +87,54 @@ def test_a_batch_is_frozen():
 
 
 def test_a_feature_without_prompt_is_refused():
-    with pytest.raises(InputError, match="feature 1 has no prompt token; its first completion token has nothing to"):
+    with pytest.raises(InputError, match=r"inputs\[1\] has no prompt token; its first completion token has nothing to"):
         pack([WORKED[0], InputFeature(prompt_ids=(), completion_ids=(7,))])
 
 
 def test_log_probs_on_some_features_only_are_refused():
-    with pytest.raises(InputError, match="old_logps is set on some features and missing on feature 1; set it on all"):
+    with pytest.raises(
+        InputError, match=r"old_logps is set on some sequences and missing on inputs\[1\]; set it on all"
+    ):
         pack([WORKED[0], InputFeature(prompt_ids=(5,), completion_ids=(6,))])
 
 
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps"])
 def test_a_feature_with_too_few_log_probs_names_both_counts(name):
-    with pytest.raises(InputError, match=f"{name} has 1 entries for 2 scored tokens; give one log-prob per completion"):
+    with pytest.raises(
+        InputError, match=f"{name} has 1 entries for 2 sampled tokens; give one value per sampled token"
+    ):
         InputFeature(prompt_ids=(5,), completion_ids=(6, 7), **{name: (-1.0,)})
 
 
 def test_a_completion_mask_of_the_wrong_length_names_both_counts():
     with pytest.raises(InputError, match="completion_mask has 1 entries for 2 completion tokens; give one 0 or 1"):
         InputFeature(prompt_ids=(5,), completion_ids=(6, 7), completion_mask=(1,))
+
+
+def test_rollouts_carry_what_the_loss_needs():
+    """One advantage, one per sampled token, and a masked sequence that counts and scores nothing."""
+    prompt = Prompt(token_ids=(5, 6))
+    one = Rollout(
+        trajectory=Trajectory(prompt=prompt, tokens=(7, 8), logps=(-0.1, -0.2)), advantage=2.0, old_logps=(-0.3, -0.4)
+    )
+    two = Rollout(
+        trajectory=Trajectory(prompt=prompt, tokens=(7, 8, 9), sampled=(True, False, True), logps=(-0.5, -0.6)),
+        advantage=(1.5, -1.5),
+        old_logps=(-0.7, -0.8),
+    )
+    cut = replace(one, is_masked=True)
+    batch = pack([one, two, cut])
+    assert batch.labels.tolist() == [-100, 7, 8, -100, 7, -100, 9, -100, -100, -100]
+    assert (batch.lengths, batch.offsets.tolist()) == ((2, 2, 0), [0, 2, 4, 4])
+    assert batch.advantages[batch.scored].tolist() == [2.0, 2.0, 1.5, -1.5]
+    assert batch.sampler_logps[batch.scored].tolist() == torch.tensor([-0.1, -0.2, -0.5, -0.6]).tolist()
+    assert batch.old_logps[batch.scored].tolist() == torch.tensor([-0.3, -0.4, -0.7, -0.8]).tolist()
+    assert batch.ref_logps is None
+
+
+def test_what_is_no_sequence_is_refused():
+    with pytest.raises(InputError, match=r"inputs\[1\] must be a Rollout or an InputFeature, got dict"):
+        pack([WORKED[0], {"input_ids": [1, 2]}])
 
 
 # --- against an independent construction ----------------------------------------------------------------------------
@@ -145,7 +177,8 @@ def test_packed_rows_are_the_padded_rows_without_padding(batch):
     assert packed.input_ids.tolist() == [x for row, n in zip(ids, slots, strict=True) for x in row[:n].tolist()]
     assert packed.labels.tolist() == [x for row, n in zip(labels, slots, strict=True) for x in row[:n].tolist()]
     assert packed.position_ids.tolist() == [j for n in slots for j in range(n)]
-    assert packed.max_length == max(slots)
+    assert packed.lengths == tuple(f.num_scored for f in batch)
+    assert packed.offsets.diff().tolist() == list(packed.lengths)
 
 
 @given(st.lists(features(), min_size=1, max_size=5))
@@ -163,6 +196,7 @@ def test_log_probs_are_one_per_scored_token_in_order(batch):
     expected = torch.tensor([x for f in batch for x in f.old_logps])
     assert packed.old_logps[packed.labels != -100].tolist() == expected.tolist()
     assert (packed.old_logps[packed.labels == -100] == 0).all()
+    assert packed.scored.tolist() == [t for t, label in enumerate(packed.labels.tolist()) if label != -100]
 
 
 # --- a model whose next token is known ------------------------------------------------------------------------------
@@ -195,13 +229,13 @@ def test_the_known_next_token_model_notices_a_wrong_shift(shift):
     assert logps[wrong != -100].tolist() == [-40.0] * 5
 
 
-def test_the_known_next_token_model_through_the_chunked_head():
+def test_the_known_next_token_model_through_the_head():
     # hidden = one-hot of the input token, head row v = 40 * one-hot(v - 1)
     batch = pack(COUNTING)
     hidden = torch.nn.functional.one_hot(batch.input_ids, VOCABULARY).float()
     weight = 40.0 * torch.eye(VOCABULARY).roll(1, 0)
-    logps, _ = chunked_linear_logps_and_entropy(hidden, weight, batch.labels)
-    assert logps.tolist() == [0.0] * batch.num_slots
+    logps, _ = Head(weight).score(hidden[batch.scored], batch.labels[batch.scored])
+    assert logps.tolist() == [0.0] * 5
 
 
 def test_the_known_next_token_model_has_ratio_one_to_a_certain_sampler():

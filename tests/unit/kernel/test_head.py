@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gruppo.kernel import Head, LogitShape, linear_logps_and_entropy, memory_estimate
-from gruppo.kernel.gather import take_rows
+from gruppo.kernel.index import take_repeated, take_unique
 from gruppo.loss import (
     BNPOLoss,
     CISPOLoss,
@@ -22,7 +22,7 @@ from gruppo.loss import (
     TruncatedWeight,
 )
 from gruppo.loss.inputs import align
-from gruppo.model.head_step import loss_through_head
+from gruppo.model.scorer import LossWalk
 
 LENGTHS = [3, 7, 1, 20, 5]
 N, D, V = sum(LENGTHS), 6, 31
@@ -62,18 +62,11 @@ def test_loss_and_gradients_through_the_head_are_those_of_autograd(case, cls, op
     expected = loss(inputs, {"logps": logps, "entropies": entropies}, **arguments)
     grad_hidden, grad_weight = torch.autograd.grad(expected.loss, (hidden, weight))
     head = Head(weight.detach(), shape=LogitShape(temperature=TEMPERATURE), scratch_bytes=SCRATCH[scratch])
-    output, result = loss_through_head(
-        head,
-        hidden.detach(),
-        labels,
-        loss,
-        lambda: align(inputs, {"logps": torch.zeros(N, dtype=torch.float64)}, **arguments),
-        lengths=None if loss.is_per_token else LENGTHS,
-        needs_weight=True,
-    )
+    walk = LossWalk(loss, lambda dtype: align(inputs, {"logps": torch.zeros(N, dtype=dtype)}, **arguments), LENGTHS)
+    result, value = walk(head, hidden.detach(), labels, trains=True)
     tolerance = {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(output.loss, expected.loss.detach(), **tolerance)
-    torch.testing.assert_close(output.terms, expected.terms, **tolerance)
+    torch.testing.assert_close(value, expected.loss.detach(), **tolerance)
+    torch.testing.assert_close(walk.terms, expected.terms, **tolerance)
     torch.testing.assert_close(result.d_hidden, grad_hidden, **tolerance)
     torch.testing.assert_close(result.d_weight, grad_weight, **tolerance)
     torch.testing.assert_close(result.logps, logps.detach(), **tolerance)
@@ -82,12 +75,10 @@ def test_loss_and_gradients_through_the_head_are_those_of_autograd(case, cls, op
 def test_on_policy_ratios_are_one_through_the_head(case):
     hidden, weight, labels, inputs, arguments = case
     blank = torch.zeros(N, dtype=torch.float64)
-    make = lambda: align(inputs, {"logps": blank}, advantages=arguments["advantages"])  # noqa: E731
-    output, _ = loss_through_head(
-        Head(weight.detach()), hidden.detach(), labels, GRPOLoss(), make, lengths=None, needs_weight=False
-    )
-    assert output.on_policy
-    assert output.loss.item() == pytest.approx(-arguments["advantages"].mean().item(), rel=1e-12)
+    walk = LossWalk(GRPOLoss(), lambda _: align(inputs, {"logps": blank}, advantages=arguments["advantages"]), LENGTHS)
+    _, value = walk(Head(weight.detach()), hidden.detach(), labels, trains=False)
+    assert walk.inputs.on_policy
+    assert value.item() == pytest.approx(-arguments["advantages"].mean().item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -96,19 +87,18 @@ def test_on_policy_ratios_are_one_through_the_head(case):
         LogitShape(scale=0.25),
         LogitShape(soft_cap=2.0),
         LogitShape(soft_cap=2.0, scale=3.0, temperature=0.5),
-        LogitShape(vocabulary=V - 4, temperature=1.5),
     ],
-    ids=["scale", "soft cap", "all three", "padding columns"],
+    ids=["scale", "soft cap", "all three"],
 )
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_scaled_and_capped_logits_have_the_gradients_of_autograd(shape, entropy_gradient):
     draw = torch.Generator().manual_seed(5)
     hidden = torch.randn(9, D, generator=draw, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(V, D, generator=draw, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(0, shape.vocabulary or V, (9,), generator=draw)
+    labels = torch.randint(0, V, (9,), generator=draw)
     z = hidden @ weight.T * shape.scale
     z = z if shape.soft_cap is None else shape.soft_cap * torch.tanh(z / shape.soft_cap)
-    log_p = (z / shape.temperature)[:, : shape.vocabulary].log_softmax(-1)
+    log_p = (z / shape.temperature).log_softmax(-1)
     logps, entropies = log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
     a, b = torch.randn(9, generator=draw, dtype=torch.float64), torch.randn(9, generator=draw, dtype=torch.float64)
     total = (a * logps).sum() + (b * entropies).sum() * entropy_gradient
@@ -178,5 +168,8 @@ def test_memory_estimate_is_flat_in_the_number_of_tokens_but_for_the_results():
 def test_taking_rows_gives_the_gradient_of_indexing():
     values = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     index = torch.tensor([4, 0, 5])
-    assert torch.equal(take_rows(values, index), values[index])
-    assert torch.autograd.gradcheck(take_rows, (values, index))
+    assert torch.equal(take_unique(values, index), values[index])
+    assert torch.autograd.gradcheck(take_unique, (values, index))
+    index = torch.tensor([4, 0, 4])
+    assert torch.equal(take_repeated(values, index), values[index])
+    assert torch.autograd.gradcheck(take_repeated, (values, index))

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from walked_head import walked_logps_and_entropy
 
 from gruppo.errors import InputError
-from gruppo.kernel import chunked_linear_logps_and_entropy, linear_logps_and_entropy, logps_and_entropy
+from gruppo.kernel import linear_logps_and_entropy, logps_and_entropy
 
 NAN, INF = float("nan"), float("inf")
 
@@ -96,7 +97,7 @@ def test_extreme_logits_by_hand():
     assert entropy.tolist() == pytest.approx([0.0, 0.0, math.log(2)], abs=1e-9)
 
 
-@pytest.mark.parametrize("head", ["reference", "chunked"])
+@pytest.mark.parametrize("head", ["reference", "walked"])
 @pytest.mark.parametrize("offset", [0.0, 30.0, -1e3, 1e4])
 def test_a_common_offset_of_the_logits_costs_no_digits(head, offset):
     draw = torch.Generator().manual_seed(5)
@@ -104,7 +105,7 @@ def test_a_common_offset_of_the_logits_costs_no_digits(head, offset):
     if head == "reference":
         got = logps_and_entropy(logits, labels)
     else:
-        got = chunked_linear_logps_and_entropy(torch.eye(16), logits.T.contiguous(), labels)
+        got = walked_logps_and_entropy(torch.eye(16), logits.T.contiguous(), labels)
     expected = [x.float() for x in truth(logits, labels)]
     torch.testing.assert_close(list(got), expected, rtol=1e-6, atol=2e-6)
 
@@ -127,7 +128,7 @@ def test_narrow_hidden_states_are_multiplied_in_float32():
     torch.testing.assert_close(list(got), expected, rtol=1e-5, atol=1e-4)
 
 
-heads = pytest.mark.parametrize("head", [linear_logps_and_entropy, chunked_linear_logps_and_entropy])
+heads = pytest.mark.parametrize("head", [linear_logps_and_entropy, walked_logps_and_entropy])
 
 
 @heads

@@ -8,8 +8,8 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from gruppo.batch import pack, pack_shared
-from gruppo.kernel.attention import BLOCK, block_mask, shared_attention, visible
-from gruppo.kernel.gather import gather_rows
+from gruppo.kernel.index import take_repeated
+from gruppo.kernel.shared_prompt_attention import BLOCK, block_mask, shared_attention, visible
 from gruppo.types import InputFeature
 
 WINDOWS = [None, 1, 3, 40]
@@ -92,6 +92,6 @@ def test_rows_without_sharing_see_what_packed_rows_see():
 def test_a_row_that_is_gathered_twice_gets_both_gradients_unrounded():
     """1 + 2^-9 is lost in bf16 (8 bits of mantissa); two of them beside a 1 are not, when added in float32."""
     values = torch.ones(3, 1, dtype=torch.bfloat16).requires_grad_()
-    gathered = gather_rows(values, torch.tensor([2, 0, 2, 2, 2]))
+    gathered = take_repeated(values, torch.tensor([2, 0, 2, 2, 2]))
     gathered.backward(torch.tensor([[1.0], [5.0], [2**-9], [2**-9], [2**-8]], dtype=torch.bfloat16))
     assert values.grad.squeeze(1).tolist() == [5.0, 0.0, 1 + 2**-7]

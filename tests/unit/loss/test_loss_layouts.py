@@ -1,12 +1,15 @@
 """The same batch in every layout that a loss takes gives the same loss and gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from loss_batch import LAYOUTS, SEVEN, Batch, assert_same, every_term, seven_losses, value_and_grad
 
-from gruppo.batch import pack
+from gruppo.batch import Totals, pack
 from gruppo.kernel import logps_and_entropy
-from gruppo.loss import GRPOLoss
+from gruppo.loss import DAPOLoss, GRPOLoss, GSPOLoss
+from gruppo.loss.inputs import LossInputs
 from gruppo.types import InputFeature
 
 # Rows of 4, 1, 6, 1 and 2 slots: one-slot sequences in the middle, each with its one token scored.
@@ -163,6 +166,31 @@ def test_a_packed_batch_hands_the_loss_its_inputs():
     logps, _ = logps_and_entropy(torch.zeros(batch.num_slots, 10, dtype=torch.float64), batch.labels)
     out = GRPOLoss()(batch.loss_inputs(), {"logps": logps}, advantages=[1.0, 2.0], old_logps=batch.old_logps)
     assert out.loss.item() == pytest.approx(-1.5 * torch.e / 10)
+
+
+def test_inputs_made_of_a_packed_batch_are_those_that_a_call_aligns():
+    rollouts = [
+        replace(InputFeature(prompt_ids=p, completion_ids=c, old_logps=o, ref_logps=r).rollout(), advantage=a)
+        for p, c, o, r, a in (
+            ((5, 6), (7, 8), (-1.0, -1.2), (-1.1, -0.9), 1.0), ((5,), (9, 2), (-0.8, -1.0), (-1.0, -1.3), -2.0)
+        )
+    ]  # fmt: skip
+    batch = pack(rollouts)
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(batch.num_slots, 10, dtype=torch.float64, generator=draw)
+    logps, entropies = logps_and_entropy(logits, batch.labels)
+    made = LossInputs.of(batch, logps[batch.scored], entropies[batch.scored], Totals.of_step(rollouts))
+    for loss in (GRPOLoss(beta=0.1, entropy_coef=0.2), GSPOLoss(), DAPOLoss(clip_range=0.05)):
+        called = loss(
+            batch.loss_inputs(),
+            {"logps": logps, "entropies": entropies},
+            advantages=[1.0, -2.0],
+            old_logps=batch.old_logps,
+            ref_logps=batch.ref_logps,
+        )
+        computed = loss.compute(made)
+        torch.testing.assert_close(computed.loss, called.loss)
+        torch.testing.assert_close(computed.terms, called.terms)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

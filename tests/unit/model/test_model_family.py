@@ -72,7 +72,7 @@ def test_any_split_gives_the_same_loss_and_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_windows_of_the_head_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run(EVERY[name], None, head="plain")
+    plain = run(EVERY[name], None, head="dense")
     monkeypatch.setattr(kernel_head, "CPU_SCRATCH", 32 * 8 * 6)  # windows shorter than a sequence
     assert_same(run(EVERY[name], 40, head="walk"), plain)
 

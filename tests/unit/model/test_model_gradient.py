@@ -168,7 +168,7 @@ def test_the_wrong_number_of_advantages_is_refused_by_name() -> None:
 
 
 def test_an_input_that_is_not_a_feature_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"inputs\[0\] must be an InputFeature, got dict"):
+    with pytest.raises(InputError, match=r"inputs\[0\] must be a Rollout or an InputFeature, got dict"):
         actor().forward_backward([{"input_ids": [1, 2]}], advantages=[1.0])
 
 

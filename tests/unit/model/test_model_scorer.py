@@ -15,12 +15,12 @@ from tiny_models import (
     tiny_model,
 )
 
-from gruppo.batch import IGNORE_INDEX, PackedBatch
+from gruppo.batch import PackedBatch
 from gruppo.kernel import head as kernel_head
 from gruppo.loss import DAPOLoss, GRPOLoss, GSPOLoss
 from gruppo.metric import GRPOMetric
-from gruppo.model import LoraSpec, TransformersModel, forward
-from gruppo.model.forward import Scorer
+from gruppo.model import LoraSpec, TransformersModel, scorer
+from gruppo.model.scorer import Scorer
 from gruppo.types import InputFeature
 
 
@@ -66,17 +66,18 @@ def test_logps_at_a_temperature_divide_the_logits() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "gemma3"])
-def test_a_plain_head_is_split_from_its_body(family: str) -> None:
+def test_a_head_of_ours_takes_the_place_of_a_plain_one_with_its_parameters(family: str) -> None:
     model = tiny_model(family)
-    output = Scorer(model).output
-    assert output is not None and output.weight is model.get_output_embeddings().weight
-    assert output.is_plain_product
+    linear = model.get_output_embeddings()
+    head = Scorer(model).head
+    assert head is not None and model.get_output_embeddings() is head
+    assert head.weight is linear.weight and (head.bias, head.scale, head.soft_cap) == (None, 1.0, None)
 
 
 def test_scale_cap_and_bias_of_a_family_are_found() -> None:
-    found = {family: Scorer(tiny_model(family)).output for family in ("gemma2", "cohere", "granite", "phi")}
-    assert all(output is not None for output in found.values())
-    shapes = {f: (o.scale, o.soft_cap, o.bias is not None) for f, o in found.items() if o is not None}
+    found = {family: Scorer(tiny_model(family)).head for family in ("gemma2", "cohere", "granite", "phi")}
+    assert all(head is not None for head in found.values())
+    shapes = {f: (h.scale, h.soft_cap, h.bias is not None) for f, h in found.items() if h is not None}
     assert shapes == {
         "gemma2": (1.0, 3.0, False),
         "cohere": (0.25, None, False),
@@ -98,7 +99,9 @@ def test_a_cap_that_the_config_does_not_tell_is_seen() -> None:
 
     model.config.final_logit_softcapping = None
     model.forward = forward_with_the_config_silent
-    assert Scorer(model).output is None
+    linear = model.get_output_embeddings()
+    assert Scorer(model).head is None
+    assert model.get_output_embeddings() is linear  # left as it was
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite", "phi"])
@@ -106,7 +109,7 @@ def test_the_walk_through_a_shaped_head_is_the_plain_model_in_value_and_gradient
     features = random_features(seed=6)
     advantages = [1.0, -0.5, 0.25, 2.0, -1.0, 0.5]
     grads = {}
-    for head in ("plain", "walk"):
+    for head in ("dense", "walk"):
         model = actor(family, double=True, head=head, temperature=0.8)
         if family == "phi":
             torch.nn.init.normal_(model.model.lm_head.bias, generator=torch.Generator().manual_seed(1))
@@ -117,9 +120,9 @@ def test_the_walk_through_a_shaped_head_is_the_plain_model_in_value_and_gradient
         model.set_loss(GRPOLoss(entropy_coef=0.1))
         model.forward_backward(features, advantages=advantages)
         grads[head] = {n: p.grad.clone() for n, p in model.model.named_parameters() if p.grad is not None}
-    assert grads["walk"].keys() == grads["plain"].keys()
+    assert grads["walk"].keys() == grads["dense"].keys()
     assert "lm_head.bias" in grads["walk"] or family != "phi"
-    for name, expected in grads["plain"].items():
+    for name, expected in grads["dense"].items():
         torch.testing.assert_close(grads["walk"][name], expected, rtol=1e-9, atol=1e-12)
 
 
@@ -157,10 +160,10 @@ def test_forward_only_is_bitwise_the_forward_that_trains(family: str, monkeypatc
     seen = []
     score = type(model.scorer).__call__
 
-    def spy(self: Scorer, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        outputs = score(self, batch)
-        seen.append((outputs["logps"].requires_grad, outputs["logps"][batch.labels != IGNORE_INDEX].detach()))
-        return outputs
+    def spy(self: Scorer, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logps, entropies = score(self, batch)
+        seen.append((logps.requires_grad, logps.detach()))
+        return logps, entropies
 
     monkeypatch.setattr(Scorer, "__call__", spy)
     model.forward_backward(features, advantages=[1.0] * len(features))
@@ -194,7 +197,7 @@ def test_the_walking_head_gives_the_loss_and_gradients_of_the_plain_one(
         for i, f in enumerate(random_features(num=8, seed=7))
     ]
     found = []
-    for head in ("plain", "walk"):
+    for head in ("dense", "walk"):
         model = actor(temperature=0.8, head=head, lora=lora)
         if lora:
             perturb_adapter(model.model)
@@ -213,7 +216,7 @@ def test_the_walking_head_gives_the_loss_and_gradients_of_the_plain_one(
 
 @pytest.mark.parametrize("scratch", SCRATCH)
 @pytest.mark.parametrize("loss", ["grpo", "grpo with kl", "gspo"])
-@pytest.mark.parametrize("head", ["plain", "walk"])
+@pytest.mark.parametrize("head", ["dense", "walk"])
 def test_with_either_head_the_first_step_has_ratio_one_and_kl_zero_to_the_bit(
     loss: str, head: str, scratch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +241,7 @@ def test_scoring_and_training_choose_the_same_head_at_any_size(monkeypatch: pyte
     features = random_features(num=8, seed=7)
     scored = sum(f.num_scored for f in features)
     slots = sum(len(f.input_ids) - 1 for f in features)
-    monkeypatch.setattr(forward, "SMALL_LOGITS", 32 * (scored + slots) // 2)
+    monkeypatch.setattr(scorer, "SMALL_LOGITS", 32 * (scored + slots) // 2)
     monkeypatch.setattr(kernel_head, "CPU_SCRATCH", SCRATCH["tiny"])
     routes: list[str] = []
     score, train = kernel_head.Head.score, kernel_head.Head.train
@@ -250,7 +253,7 @@ def test_scoring_and_training_choose_the_same_head_at_any_size(monkeypatch: pyte
     assert routes in ([], ["score", "train"])
 
 
-@pytest.mark.parametrize("head", ["plain", "walk"])
+@pytest.mark.parametrize("head", ["dense", "walk"])
 def test_a_body_that_ends_in_float32_meets_a_head_in_bfloat16(head: str) -> None:
     """Mamba keeps its residuals in float32 whatever its weights are in."""
     features = random_features(seed=8)

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from gruppo.kernel import linear_logps_and_entropy
-from gruppo.kernel.whole import whole_logps_and_entropy
+from gruppo.kernel.dense import dense_logps_and_entropy
 from gruppo.loss import GRPOLoss, GSPOLoss
-from gruppo.model import TransformersModel, batches
+from gruppo.model import TransformersModel, plan
 from gruppo.types import InputFeature
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
@@ -33,14 +33,14 @@ def gradients(loss):
 @pytest.mark.parametrize("loss", [GRPOLoss(), GSPOLoss(beta=0.1, entropy_coef=0.01)], ids=["grpo", "gspo, kl, entropy"])
 def test_repeated_sequences_give_the_loss_and_gradients_of_running_each(monkeypatch, loss):
     once = gradients(loss)
-    whole_pack = batches.pack
+    whole_pack = plan.pack
 
     def without_kinds(features):
         batch = whole_pack(features)
         object.__setattr__(batch, "distinct", None)
         return batch
 
-    monkeypatch.setattr(batches, "pack", without_kinds)
+    monkeypatch.setattr(plan, "pack", without_kinds)
     each = gradients(loss)
     assert once[0].item() == pytest.approx(each[0].item(), abs=1e-6)
     torch.testing.assert_close(once[1], each[1], rtol=1e-5, atol=1e-7)
@@ -48,7 +48,7 @@ def test_repeated_sequences_give_the_loss_and_gradients_of_running_each(monkeypa
 
 
 def test_pack_counts_four_kinds_of_rows():
-    batch = batches.pack([InputFeature(prompt_ids=p, completion_ids=c) for p, c in ROWS])
+    batch = plan.pack([InputFeature(prompt_ids=p, completion_ids=c) for p, c in ROWS])
     assert batch.distinct.tolist() == [0, 2, 4]
     assert batch.kind.tolist() == [0, 0, 1, 0, 2, 2]
 
@@ -60,7 +60,7 @@ def test_the_small_head_has_the_numbers_and_gradients_of_the_reference(temperatu
     labels = torch.randint(0, 13, (9,), generator=draw)
     a, b = torch.randn(2, 9, generator=draw, dtype=torch.float64)
     results = []
-    for function in (whole_logps_and_entropy, linear_logps_and_entropy):
+    for function in (dense_logps_and_entropy, linear_logps_and_entropy):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         logps, entropies = function(h, w, labels, temperature)
         (a * logps + b * entropies).sum().backward()

@@ -12,7 +12,7 @@ from gruppo.errors import InputError
 from gruppo.loss import DAPOLoss, GRPOLoss, GSPOLoss
 from gruppo.metric import GRPOMetric
 from gruppo.model import LoraSpec, TransformersModel
-from gruppo.model import attention as model_attention
+from gruppo.model import attention_hook as model_attention
 from gruppo.model.layout import plan_rows
 from gruppo.types import InputFeature
 
@@ -48,7 +48,7 @@ def outcome(model, loss):
 
 def assert_shares(model):
     """A model that fails the comparison would fall back, and equal the padded layout for the wrong reason."""
-    assert (model.scorer.base.config._attn_implementation == model_attention.NAME) == (model.batches.layout == "shared")
+    assert (model.scorer.base.config._attn_implementation == model_attention.NAME) == (model.planner.layout == "shared")
 
 
 def assert_equal_outcomes(ours, theirs):
@@ -99,7 +99,7 @@ def test_logps_are_those_of_each_sequence_alone(family):
 
 def test_the_head_that_walks_reads_shared_rows():
     walked = outcome(actor("qwen3", layout="shared", head="walk"), DAPOLoss())
-    assert_equal_outcomes(walked, outcome(actor("qwen3", layout="padded", head="plain"), DAPOLoss()))
+    assert_equal_outcomes(walked, outcome(actor("qwen3", layout="padded", head="dense"), DAPOLoss()))
 
 
 def test_metrics_are_those_of_the_padded_layout():
@@ -115,8 +115,9 @@ def test_metrics_are_those_of_the_padded_layout():
 
 def count_slots(model):
     seen = []
-    body = model.scorer.output.body
-    body.register_forward_pre_hook(lambda _m, _a, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
+    model.model.register_forward_pre_hook(
+        lambda _m, _a, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+    )
     return seen
 
 
@@ -152,9 +153,9 @@ def test_auto_shares_where_the_estimate_says_so():
 
 def test_auto_pads_what_does_not_share():
     model = actor("llama", layout="auto")
-    assert (
-        model.batches.shared_rows([InputFeature(prompt_ids=(i, 4), completion_ids=(5, 6)) for i in range(3, 9)]) is None
-    )
+    features = [InputFeature(prompt_ids=(i, 4), completion_ids=(5, 6)) for i in range(3, 9)]
+    (micro,) = model.planner.split([f.rollout() for f in features])
+    assert micro.batch.shared is None
     assert model.model.config._attn_implementation == "sdpa"
 
 
@@ -174,7 +175,7 @@ def falls_back(model, caplog):
     features = groups()[0]
     with caplog.at_level(logging.WARNING, logger="gruppo"):
         logps = [model.forward_only(features)["logps"] for _ in range(2)]
-    model.batches.layout = "padded"
+    model.planner.layout = "padded"
     assert largest_gap(logps[0], model.forward_only(features)["logps"]) == 0
     lines = [r.getMessage() for r in caplog.records if "not shared" in r.getMessage()]
     assert len(lines) == 1

@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.reward import RewardPool, load_reward
+from gruppo.reward import RewardScorer, load_reward
 from gruppo.reward.base import Reward, as_completions, parameters_of
 
 
 def score(function, prompts, completions, **kwargs):
-    with RewardPool([load_reward(function, name="f", isolated=False)]) as pool:
-        return pool.score(prompts, completions, **kwargs)
+    with RewardScorer([load_reward(function, name="f", isolated=False)]) as scorer:
+        return scorer.score(prompts, completions, **kwargs)
 
 
 def test_only_the_parameters_a_function_names_are_passed():
@@ -73,10 +73,10 @@ def test_a_missing_column_names_function_parameter_and_columns():
 
 
 def test_a_missing_column_is_found_before_anything_is_scored():
-    pool = RewardPool(["number_match"])
-    pool.check_columns(["answer"])
+    scorer = RewardScorer(["number_match"])
+    scorer.check_columns(["answer"])
     with pytest.raises(InputError, match=r"'number_match' needs 'answer'.*columns are: target"):
-        pool.check_columns(["target"])
+        scorer.check_columns(["target"])
 
 
 def test_completion_ids_that_were_not_given_are_an_error_when_needed():

@@ -6,14 +6,15 @@ import json
 import pytest
 from rich.console import Console
 
-from gruppo.cli.reward_check import check_reward
+from gruppo.cli.reward_check import RewardCheckArguments, check_reward
 
 ROWS = [{"prompt": "6*7=", "answer": "42"}, {"prompt": [{"role": "user", "content": "2*9="}], "answer": "18"}]
 
 
-def check(spec, **kwargs):
+def check(spec, rows=ROWS, parameters=None, **options):
     out = io.StringIO()
-    code = check_reward(spec, console=Console(file=out, width=100), **{"rows": ROWS, **kwargs})
+    given = RewardCheckArguments(spec, **options)
+    code = check_reward(given, rows=rows, parameters=parameters, console=Console(file=out, width=100))
     return code, out.getvalue()
 
 

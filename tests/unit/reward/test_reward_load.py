@@ -15,7 +15,7 @@ from gruppo.reward import (
     NumberMatch,
     PatternMatch,
     Reward,
-    RewardPool,
+    RewardScorer,
     SoftOverlong,
     exact_match,
     load_reward,
@@ -61,7 +61,7 @@ def test_a_reward_passes_through_with_changes():
 
 
 def names(*rewards):
-    return [reward.name for reward in RewardPool(rewards).rewards]
+    return [reward.name for reward in RewardScorer(rewards).rewards]
 
 
 def at_least(completions, length):
@@ -76,8 +76,8 @@ def test_a_partial_is_named_after_the_function_it_wraps():
 
 def test_callables_of_the_same_name_are_numbered_and_keep_their_values():
     rewards = [load_reward(partial(at_least, length=n), weight=n, isolated=False) for n in (1, 2, 4)]
-    with RewardPool([*rewards, NumberMatch(), NumberMatch(column="other")]) as pool:
-        result = pool.score(["p"] * 2, ["12", "1234"], columns={"answer": ["12", "12"], "other": ["0", "1234"]})
+    with RewardScorer([*rewards, NumberMatch(), NumberMatch(column="other")]) as scorer:
+        result = scorer.score(["p"] * 2, ["12", "1234"], columns={"answer": ["12", "12"], "other": ["0", "1234"]})
     assert result.values == {
         "at_least": [1.0, 1.0],
         "at_least_2": [1.0, 1.0],
@@ -116,12 +116,12 @@ def test_the_same_reward_twice_and_a_name_given_twice_are_refused(rewards):
     with pytest.raises(
         InputError, match=r"must have different names, got \['(\w+)', '\1'\].*load_reward\(\.\.\., name="
     ):
-        RewardPool(rewards)
+        RewardScorer(rewards)
 
 
-def test_a_pool_without_rewards_is_refused():
+def test_a_scorer_without_rewards_is_refused():
     with pytest.raises(InputError, match=r"rewards needs at least one function, such as 'exact_match', got \[\]"):
-        RewardPool([])
+        RewardScorer([])
 
 
 def test_a_module_is_found_in_the_current_directory(tmp_path, monkeypatch):
@@ -201,7 +201,7 @@ def test_a_closure_is_refused_when_isolated():
 
     for function in (closure, lambda completions: [0.0]):
         with pytest.raises(InputError, match=r"cannot run in a worker process(?s:.*)isolated=False"):
-            RewardPool([function])
+            RewardScorer([function])
 
 
 def test_what_can_be_imported_is_sent_by_name_and_instances_as_they_are():

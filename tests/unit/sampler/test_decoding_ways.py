@@ -17,18 +17,18 @@ from tiny_models import (
 
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.sampler import SamplingParams, TorchSampler
-from gruppo.types import SampledSequence, SampleResponse
+from gruppo.types import SampleResponse, Trajectory
 
 # Unequal lengths; two prompts are equal, so that rows repeat.
 PROMPTS = [(5, 9, 4), (17, 30, 6, 8, 21, 3, 11), (12,), (5, 9, 4), (7, 7, 25, 14, 9)]
 PARAMS = SamplingParams(max_new_tokens=8, seed=3, step=0)
 
 
-def sequences(responses: list[SampleResponse]) -> list[SampledSequence]:
+def sequences(responses: list[SampleResponse]) -> list[Trajectory]:
     return [s for r in responses for s in r.sequences]
 
 
-def gap_to_one_by_one(model: TransformersModel, sampled: list[SampledSequence]) -> float:
+def gap_to_one_by_one(model: TransformersModel, sampled: list[Trajectory]) -> float:
     expected, _ = logps_one_by_one(model.model, [s.new_input_feature for s in sampled])
     return largest_gap([torch.tensor(s.logps, dtype=torch.float64) for s in sampled], expected)
 
@@ -42,8 +42,7 @@ def lively(family: str, **changes: Any) -> Any:
 def watch_inputs(model: TransformersModel) -> list[torch.Tensor]:
     """The input_ids of every forward of the body."""
     seen: list[torch.Tensor] = []
-    body = model.scorer.output.body  # type: ignore[union-attr]
-    body.register_forward_pre_hook(lambda _m, _a, given: seen.append(given["input_ids"]), with_kwargs=True)
+    model.model.register_forward_pre_hook(lambda _m, _a, given: seen.append(given["input_ids"]), with_kwargs=True)
     return seen
 
 

@@ -103,9 +103,11 @@ def test_every_form_of_a_prompt_gives_the_same_completions(builtin: TorchSampler
     assert builtin.tokenizer is not None
     ids = tuple(builtin.tokenizer(TEXT)["input_ids"])
     params = SamplingParams(max_new_tokens=4, step=0)
-    expected = builtin.sample([ids, ids], 2, params)
-    assert builtin.sample([form(ids), form(ids)], 2, params) == expected
-    assert expected[0].sequences[0].prompt_ids == ids
+    expected, found = (builtin.sample([prompt, prompt], 2, params) for prompt in (ids, form(ids)))
+    for one, other in zip(expected, found, strict=True):
+        for a, b in zip(one.sequences, other.sequences, strict=True):
+            assert (a.prompt_ids, a.tokens, a.logps, a.text) == (b.prompt_ids, b.tokens, b.logps, b.text)
+            assert a.prompt_ids == ids
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"prompt": m}, lambda m: {"messages": m}])

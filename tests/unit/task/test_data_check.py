@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gruppo.cli.data_check import check_data, escape_controls
+from gruppo.cli.data_check import DataCheckArguments, check_data
 
 
 def report(source: Any, *, terminal: bool = False, **options: Any) -> tuple[int, str]:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100, color_system=None)
-    return check_data(source, console=console, **options), stream.getvalue()
+    return check_data(DataCheckArguments(source, **options), console), stream.getvalue()
 
 
 def test_the_plain_report_of_a_clean_file(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_hostile_text_in_an_error_is_escaped() -> None:
 def test_an_output_that_cannot_show_a_character_gets_its_escape() -> None:
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), width=100)
-    assert check_data([{"prompt": "caf\u00e9 \u20ac"}], console=console) == 0
+    assert check_data(DataCheckArguments([{"prompt": "caf\u00e9 \u20ac"}]), console) == 0
     assert rb"  caf\xe9 \u20ac" in raw.getvalue()
 
 
@@ -131,7 +131,3 @@ def test_a_terminal_gets_tables() -> None:
 def test_long_text_is_shortened_with_a_count() -> None:
     _, text = report([{"prompt": "x" * 1000}])
     assert "x" * 600 + " ... (400 more characters)" in text
-
-
-def test_new_lines_stay_and_surrogates_do_not() -> None:
-    assert escape_controls("a\n\tb\ud800\x9b") == "a\n\tb\\ud800\\x9b"

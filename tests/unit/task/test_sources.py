@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,8 +137,15 @@ def test_the_real_gsm8k_test_set_is_read_whole() -> None:
         ([{"role": "assistant", "content": "<answer>x</answer>"}], "x"),
     ],
 )
-def test_the_final_answer_is_the_last_one_in_tags(completion: str, answer: str | None) -> None:
-    assert reasoning_gym.final_answer(completion) == answer
+def test_the_final_answer_is_the_last_one_in_tags(
+    completion: str, answer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Task:
+        def score_answer(self, given: str | None, entry: dict[str, Any]) -> float:
+            return float(given == answer and entry == {"question": "q", "answer": "a", "metadata": {}})
+
+    monkeypatch.setattr(reasoning_gym, "_dataset", lambda spec: Task())
+    assert reasoning_gym.score([completion], ["q"], ["a"], [{}], ["task"]) == [1.0]
 
 
 def test_reasoning_gym_absent_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from gruppo.trainer.console import RunConsole, readable_time, step_line, visible
-from gruppo.types import Group, Prompt, Rollout, SampledSequence
+from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 METRICS = {
     "reward/mean": 0.4375,
@@ -58,7 +58,7 @@ def test_visible_text_has_no_control_characters_and_no_markup() -> None:
     assert not any(c in shown.plain for c in FORBIDDEN)
     assert shown.plain.encode("utf-8")  # no lone surrogate is left
     assert "[/red][bold]" in shown.plain and shown.spans == []
-    assert shown.plain.endswith("</script>\N{REPLACEMENT CHARACTER}end")
+    assert shown.plain.endswith("</script>\\tend")
 
 
 def test_visible_text_shows_line_ends_and_is_not_endless() -> None:
@@ -69,9 +69,9 @@ def test_visible_text_shows_line_ends_and_is_not_endless() -> None:
 
 
 def hostile_groups() -> list[Group]:
-    sequence = SampledSequence(prompt_ids=(1,), tokens=(3,), logps=(-1.0,), text=HOSTILE, stop_reason="stop")
+    sequence = Trajectory(prompt=Prompt(token_ids=(1,)), tokens=(3,), logps=(-1.0,), text=HOSTILE, stop_reason="stop")
     prompt = Prompt(token_ids=(1,), text=HOSTILE)
-    rollouts = (Rollout(sequence=sequence, reward=1.0), Rollout(sequence=sequence, reward=None, advantage=-0.5))
+    rollouts = (Rollout(trajectory=sequence, reward=1.0), Rollout(trajectory=sequence, reward=None, advantage=-0.5))
     return [Group(prompt=prompt, rollouts=rollouts)]
 
 

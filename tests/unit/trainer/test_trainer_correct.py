@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.reward import RewardPool, load_reward
+from gruppo.reward import RewardScorer, load_reward
 from gruppo.trainer import GRPOTrainer
 
 Make = Callable[..., GRPOTrainer]
@@ -32,21 +32,21 @@ def test_the_first_verifier_decides_wherever_it_stands() -> None:
         return [1.0] * len(completions)
 
     plain = load_reward(form, isolated=False)
-    with RewardPool([plain, "number_match", "exact_match"]) as pool:
-        assert pool.correct_by == "number_match"
-    with RewardPool([plain]) as pool:
-        assert pool.correct_by == "form"
-    with RewardPool(["exact_match", "number_match"], correct_by="number_match") as pool:
-        result = pool.score(["p"] * 3, ["4", "4.0", "5"], columns={"answer": ["4"] * 3})
+    with RewardScorer([plain, "number_match", "exact_match"]) as scorer:
+        assert scorer.correct_by == "number_match"
+    with RewardScorer([plain]) as scorer:
+        assert scorer.correct_by == "form"
+    with RewardScorer(["exact_match", "number_match"], correct_by="number_match") as scorer:
+        result = scorer.score(["p"] * 3, ["4", "4.0", "5"], columns={"answer": ["4"] * 3})
         assert result.correct == [True, True, False]
         assert result.metrics["reward/correct_frac"] == pytest.approx(2 / 3)
     with pytest.raises(InputError, match="correct_by='math' is not one of the rewards; they are exact_match"):
-        RewardPool(["exact_match"], correct_by="math")
+        RewardScorer(["exact_match"], correct_by="math")
 
 
 def test_an_abstention_is_neither_right_nor_wrong() -> None:
-    with RewardPool(["exact_match"]) as pool:
-        result = pool.score(["p"] * 3, ["4", "5", "6"], columns={"answer": ["4", "4", None]})
+    with RewardScorer(["exact_match"]) as scorer:
+        result = scorer.score(["p"] * 3, ["4", "5", "6"], columns={"answer": ["4", "4", None]})
     assert result.correct == [True, False, None]
     assert result.metrics["reward/correct_frac"] == 0.5
 
@@ -167,7 +167,7 @@ def test_reward_metrics_cover_everything_that_dynamic_sampling_drew(make_trainer
         assert metrics["reward/correct_frac"] == pytest.approx(mean)
         dead = sum(len({r.reward for r in g.rollouts}) == 1 for g in trainer.batch.groups)
         assert metrics["group/zero_std_frac"] == dead / len(trainer.batch.groups)
-        lengths = [len(r.sequence.tokens) for r in rollouts]
+        lengths = [len(r.trajectory.tokens) for r in rollouts]
         assert metrics["completion/len_mean"] == pytest.approx(sum(lengths) / len(lengths))
     assert any(g.status == "surplus" for g in trainer.batch.groups) or metrics["dynamic/groups_surplus"] == 0
 
@@ -179,11 +179,11 @@ def test_live_metrics_cover_the_same_sequences_whatever_the_options(options: Any
     metrics = trainer.step()
     live = [r for r in trainer.batch.rollouts if r.advantage]
     assert metrics["live/frac"] == len(live) / len(trainer.batch.rollouts) == 8 / 16
-    logps = [x for r in live for x in r.sequence.logps]
+    logps = [x for r in live for x in r.trajectory.logps]
     assert metrics["live/mean_new_logp"] == pytest.approx(sum(logps) / len(logps), abs=1e-5)
-    entropies = [x for r in live for x in r.sequence.entropies]
+    entropies = [x for r in live for x in r.trajectory.entropies]
     assert metrics["live/entropy"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-5)
-    everything = [x for r in trainer.batch.rollouts for x in r.sequence.entropies]
+    everything = [x for r in trainer.batch.rollouts for x in r.trajectory.entropies]
     assert metrics["rollout/entropy"] == pytest.approx(sum(everything) / len(everything), abs=1e-9)
 
 
@@ -203,7 +203,7 @@ def test_the_gap_to_the_sampler_is_not_the_policys_own_move_and_covers_dead_sequ
     """A sampler whose log-probs are off by 0.1 on every token, and four updates that move the policy far."""
     trainer = make_trainer(rewards=("step_rewards:later_half",), epochs_per_batch=2, minibatches=2, lr=3e-3, **HOT)
     sampler, sample = trainer.sampler, trainer.sampler.sample
-    sampler.is_exact = False  # type: ignore[misc]
+    trainer.model.measures_gap = True
     from dataclasses import replace
 
     def shifted(*args: Any) -> Any:
@@ -220,15 +220,15 @@ def test_the_gap_to_the_sampler_is_not_the_policys_own_move_and_covers_dead_sequ
     assert metrics["sampler/logp_gap_mean"] == pytest.approx(0.1, abs=1e-4)
     assert metrics["sampler/logp_gap_max"] == pytest.approx(0.1, abs=1e-4)
     counted: list[int] = []
-    accumulate = trainer.model.mismatch.accumulate
+    add = trainer.model.mismatch.add
 
-    def count(inputs: Any, **rows: Any) -> None:
-        counted.append(int((inputs["labels"] != -100).sum()))
-        accumulate(inputs, **rows)
+    def count(inputs: Any) -> None:
+        counted.append(len(inputs.logps))
+        add(inputs)
 
-    trainer.model.mismatch.accumulate = count  # type: ignore[method-assign]
+    trainer.model.mismatch.add = count  # type: ignore[method-assign]
     trainer.step()
-    tokens = sum(len(r.sequence.tokens) for r in trainer.batch.rollouts)
+    tokens = sum(len(r.trajectory.tokens) for r in trainer.batch.rollouts)
     assert sum(counted) == 2 * tokens  # all of them, in each of two epochs
 
 

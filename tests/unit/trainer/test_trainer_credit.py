@@ -38,7 +38,7 @@ def test_a_step_has_the_advantages_that_its_estimator_gives_to_its_rollouts(name
     trainer = make_trainer(advantage=name, advantage_options=options, rewards=("step_rewards:by_place",), **HOT)
     trainer.step()
     rollouts, ids = flat(trainer)
-    lengths = [len(r.sequence.tokens) for r in rollouts]
+    lengths = [len(r.trajectory.tokens) for r in rollouts]
     assert len(set(lengths)) > 1
     rewards = [[0.0, 1 / 3, 2 / 3, 1.0][i % 4] for i in range(16)]
     # by_place gives 0, 1/3, 2/3, 1 to the four greedy completions too: they are scored in one call.
@@ -127,7 +127,7 @@ def test_an_estimator_of_ones_own(make_trainer: Make) -> None:
     )
     trainer.step()
     rollouts, _ = flat(trainer)
-    expected = [3 * ([-1 / 2, -1 / 6, 1 / 6, 1 / 2][i % 4]) / len(r.sequence.tokens) for i, r in enumerate(rollouts)]
+    expected = [3 * ([-1 / 2, -1 / 6, 1 / 6, 1 / 2][i % 4]) / len(r.trajectory.tokens) for i, r in enumerate(rollouts)]
     assert [r.advantage for r in rollouts] == pytest.approx(expected, abs=1e-12)
 
 
@@ -160,10 +160,10 @@ def test_the_overlong_penalty_counts_from_the_runs_own_limit(make_trainer: Make)
     for i, r in enumerate(rollouts):
         value = [0.0, 1 / 3, 2 / 3, 1.0][i % 4]
         assert r.reward == value  # what is reported is the reward itself
-        value *= 0.5 if r.sequence.stop_reason == "length" else 1.0
-        shaped.append(value - {1: 0.0, 2: 0.25, 3: 0.5, 4: 0.75, 5: 1.0}[len(r.sequence.tokens)])
+        value *= 0.5 if r.trajectory.stop_reason == "length" else 1.0
+        shaped.append(value - {1: 0.0, 2: 0.25, 3: 0.5, 4: 0.75, 5: 1.0}[len(r.trajectory.tokens)])
     means = {g: fmean(s for s, i in zip(shaped, ids, strict=True) if i == g) for g in set(ids)}
-    assert {r.sequence.stop_reason for r in rollouts} == {"stop", "length"}
+    assert {r.trajectory.stop_reason for r in rollouts} == {"stop", "length"}
     assert [r.advantage for r in rollouts] == pytest.approx(
         [s - means[i] for s, i in zip(shaped, ids, strict=True)], abs=1e-6
     )
@@ -176,9 +176,9 @@ def test_gdpo_compares_the_penalty_inside_the_column_of_the_reward_that_decides(
                            advantage="gdpo", group_size=8, temperature=1.5, max_new_tokens=5)  # fmt: skip
     trainer.step()
     rollouts, ids = flat(trainer)
-    assert trainer.pool.correct_by == "exact_match"
+    assert trainer.scorer.correct_by == "exact_match"
     rows = [
-        [r.rewards["length_penalty"], r.rewards["exact_match"] - (len(r.sequence.tokens) - 1) / 4 / 2.0]
+        [r.rewards["length_penalty"], r.rewards["exact_match"] - (len(r.trajectory.tokens) - 1) / 4 / 2.0]
         for r in rollouts
     ]
     expected = ADVANTAGES["gdpo"](weights=(0.5, 2.0))(rows, group_ids=ids)
@@ -196,9 +196,9 @@ def test_kl_in_the_reward_is_the_log_ratio_to_the_start(make_trainer: Make) -> N
     assert abs(first["reward/kl"]) < 1e-4 and first["reward/kl_coef"] == 0.7
     metrics = trainer.step()
     rollouts, ids = flat(trainer)
-    features = [InputFeature(prompt_ids=r.sequence.prompt_ids, completion_ids=r.sequence.tokens) for r in rollouts]
+    features = [InputFeature(prompt_ids=r.trajectory.prompt_ids, completion_ids=r.trajectory.tokens) for r in rollouts]
     before = start.model.forward_only(features)["logps"]  # the untrained weights, scored by another model
-    kls = [math.fsum(r.sequence.logps) - math.fsum(b.tolist()) for r, b in zip(rollouts, before, strict=True)]
+    kls = [math.fsum(r.trajectory.logps) - math.fsum(b.tolist()) for r, b in zip(rollouts, before, strict=True)]
     assert max(map(abs, kls)) > 0.05
     assert metrics["reward/kl"] == pytest.approx(fmean(kls), abs=1e-5)
     shaped = [[0.0, 1 / 3, 2 / 3, 1.0][i % 4] - 0.7 * kl for i, kl in enumerate(kls)]

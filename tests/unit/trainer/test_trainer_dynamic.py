@@ -10,9 +10,9 @@ import torch
 
 from gruppo.task.order import prompt_indices, refill_indices
 from gruppo.trainer import GRPOTrainer
+from gruppo.trainer.learner import minibatch_parts
 from gruppo.trainer.state import SolvedPrompts
-from gruppo.trainer.trainer import minibatch_parts
-from gruppo.types import Group, Prompt, Rollout, SampledSequence
+from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 Make = Callable[..., GRPOTrainer]
 
@@ -134,8 +134,8 @@ def test_dropping_dead_groups_leaves_the_gradient_of_the_live_ones(make_trainer:
 
 
 def group_of(num: int) -> Group:
-    sequence = SampledSequence(prompt_ids=(1,), tokens=(2,), logps=(-1.0,), text="", stop_reason="stop")
-    return Group(prompt=Prompt(token_ids=(1,)), rollouts=(Rollout(sequence=sequence, reward=0.0),) * num)
+    sequence = Trajectory(prompt=Prompt(token_ids=(1,)), tokens=(2,), logps=(-1.0,), text="", stop_reason="stop")
+    return Group(prompt=Prompt(token_ids=(1,)), rollouts=(Rollout(trajectory=sequence, reward=0.0),) * num)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gruppo.advantage import ADVANTAGES
-from gruppo.reward.shape import RewardShape
+from gruppo.reward import RewardShape
 from gruppo.trainer.advantages import AdvantageStage, kl_to_reference
-from gruppo.types import Group, Prompt, Rollout, SampledSequence
+from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 RIGHT = (  # per group: which of six answers are right
     (True, False, True, False, False, False),
@@ -39,8 +39,7 @@ def make_groups(right: Sequence[Sequence[bool]], case: str, *, rewards: dict[str
     for p, flags in enumerate(right):
         rollouts = []
         for i, (is_right, length) in enumerate(zip(flags, LENGTHS, strict=True)):
-            sequence = SampledSequence(
-                prompt_ids=(1,), tokens=(3,) * length, logps=(-1.0,) * length, text="x",
+            sequence = Trajectory(prompt=Prompt(token_ids=(1,)), tokens=(3,) * length, logps=(-1.0,) * length, text="x",
                 stop_reason="length" if length == LIMIT else "stop",
             )  # fmt: skip
             values: dict[str, float | None] = {"answer": float(is_right)}
@@ -55,11 +54,11 @@ def make_groups(right: Sequence[Sequence[bool]], case: str, *, rewards: dict[str
             kl = 0.001 * (1 + (i * 7 + p * 3) % 5) if case in ("kl_in_reward", "all at once") else 0.0
             rollouts.append(
                 Rollout(
-                    sequence=sequence, reward=reward, rewards=values, correct=correct,
+                    trajectory=sequence, reward=reward, rewards=values, correct=correct,
                     old_logps=(-1.0 + kl / length,) * length, ref_logps=(-1.0,) * length,
                 )
             )  # fmt: skip
-        greedy = Rollout(sequence=rollouts[0].sequence, reward=0.5, rewards={}, correct=False)
+        greedy = Rollout(trajectory=rollouts[0].trajectory, reward=0.5, rewards={}, correct=False)
         groups.append(Group(prompt=Prompt(token_ids=(1,), index=p), rollouts=tuple(rollouts), greedy=greedy))
     return groups
 
@@ -89,7 +88,7 @@ def test_a_right_answer_never_gets_less_than_a_wrong_one_of_the_same_length(name
     for group in groups:
         by_length: dict[int, list[Rollout]] = {}
         for rollout in group.rollouts:
-            by_length.setdefault(len(rollout.sequence.tokens), []).append(rollout)
+            by_length.setdefault(len(rollout.trajectory.tokens), []).append(rollout)
         for pair in by_length.values():
             for one in pair:
                 for other in pair:
@@ -142,7 +141,7 @@ def test_equal_rewards_give_exactly_zero(name: str, case: str) -> None:
         if case == "kl_in_reward":
             groups = [
                 replace(g, rollouts=tuple(
-                    replace(r, old_logps=tuple(-1.0 + 1e-7 * (i - 2) for _ in r.sequence.tokens))
+                    replace(r, old_logps=tuple(-1.0 + 1e-7 * (i - 2) for _ in r.trajectory.tokens))
                     for i, r in enumerate(g.rollouts)
                 ))
                 for g in groups
@@ -168,11 +167,10 @@ def test_estimators_that_look_further_give_zero_to_answers_that_are_alike_in_tha
 def four(rewards: Sequence[float], lengths: Sequence[int], limit: int) -> Group:
     rollouts = []
     for reward, length in zip(rewards, lengths, strict=True):
-        sequence = SampledSequence(
-            prompt_ids=(1,), tokens=(3,) * length, logps=(-1.0,) * length, text="x",
+        sequence = Trajectory(prompt=Prompt(token_ids=(1,)), tokens=(3,) * length, logps=(-1.0,) * length, text="x",
             stop_reason="length" if length == limit else "stop",
         )  # fmt: skip
-        rollouts.append(Rollout(sequence=sequence, reward=reward, rewards={"answer": reward}, correct=reward >= 1.0))
+        rollouts.append(Rollout(trajectory=sequence, reward=reward, rewards={"answer": reward}, correct=reward >= 1.0))
     return Group(prompt=Prompt(token_ids=(1,)), rollouts=tuple(rollouts))
 
 
@@ -199,8 +197,8 @@ def test_a_penalty_acts_after_a_comparison_of_right_and_wrong(name: str) -> None
     stage = AdvantageStage(
         estimate=estimator(name), shape=shape, weights={"answer": 1.0}, correct_by="answer"
     )  # fmt: skip
-    longer = replace(group.rollouts[1].sequence, tokens=(3,) * 3, logps=(-1.0,) * 3)
-    group = replace(group, rollouts=(group.rollouts[0], replace(group.rollouts[1], sequence=longer),
+    longer = replace(group.rollouts[1].trajectory, tokens=(3,) * 3, logps=(-1.0,) * 3)
+    group = replace(group, rollouts=(group.rollouts[0], replace(group.rollouts[1], trajectory=longer),
                                      *group.rollouts[2:]))  # fmt: skip
     plain = replace(stage, shape=RewardShape(max_length=4)).assign([group])[0]
     shaped = stage.assign([group])[0]
@@ -222,7 +220,7 @@ def test_a_tiny_penalty_does_not_outweigh_being_right_for_gdpo() -> None:
 
 def test_gdpo_tells_groups_apart_whose_sums_are_equal() -> None:
     rollouts = tuple(
-        Rollout(sequence=four([0], [3], 9).rollouts[0].sequence, reward=3.0, rewards=values, correct=False)
+        Rollout(trajectory=four([0], [3], 9).rollouts[0].trajectory, reward=3.0, rewards=values, correct=False)
         for values in ({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 3.0}, {"a": 0.0, "b": 3.0})
     )
     group = Group(prompt=Prompt(token_ids=(1,)), rollouts=rollouts)

@@ -10,10 +10,10 @@ from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.advice import advice
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
+from gruppo.trainer.learner import Learner
 from gruppo.trainer.plan import make_plan
-from gruppo.trainer.rollout import rollout_metrics
-from gruppo.trainer.trainer import _feature
-from gruppo.types import Group, Prompt, Rollout, SampledSequence, SampleResponse
+from gruppo.trainer.rollout import rollout_metrics, score
+from gruppo.types import Group, Prompt, Rollout, SampleResponse, Trajectory
 
 # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -75,9 +75,9 @@ def test_pass_at_k_stops_at_the_number_of_samples() -> None:
     assert {k for k in pass_at_k_metrics([1], 6) if k[-1].isdigit()} == {f"eval/pass@{k}" for k in (1, 2, 4)}
 
 
-def sequence(text: str = "7", *, tokens: tuple[int, ...] = (8, 2), truncated: bool = False) -> SampledSequence:
-    return SampledSequence(
-        prompt_ids=(1, 5),
+def sequence(text: str = "7", *, tokens: tuple[int, ...] = (8, 2), truncated: bool = False) -> Trajectory:
+    return Trajectory(
+        prompt=Prompt(token_ids=(1, 5)),
         tokens=tokens,
         logps=(-0.5,) * len(tokens),
         text=text,
@@ -99,41 +99,56 @@ class ScriptedSampler:
 
 
 def test_evaluation_counts_greedy_and_sampled_answers() -> None:
-    from gruppo.reward import RewardPool
+    from gruppo.reward import RewardScorer
 
     prompts = [Prompt(token_ids=(1, i), source=f"p{i}", columns={"answer": "7"}, index=i) for i in range(4)]
     texts = [["7", "7", "7"], ["7", "x", "7"], ["x", "x", "x"], ["7", "x", "x"]]
     sampler = ScriptedSampler(texts)
-    with RewardPool(["exact_match"]) as pool:
-        result = evaluate(prompts, sampler, pool, SamplingParams(temperature=0.6, max_new_tokens=9), num_samples=2)
+    with RewardScorer(["exact_match"]) as scorer:
+        result = evaluate(prompts, sampler, scorer, SamplingParams(temperature=0.6, max_new_tokens=9), num_samples=2)
     assert result.accuracy == 3 / 4
     assert (result.metrics["eval/accuracy_low"], result.metrics["eval/accuracy_high"]) == wilson_interval(3, 4)
     assert result.metrics["eval/reward"] == 3 / 4
     assert result.metrics["eval/pass@1"] == (1 + 1 / 2 + 0 + 0) / 4
     assert result.metrics["eval/pass@2"] == 2 / 4
     assert [r.reward for r in result.greedy] == [1.0, 1.0, 0.0, 1.0]
-    assert [r.sequence.text for r in result.greedy] == ["7", "7", "x", "7"]
+    assert [r.trajectory.text for r in result.greedy] == ["7", "7", "x", "7"]
     assert [(p.temperature, p.max_new_tokens) for p in sampler.asked] == [(0.0, 9), (0.6, 9)]
 
 
 @pytest.mark.parametrize(("correct_at", "accuracy"), [(0.5, 1.0), (1.0, 0.5)])
 def test_what_counts_as_correct_is_a_threshold(correct_at: float, accuracy: float) -> None:
-    from gruppo.reward import RewardPool, load_reward
+    from gruppo.reward import RewardScorer, load_reward
 
     reward = load_reward(lambda completions: [1.0 if c == "7" else 0.5 for c in completions], name="f", isolated=False)
     prompts = [Prompt(token_ids=(1,), index=i) for i in range(2)]
-    with RewardPool([reward], correct_at=correct_at) as pool:
-        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), pool, SamplingParams())
+    with RewardScorer([reward], correct_at=correct_at) as scorer:
+        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), scorer, SamplingParams())
     assert result.accuracy == accuracy
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------------
 
 
+def test_the_same_prompt_drawn_twice_is_scored_as_two_groups() -> None:
+    from gruppo.reward import RewardScorer, load_reward
+
+    seen: list[Any] = []
+    reward = load_reward(lambda completions: [float(c) for c in completions], name="f", isolated=False)
+    prompts = [Prompt(token_ids=(1,), source="p", index=i) for i in range(2)]
+    responses = [SampleResponse(sequences=tuple(sequence(x) for x in texts)) for texts in ("12", "345")]
+    with RewardScorer([reward]) as scorer:
+        plain = scorer.score
+        scorer.score = lambda *args, **kw: seen.append(kw["group_ids"]) or plain(*args, **kw)  # type: ignore
+        groups, _ = score(prompts, responses, scorer, step=0, seed=0)
+    assert seen == [[0, 0, 1, 1, 1]]
+    assert [[r.reward for r in group.rollouts] for group in groups] == [[1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
 def rollout(reward: float | None, advantage: float, **options: Any) -> Rollout:
     correct = None if reward is None else reward >= 1.0
     return Rollout(
-        sequence=sequence(**options), reward=reward, rewards={"r": reward}, correct=correct, advantage=advantage
+        trajectory=sequence(**options), reward=reward, rewards={"r": reward}, correct=correct, advantage=advantage
     )
 
 
@@ -166,18 +181,18 @@ def test_rollout_metrics_by_hand() -> None:
 def test_the_entropy_of_rollouts_is_the_samplers_own_where_it_is_known() -> None:
     known = replace(sequence(tokens=(8, 2)), entropies=(0.25, 0.75))
     unknown = sequence(tokens=(8, 9, 2))  # three tokens of log-prob -0.5
-    rollouts = tuple(Rollout(sequence=s, reward=0.0) for s in (known, unknown))
+    rollouts = tuple(Rollout(trajectory=s, reward=0.0) for s in (known, unknown))
     metrics = rollout_metrics([Group(prompt=Prompt(token_ids=(1,)), rollouts=rollouts)])
     assert metrics["rollout/entropy"] == pytest.approx((0.25 + 0.75 + 3 * 0.5) / 5)
 
 
 def test_masking_a_truncated_rollout_keeps_it_in_the_batch_unscored() -> None:
     rollouts = [r for g in groups() for r in g.rollouts]
-    assert [_feature(r, mask_truncated=False).num_scored for r in rollouts] == [2, 4, 2, 1, 2, 3, 2, 2]
-    masked = [_feature(r, mask_truncated=True) for r in rollouts]
-    assert [f.num_scored for f in masked] == [2, 4, 2, 1, 2, 0, 2, 2]
-    assert len(masked[5].completion_ids) == 3
-    assert all(f.old_logps is None for f in masked)
+    for mask_truncated, scored in ((False, [2, 4, 2, 1, 2, 3, 2, 2]), (True, [2, 4, 2, 1, 2, 0, 2, 2])):
+        learner = Learner(model=None, mask_truncated=mask_truncated)  # type: ignore[arg-type]  # not read here
+        prepared = [learner._prepared(r) for r in rollouts]
+        assert [r.num_scored for r in prepared] == scored
+        assert [r.trajectory for r in prepared] == [r.trajectory for r in rollouts]
 
 
 # --- plan ---------------------------------------------------------------------------------------------------------

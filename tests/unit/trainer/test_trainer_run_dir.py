@@ -16,7 +16,7 @@ import pytest
 from gruppo.errors import InputError
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.run_dir import RunDir
-from gruppo.types import Group, Prompt, Rollout, SampledSequence
+from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 
 @pytest.fixture
@@ -151,13 +151,18 @@ def test_a_metric_that_is_not_a_number_does_not_end_the_run(run: RunDir) -> None
 
 
 def groups(text: str) -> tuple[Group, ...]:
-    sequence = SampledSequence(
-        prompt_ids=(1, 5), tokens=(8, 2), logps=(-0.5, -0.25), text=text, stop_reason="stop", policy_version=3
+    sequence = Trajectory(
+        prompt=Prompt(token_ids=(1, 5)),
+        tokens=(8, 2),
+        logps=(-0.5, -0.25),
+        text=text,
+        stop_reason="stop",
+        versions=(3, 3),
     )
     rewards, nothing = {"match": 1.0, "form": None}, {"match": None, "form": None}
     rollouts = (
-        Rollout(sequence=sequence, reward=1.0, rewards=rewards, correct=True, shaped=0.75, advantage=0.5),
-        Rollout(sequence=sequence, reward=None, rewards=nothing, errors={"form": "KeyError: 7"}),
+        Rollout(trajectory=sequence, reward=1.0, rewards=rewards, correct=True, shaped=0.75, advantage=0.5),
+        Rollout(trajectory=sequence, reward=None, rewards=nothing, errors={"form": "KeyError: 7"}),
     )
     return (Group(prompt=Prompt(token_ids=(1, 5), text="p", index=4), rollouts=rollouts),)
 

@@ -12,7 +12,7 @@ import torch
 
 from gruppo.errors import MissingExtraError, NumericError
 from gruppo.trainer import GRPOTrainer
-from gruppo.trainer.trainer import MAX_SKIPPED
+from gruppo.trainer.learner import MAX_SKIPPED
 from gruppo.types import InputFeature
 
 Make = Callable[..., GRPOTrainer]
@@ -91,7 +91,7 @@ def test_the_loss_of_an_on_policy_step_is_minus_the_mean_advantage(make_trainer:
     trainer = make_trainer(**LIVE, max_new_tokens=3, mask_truncated=True, temperature=3.0, normalization="centered")
     metrics = trainer.step()
     rollouts = trainer.batch.rollouts
-    kept = [r.advantage for r in rollouts if not r.sequence.is_truncated and r.sequence.tokens]
+    kept = [r.advantage for r in rollouts if not r.trajectory.is_truncated and r.trajectory.tokens]
     assert 0 < len(kept) < len(rollouts)
     assert metrics["policy/loss"] == pytest.approx(-sum(kept) / len(rollouts), abs=1e-6)
     assert abs(metrics["policy/loss"]) > 1e-4
@@ -100,13 +100,13 @@ def test_the_loss_of_an_on_policy_step_is_minus_the_mean_advantage(make_trainer:
 def test_a_step_takes_the_prompts_and_seeds_of_its_number(make_trainer: Make, tmp_path: Path) -> None:
     first, second = make_trainer(), make_trainer(output=str(tmp_path / "other"), seed=1)
     first.step()
-    texts = [r.sequence.text for r in first.batch.rollouts]
+    texts = [r.trajectory.text for r in first.batch.rollouts]
     indices = [g.prompt.index for g in first.batch.kept]
     first.step()
     assert [g.prompt.index for g in first.batch.kept] != indices
     second.step()
     assert [g.prompt.index for g in second.batch.kept] != indices
-    assert [r.sequence.text for r in second.batch.rollouts] != texts
+    assert [r.trajectory.text for r in second.batch.rollouts] != texts
 
 
 def test_epochs_and_minibatches_are_optimizer_steps(make_trainer: Make) -> None:
@@ -115,7 +115,7 @@ def test_epochs_and_minibatches_are_optimizer_steps(make_trainer: Make) -> None:
     assert trainer.model.version == 4
     assert metrics["optim/lr"] == pytest.approx(4e-4)  # the fourth of eight warm-up steps
     assert metrics["live/token_ratio_max"] > 1.0  # old log-probs are those before the first update
-    assert {s.policy_version for g in trainer.batch.kept for r in g.rollouts for s in [r.sequence]} == {0}
+    assert {s.policy_version for g in trainer.batch.kept for r in g.rollouts for s in [r.trajectory]} == {0}
 
 
 def test_old_logps_of_several_updates_are_the_trainers_before_the_first(make_trainer: Make, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_old_logps_of_several_updates_are_the_trainers_before_the_first(make_tra
     trainer = make_trainer(**LIVE, epochs_per_batch=2, minibatches=2)
     trainer.step()
     other = make_trainer(**LIVE, epochs_per_batch=2, minibatches=2, output=str(tmp_path / "other"))
-    sequences = [r.sequence for r in trainer.batch.rollouts]
+    sequences = [r.trajectory for r in trainer.batch.rollouts]
     features = [InputFeature(prompt_ids=s.prompt_ids, completion_ids=s.tokens) for s in sequences]
     advantages = [r.advantage for r in trainer.batch.rollouts]
     old = other.model.forward_only(features)["logps"]
@@ -192,7 +192,7 @@ def test_a_dead_step_after_a_live_one_leaves_the_optimizer_alone(make_trainer: M
     trainer.step()
     before = weights(trainer)
     state = {k: v["exp_avg"].clone() for k, v in trainer.model.optimizer.state.items()}
-    trainer.pool.score = lambda prompts, completions, **_: _constant_result(len(completions))  # type: ignore[method-assign]
+    trainer.scorer.score = lambda prompts, completions, **_: _constant_result(len(completions))  # type: ignore[method-assign]
     metrics = trainer.step()
     assert metrics["policy/loss"] == 0.0 and "optim/grad_norm" not in metrics
     assert unchanged(trainer, before)
@@ -239,15 +239,17 @@ def test_truncated_but_not_masked_completions_train(make_trainer: Make) -> None:
 
 
 def test_empty_completions_are_one_end_token_and_the_reward_sees_nothing(make_trainer: Make) -> None:
-    from gruppo.types import SampledSequence, SampleResponse
+    from gruppo.types import SampleResponse, Trajectory
 
     seen: list[str] = []
     trainer = make_trainer()
-    score = trainer.pool.score
-    trainer.pool.score = lambda prompts, completions, **k: seen.extend(completions) or score(prompts, completions, **k)
+    score = trainer.scorer.score
+    trainer.scorer.score = lambda prompts, completions, **k: (
+        seen.extend(completions) or score(prompts, completions, **k)
+    )
     empty = {"tokens": (2,), "logps": (-5.0,), "text": "", "stop_reason": "stop"}
     trainer.sampler.sample = lambda prompts, num, params: [
-        SampleResponse(sequences=(SampledSequence(prompt_ids=p.token_ids, **empty),) * num) for p in prompts
+        SampleResponse(sequences=(Trajectory(prompt=p, **empty),) * num) for p in prompts
     ]
     metrics = trainer.step()
     assert seen == [""] * 16
@@ -472,11 +474,11 @@ def test_a_signal_anywhere_saves_and_resumes_to_the_same_bits(
     elif site == "sampling":
         after("sample", trainer.sampler, lambda: trainer.step_number == 1)
     elif site == "reward":
-        after("score", trainer.pool, lambda: trainer.step_number == 4)
+        after("score", trainer.scorer, lambda: trainer.step_number == 4)
     elif site == "evaluation":  # after step 3, in which weights have moved and nothing is recorded yet
         after("evaluate", trainer, lambda: trainer.step_number == 3)
     else:
-        after("update", trainer, lambda: trainer.step_number == 2)
+        after("update", trainer.learner, lambda: trainer.step_number == 2)
     result = trainer.train()
     assert result.status == "stopped"
     assert json.loads((trainer.run.path / "status.json").read_text())["status"] == "stopped"

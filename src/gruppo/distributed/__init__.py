@@ -1,1 +1,0 @@
-"""Ranks: reductions over a process group or device mesh."""

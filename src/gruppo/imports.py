@@ -1,0 +1,72 @@
+"""Objects by name: `module:name` as the command line and configs write it, and back from a function to its name.
+
+Every way to get a name wrong has its own error text, because naming a reward is the first thing a new user does.
+"""
+
+import difflib
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gruppo.errors import InputError
+
+
+def import_object(spec: str, what: str) -> Any:
+    """The object named `module:name`. The current directory is searched after the installed packages.
+
+    Args:
+        what: the word for it in error texts, such as "reward" or "loss".
+    """
+    module_name, _, path = spec.partition(":")
+    if not module_name or not path or ":" in path:
+        raise InputError(f"{what} {spec!r} is not of the form module:name")
+    if module_name.endswith(".py") or "/" in module_name:
+        guess = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise InputError(f"{what} {spec!r} names a file; name the module: '{guess}:{path}'")
+    if os.getcwd() not in sys.path:  # the `gruppo` script has its own directory there instead
+        sys.path.append(os.getcwd())
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise InputError(f"{module_name!r} of {what} {spec!r} needs a module that is absent: {error}") from error
+        beside = [module.name for module in pkgutil.iter_modules([os.getcwd()])]
+        raise InputError(
+            f"no module {error.name!r} for {what} {spec!r}{did_you_mean(module_name, beside)}; looked in the installed "
+            "packages and the current directory"
+        ) from error
+    except Exception as error:
+        last_lines = "".join(traceback.format_exception(error, limit=-2)).strip()
+        raise InputError(f"importing {module_name!r} for {what} {spec!r} failed:\n{last_lines}") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            names = [key for key, value in vars(found).items() if callable(value)] if hasattr(found, "__dict__") else []
+            where = getattr(found, "__file__", None) or getattr(found, "__name__", module_name)
+            raise InputError(f"{where} has no {part!r} for {what} {spec!r}{did_you_mean(part, names)}")
+        found = getattr(found, part)
+    return found
+
+
+def import_name(function: Callable[..., Any]) -> str:
+    """`module:name` under which another process can import the function, or "" when there is none."""
+    module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "<none>")
+    if module not in sys.modules or module == "__main__" or "<" in path:
+        return ""
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{path}" if found is function else ""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A hint with the nearest of the names, or "" when none is near.
+
+    >>> did_you_mean("exact_mach", ["exact_match", "number_match"])
+    " (did you mean 'exact_match'?)"
+    """
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,67 @@
+r"""Mathematical equivalence through math-verify (the extra `math`): `\frac{1}{2}` equals `0.5`.
+
+math-verify passes model text to a computer algebra system, whose running time has no bound, and its own time limit
+needs SIGALRM in the main thread. So that limit is switched off and the worker's deadline takes its place: this is the
+one built-in verifier that runs in a worker process.
+"""
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gruppo.errors import require
+from gruppo.reward.verifiers import Verifier
+
+_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
+_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|operatorname)\{[^{}]{0,100}\}")
+_IN_MATH = ("$", "\\boxed", "\\(", "\\[")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathMatch(Verifier):
+    """1 when the completion's answer is mathematically equal to the gold answer, else 0; unreadable gold abstains."""
+
+    max_chars: int = 2000
+    """Characters read from the end of the completion, where the answer is; parsing is slow."""
+
+    isolated: ClassVar[bool] = True
+
+    def prepare(self) -> None:
+        """Import math-verify (most of a second), so that the first deadline does not pay for it."""
+        _math_verify()
+
+    def score(self, text: str, gold: str) -> float | None:
+        math_verify = _math_verify()
+        expected = _parse(gold.rpartition("####")[2])
+        # A gold answer that only came back as a string was not understood; comparing strings could score it 1.
+        if all(isinstance(part, str) for part in expected):
+            return None
+        found = _parse(text[-self.max_chars :])
+        return float(bool(found) and math_verify.verify(expected, found, timeout_seconds=None))
+
+
+def _parse(text: str) -> list[Any]:
+    return _math_verify().parse(_as_math(text), parsing_timeout=None)
+
+
+def _as_math(text: str) -> str:
+    r"""A bare formula gets a `\boxed{}`, without which `x^2` is not found and `2\pi` is read as 2. Prose gets none."""
+    bare = text.strip()
+    is_prose = _WORD.search(_LATEX_TEXT.sub("", bare)) is not None
+    if not bare or is_prose or "\n" in bare or any(mark in bare for mark in _IN_MATH):
+        return text
+    return f"\\boxed{{{bare}}}"
+
+
+def _math_verify() -> Any:
+    try:
+        import math_verify
+    except ImportError as error:
+        raise require("math", "math-verify", "math_match") from error
+    # It warns in every process that time limits are off, which they are on purpose.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify
+
+
+math_match = MathMatch()

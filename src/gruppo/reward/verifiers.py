@@ -1,0 +1,244 @@
+"""Rewards for the text of a completion: equal to the row's answer, found by a pattern, or of a given form.
+
+A verifier here takes time linear in the text, because the text is the model's and the model is rewarded for whatever
+makes a verifier give up. Where that cannot be had, the reward runs in a worker process with a deadline.
+"""
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gruppo.errors import InputError
+from gruppo.text import completion_text, text_inside
+
+_PUNCTUATION = string.punctuation + "‘’“”«»…–—−¿¡、。，！？：；（）「」"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verifier:
+    """Base of rewards that compare a completion with the row's gold answer, by `score` of the subclass.
+
+    Thoughts are cut off before anything else: see `without_thoughts`.
+    """
+
+    column: str = "answer"
+    """Column with the gold answer. A row without one (None) abstains."""
+    inside: str = ""
+    """Read only the last `<inside>...</inside>`; a completion without it scores 0. Empty reads all of it."""
+
+    isolated: ClassVar[bool] = False
+    """Linear time and no foreign code, so a worker process would only cost."""
+    decides_correctness: ClassVar[bool] = True
+    """Among several rewards, the first verifier decides which answers are right."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        golds = _column(self, columns, self.column)
+        return [self._score_one(completion, gold) for completion, gold in zip(completions, golds, strict=True)]
+
+    def _score_one(self, completion: Any, gold: Any) -> float | None:
+        if gold is None:
+            return None
+        text = without_thoughts(completion_text(completion))
+        if self.inside and text is not None:
+            text = text_inside(text, self.inside)
+        score = self.score(text or "", str(gold))
+        # Whether a row abstains depends on its gold answer alone, so `score` decides that for empty text too.
+        return 0.0 if text is None and score is not None else score
+
+    def score(self, text: str, gold: str) -> float | None:
+        """The reward of one completion; None when the gold answer cannot be used."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactMatch(Verifier):
+    """1 when the completion is the answer, apart from white space around it; else 0.
+
+    >>> ExactMatch()(completions=[" 42", "42."], answer=["42", "42"])
+    [1.0, 0.0]
+    """
+
+    def score(self, text: str, gold: str) -> float | None:
+        return float(text.strip() == gold.strip())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormalizedMatch(Verifier):
+    """1 when the completion is the answer apart from case, white space and punctuation around words; else 0.
+
+    >>> NormalizedMatch()(completions=["  the  Eiffel tower. "], answer=["The Eiffel Tower"])
+    [1.0]
+    """
+
+    def score(self, text: str, gold: str) -> float | None:
+        return float(normalize(text) == normalize(gold))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternMatch:
+    """1 when the pattern is found in the completion, else 0. `^`, `$` and `.` mean what they mean in `re`.
+
+    The expression is the user's, so its running time is unknown: the text is capped and the match runs in a worker
+    process, where a catastrophic one is killed at the deadline.
+
+    >>> PatternMatch(pattern=r"\\d+ apples")(completions=["12 apples", "a dozen"])
+    [1.0, 0.0]
+    """
+
+    pattern: str = ""
+    """The expression; when empty, each row brings its own in `column`, and a row without one abstains."""
+    column: str = "pattern"
+    max_chars: int = 2048
+    r"""Characters searched, from the end of the completion. Even `\d+ apples` takes quadratic time on a run of digits:
+    25 ms for this length, a minute for 100 kB."""
+
+    isolated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _compile(self.pattern)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return () if self.pattern else (self.column,)
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        if self.pattern:
+            patterns: Sequence[Any] = [self.pattern] * len(completions)
+        else:
+            patterns = _column(self, columns, self.column)
+        return [self._score_one(*pair) for pair in zip(completions, patterns, strict=True)]
+
+    def _score_one(self, completion: Any, pattern: Any) -> float | None:
+        if pattern is None:
+            return None
+        return float(_compile(pattern).search(completion_text(completion)[-self.max_chars :]) is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Format:
+    """Base of rewards for the form of a completion: 1 when the text `fits`, else 0."""
+
+    prefix: str = ""
+    """Text that the prompt has already opened for the model, such as `<think>`."""
+
+    isolated: ClassVar[bool] = False
+
+    def __call__(self, completions: Sequence[Any]) -> list[float | None]:
+        return [float(self.fits(self.prefix + completion_text(completion))) for completion in completions]
+
+    def fits(self, text: str) -> bool:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagFormat(_Format):
+    """1 when the completion is `<think>...</think><answer>...</answer>` and nothing but white space around, else 0.
+
+    Each tag must occur once and hold something.
+
+    >>> TagFormat()(completions=["<think>2+2</think> <answer>4</answer>", "<answer>4</answer>"])
+    [1.0, 0.0]
+    """
+
+    tags: tuple[str, ...] = ("think", "answer")
+    """Names of the blocks, in their order."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", tuple(self.tags))  # a list, when it comes from a config file
+        if not self.tags or len(set(self.tags)) != len(self.tags):
+            raise InputError(f"tags must be different names, at least one, got {self.tags!r}")
+
+    def fits(self, text: str) -> bool:
+        rest = text if all(_occurs_once(text, tag) for tag in self.tags) else None
+        for tag in self.tags:
+            rest = None if rest is None else _after_block(rest, tag)
+        return rest is not None and not rest.strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkFormat(_Format):
+    """1 when the completion is `<think>...</think>` and an answer after it, with only white space before; else 0.
+
+    Each tag must occur once, and neither the thought nor the answer may be empty.
+
+    >>> ThinkFormat()(completions=["<think>2+2</think> It is 4.", "<think>2+2</think>", "It is 4."])
+    [1.0, 0.0, 0.0]
+    """
+
+    def fits(self, text: str) -> bool:
+        answer = _after_block(text, "think") if _occurs_once(text, "think") else None
+        return answer is not None and bool(answer.strip())
+
+
+def without_thoughts(text: str) -> str | None:
+    """The answer: the text after the last `</think>`, up to a `<think>` that is never closed.
+
+    A text without these tags is all answer. One that is nothing but an unclosed thought has none.
+
+    >>> without_thoughts("<think>41?</think> 42"), without_thoughts("<think>42")
+    (' 42', None)
+    """
+    answer, opened, _ = text.rpartition("</think>")[2].partition("<think>")
+    return None if opened and not answer.strip() else answer
+
+
+def normalize(text: str) -> str:
+    """Lower case, one space between words, no punctuation around words; signs and points of numbers stay.
+
+    Unicode normal forms are left alone: reordering a long run of combining marks takes quadratic time.
+
+    >>> normalize("(B) costs  -$3.50!")
+    'b costs -3.50'
+    """
+    words = (word if word.isalnum() else _bare(word) for word in text.casefold().split())
+    return " ".join(word for word in words if word)
+
+
+def _bare(word: str) -> str:
+    core = word.strip(_PUNCTUATION)
+    if not core[:1].isdigit():
+        return core
+    lead = word[: word.find(core)]
+    # Without these, "-5" would equal "5" and ".5" would equal "5".
+    return ("-" if "-" in lead or "−" in lead else "") + ("." if lead.endswith(".") else "") + core
+
+
+def _column(verifier: Any, columns: Mapping[str, Any], name: str) -> Sequence[Any]:
+    if name not in columns:
+        raise InputError(f"{verifier!r} needs the column {name!r}, got {', '.join(sorted(columns)) or 'no columns'}")
+    return columns[name]
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise InputError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+
+
+def _occurs_once(text: str, tag: str) -> bool:
+    return text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
+
+
+def _after_block(text: str, tag: str) -> str | None:
+    """The rest after the block `<tag>...</tag>` that `text` begins with; None without one, or when it holds nothing.
+
+    The usual regular expression for this takes quadratic time on hostile text.
+    """
+    block, closing, rest = text.lstrip().partition(f"</{tag}>")
+    opening = f"<{tag}>"
+    is_block = closing and block.startswith(opening) and block[len(opening) :].strip()
+    return rest if is_block else None
+
+
+exact_match = ExactMatch()
+normalized_match = NormalizedMatch()
+pattern_match = PatternMatch()
+tag_format = TagFormat()
+think_format = ThinkFormat()

@@ -1,0 +1,281 @@
+"""Worker processes of a `RewardScorer`, seen from the trainer: start, assign, wait, kill, replace.
+
+Every call that goes in comes out once, with a result, within its deadline, and afterwards there are as many workers as
+before. What a result means for a score is decided in `scorer.py`.
+
+Messages to a worker use multiprocessing's transport; messages from a worker are JSON, so that what ran there cannot
+make the trainer build any object.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+
+from gruppo.errors import InputError, RewardError
+from gruppo.reward.call import Call, CallResult, FunctionSpec
+from gruppo.reward.load import is_in_main
+from gruppo.reward.worker import STACK_SIGNAL, work
+
+_log = logging.getLogger(__name__)
+
+_SPAWN = multiprocessing.get_context("spawn")  # fork would copy the trainer's threads and CUDA context
+
+_START_DEADLINE_S = 120.0
+"""For a worker to import its functions."""
+_MAX_FAILED_STARTS = 3
+_POLL_S = 0.5
+_EXIT_S = 1.0
+_KILL_S = 5.0
+_PIPE_STALL_S = 10
+_MAX_RESULT_BYTES = 256 * 2**20
+
+
+class WorkerPool:
+    """A fixed number of workers that make calls."""
+
+    def __init__(self, functions: Sequence[FunctionSpec], *, size: int, poll: Callable[[], None] | None = None) -> None:
+        self._functions = functions
+        self._size = size
+        self._poll = poll
+        self._workers: list[WorkerHandle] = []
+        self._failed_starts = 0
+        self._shown: set[int] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
+
+    def start(self) -> None:
+        """Start the missing workers without waiting until they are ready."""
+        while len(self._workers) < self._size:
+            self._workers.append(WorkerHandle(self._functions))
+
+    def close(self) -> None:
+        while self._workers:
+            self._workers.pop().kill()
+
+    def run(self, queue: deque[Call]) -> Generator[tuple[Call, CallResult], None, None]:
+        """Make all calls of the queue, also those appended meanwhile; results come as they are ready."""
+        self.start()
+        try:
+            while queue or any(worker.call for worker in self._workers):
+                self._assign(queue)
+                for worker in self._readable():
+                    done = self._receive(worker)
+                    if done is not None:
+                        yield done
+                for worker in [worker for worker in self._workers if worker.is_awaited]:
+                    if time.monotonic() >= worker.expires and not worker.connection.poll():
+                        done = self._expire(worker)
+                        if done is not None:
+                            yield done
+        finally:
+            # Left early, by an error or Ctrl-C: a busy worker would answer into the next step.
+            for worker in [worker for worker in self._workers if worker.call]:
+                self._replace(worker)
+
+    def _assign(self, queue: deque[Call]) -> None:
+        for worker in list(self._workers):
+            if not queue or worker.is_awaited:
+                continue
+            try:
+                worker.send(queue[0])
+            except OSError:  # it died while idle, or no longer reads: not the fault of this call
+                self._replace(worker)
+            except Exception as error:
+                raise InputError(
+                    f"the arguments of reward {self._functions[queue[0].function].name!r} cannot be sent to its "
+                    f"worker: {error}; use plain values in the columns, or isolated=False"
+                ) from error
+            else:
+                queue.popleft()
+
+    def _readable(self) -> list["WorkerHandle"]:
+        if self._poll is not None:
+            self._poll()
+        until = min((worker.expires for worker in self._workers if worker.is_awaited), default=time.monotonic())
+        timeout = min(max(until - time.monotonic(), 0.0), _POLL_S)
+        ready = wait([worker.connection for worker in self._workers], timeout)
+        return [worker for worker in self._workers if worker.connection in ready]
+
+    def _receive(self, worker: "WorkerHandle") -> tuple[Call, CallResult] | None:
+        message = worker.receive()
+        if message is None:
+            return self._lose(worker)
+        if "failed" in message:
+            raise InputError(f"a reward worker cannot use what it was sent:\n{message['failed']}")
+        if "ready" in message:
+            worker.is_ready, self._failed_starts = True, 0
+            return None
+        call = worker.call
+        if call is None or message.get("id") != call.id:
+            return None
+        result = _read_result(message.get("result"), call.num)
+        if result is None:
+            return self._lose(worker)
+        worker.call = None
+        if result.kind == "died":  # out of memory: the process still runs, but is not reliable
+            self._replace(worker)
+        return call, result
+
+    def _lose(self, worker: "WorkerHandle") -> tuple[Call, CallResult] | None:
+        call, was_ready = worker.call, worker.is_ready
+        is_late = time.monotonic() >= worker.expires
+        ending = self._replace(worker, start=was_ready, exit_s=_EXIT_S)
+        if not was_ready:
+            self._retry_start(ending)
+            return None
+        if call is None:
+            return None
+        return call, CallResult(kind="timeout" if is_late else "died", text=f"the worker {ending}")
+
+    def _expire(self, worker: "WorkerHandle") -> tuple[Call, CallResult] | None:
+        call = worker.call
+        if call is None:
+            self._replace(worker, start=False)
+            self._retry_start(f"was not ready within {_START_DEADLINE_S:g} s")
+            return None
+        if call.function not in self._shown:  # once per function is enough to see where it hangs
+            self._shown.add(call.function)
+            _log.warning("reward %r is late; its stack follows on stderr", self._functions[call.function].name)
+            worker.dump_stack()
+        self._replace(worker)
+        return call, CallResult(kind="timeout", text=f"no answer within {call.deadline_s:g} s; the worker was killed")
+
+    def _replace(self, worker: "WorkerHandle", *, start: bool = True, exit_s: float = 0.0) -> str:
+        self._workers.remove(worker)
+        ending = worker.kill(exit_s=exit_s)
+        if start:
+            self.start()
+        return ending
+
+    def _retry_start(self, ending: str) -> None:
+        self._failed_starts += 1
+        if self._failed_starts >= _MAX_FAILED_STARTS:
+            raise RewardError(
+                f"a reward worker {ending} before it was ready, {self._failed_starts} times in a row; its own output "
+                "is on stderr. If the reward is defined in the script you run, put the rest of that script under "
+                "`if __name__ == '__main__':`"
+            )
+        time.sleep(0.1 * 2**self._failed_starts)
+        self.start()
+
+
+class WorkerHandle:
+    """One worker process, the pipe to it, and the call it is busy with."""
+
+    def __init__(self, functions: Sequence[FunctionSpec]) -> None:
+        self.connection, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid()), name="gruppo-reward")
+        needs_main = any(is_in_main(spec.function) for spec in functions)
+        with contextlib.nullcontext() if needs_main else _main_hidden():
+            self._process.start()
+        assert self._process.pid is not None  # signals to pid 0 would go to the trainer itself
+        self.pid = self._process.pid
+        theirs.close()
+        _bound_waits(self.connection)
+        self.call: Call | None = None
+        self.is_ready = False
+        self.expires = time.monotonic() + _START_DEADLINE_S
+        with contextlib.suppress(OSError):  # it died at once: seen at the first receive
+            self.connection.send(list(functions))
+
+    def send(self, call: Call) -> None:
+        self.connection.send(call)
+        self.call, self.expires = call, time.monotonic() + call.deadline_s
+
+    def receive(self) -> dict | None:
+        """A message, or None when the worker is lost or the message is not one."""
+        try:
+            message = json.loads(self.connection.recv_bytes(_MAX_RESULT_BYTES))
+        except (EOFError, OSError, ValueError, RecursionError):
+            return None
+        return message if isinstance(message, dict) else None
+
+    @property
+    def is_awaited(self) -> bool:
+        """A message from it is due before `expires`."""
+        return self.call is not None or not self.is_ready
+
+    def dump_stack(self) -> None:
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, STACK_SIGNAL)
+            time.sleep(0.05)  # it is about to be killed; writing takes a moment
+
+    def kill(self, *, exit_s: float = 0.0) -> str:
+        """End the process and what it started, and describe how it ended.
+
+        Args:
+            exit_s: time for a lost worker to end by itself, so that its exit code is known.
+        """
+        self._process.join(exit_s)
+        code = self._process.exitcode
+        with contextlib.suppress(OSError):  # before its setsid() it has no group of its own
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join(_KILL_S)
+        self.connection.close()
+        if self._process.exitcode is not None:
+            self._process.close()
+        return _exit_text(code)
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Let a process start without importing the trainer's script again, which may take seconds or start a second run.
+
+    multiprocessing does that so that functions of the script can be found; here they are found by module.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _bound_waits(connection: Connection) -> None:
+    """Bound the time of a write: a worker whose stray thread holds the interpreter lock never reads."""
+    limit = struct.pack("ll", _PIPE_STALL_S, 0)
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as view:
+        view.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _exit_text(code: int | None) -> str:
+    if code is None:
+        return "stopped answering"
+    if code < 0:
+        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        return f"was killed by {name}"
+    return f"ended with exit code {code}"
+
+
+def _read_result(fields: object, num: int) -> CallResult | None:
+    """A result that is sound, or None: a reward function could write to the worker's pipe as well."""
+    try:
+        result = CallResult(**fields)  # pyright: ignore[reportCallIssue]  anything may have come; TypeError follows
+        if result.kind != "scored":
+            return result
+        numbers = [value for value in result.values if value is not None] + list(result.metrics.values())
+        is_sound = (
+            len(result.values) == num
+            and all(isinstance(number, float) and math.isfinite(number) for number in numbers)
+            and all(isinstance(place, int) and 0 <= place < num for place in result.non_finite)
+            and all(isinstance(column, list) and len(column) == num for column in result.extras.values())
+        )
+    except (TypeError, AttributeError):
+        return None
+    return result if is_sound else None

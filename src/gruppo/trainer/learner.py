@@ -1,0 +1,108 @@
+"""Learner: optimizer steps on the rollouts of a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from gruppo.errors import NumericError
+from gruppo.types import Group, Rollout
+
+if TYPE_CHECKING:
+    from gruppo.model import TransformersModel
+
+MAX_SKIPPED = 3
+"""Optimizer steps in a row whose gradient was not finite before the run stops."""
+
+
+@dataclass(kw_only=True)
+class Learner:
+    """Trains a model on groups of rollouts: `epochs` passes of `minibatches` optimizer steps."""
+
+    model: "TransformersModel"
+    epochs: int = 1
+    minibatches: int = 1
+    max_grad_norm: float = 1.0
+    mask_truncated: bool = False
+    """Count truncated rollouts as sequences of the step, and train on none of their tokens."""
+    skipped_in_a_row: int = 0
+
+    def update(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Take the optimizer steps; returns the metrics.
+
+        While the weights are those that the step began with, an update is on-policy: the old log-probs are the policy's
+        own, so the ratio is exactly 1. For updates after the first they are computed before it, by the same code that
+        trains.
+        """
+        model, version = self.model, self.model.version
+        rollouts = [self._prepared(rollout) for group in groups for rollout in group.rollouts]
+        if self.epochs * self.minibatches > 1:
+            rollouts = self._with_logps(rollouts)
+        losses: list[dict[str, float]] = []
+        norms: list[float] = []
+        lr, skipped, rejected, live = 0.0, 0, 0, 0
+        for _ in range(self.epochs):
+            for part in minibatch_parts(groups, self.minibatches):
+                chosen = rollouts[part]
+                if model.version == version:
+                    chosen = [replace(rollout, old_logps=None) for rollout in chosen]
+                result = model.forward_backward(chosen)
+                report = model.clip_grad_and_step(self.max_grad_norm)
+                losses.append({name: float(x) for name, x in ({"loss": result.loss} | result.terms).items()})
+                norms += [] if report.grad_norm is None or not isfinite(report.grad_norm) else [report.grad_norm]
+                lr = report.lr
+                skipped += self._count_skipped(report.skipped, report.culprit)
+                rejected += 0 if result.rejected is None else int(result.rejected)
+                live += sum(rollout.num_scored for rollout in chosen if rollout.has_advantage)
+        # An update on rollouts without signal has no terms.
+        names = dict.fromkeys(name for each in losses for name in each)
+        metrics = {f"policy/{name}": sum(x.get(name, 0.0) for x in losses) / len(losses) for name in names}
+        if norms:
+            metrics["optim/grad_norm"] = sum(norms) / len(norms)
+        metrics |= {"optim/lr": lr, "optim/skipped": float(skipped)}
+        if model.loss.rejects and live:
+            metrics["live/rejected_frac"] = rejected / live
+        if rollouts:
+            metrics["live/frac"] = sum(rollout.has_advantage for rollout in rollouts) / len(rollouts)
+        # The model measures on rollouts with an advantage only, and so these numbers are called.
+        return metrics | {key.replace("train/", "live/"): x for key, x in model.calculate_metric().items()}
+
+    def _prepared(self, rollout: Rollout) -> Rollout:
+        is_masked = self.mask_truncated and rollout.trajectory.is_truncated
+        return replace(rollout, is_masked=True) if is_masked else rollout
+
+    def _with_logps(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts with log-probs of policy and, where the loss needs them, reference, if they have none yet."""
+        if rollouts and rollouts[0].old_logps is None:
+            rollouts = _with(rollouts, "old_logps", self.model.forward_only(rollouts)["logps"])
+        if rollouts and rollouts[0].ref_logps is None and "ref_logps" in self.model.loss.needs:
+            rollouts = _with(rollouts, "ref_logps", self.model.reference_logps(rollouts))
+        return rollouts
+
+    def _count_skipped(self, skipped: bool, culprit: str | None) -> int:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row >= MAX_SKIPPED:
+            raise NumericError(
+                f"{MAX_SKIPPED} optimizer steps in a row had a non-finite gradient (first in {culprit}); the weights "
+                "are those before them. Lower lr, or look at the completions of the last step"
+            )
+        return int(skipped)
+
+
+def minibatch_parts(groups: Sequence[Group], minibatches: int) -> list[slice]:
+    """The rollouts of each minibatch: whole groups, as many in each as there can be, none when there are too few."""
+    ends = [0]
+    for group in groups:
+        ends.append(ends[-1] + len(group.rollouts))
+    cuts = [ends[i * len(groups) // minibatches] for i in range(minibatches + 1)]
+    return [slice(start, end) for start, end in pairwise(cuts)]
+
+
+def _with(rollouts: Sequence[Rollout], name: str, rows: Sequence) -> list[Rollout]:
+    """Rollouts with log-probs of their sampled tokens; those of a masked rollout are never read."""
+    made = []
+    for rollout, row in zip(rollouts, rows, strict=True):
+        values = tuple(row.tolist()) if len(row) else (0.0,) * rollout.trajectory.num_sampled
+        made.append(replace(rollout, **{name: values}))
+    return made

@@ -1,0 +1,97 @@
+"""R-15 and R-16 without processes: when failures are tolerated and when they stop the run."""
+
+import pytest
+
+from gruppo.errors import InputError, RewardError
+from gruppo.reward import RewardScorer, load_reward
+
+
+def f(completions):
+    for text in completions:
+        if "bad" in text:
+            raise KeyError("no such answer")
+    return [1.0] * len(completions)
+
+
+def scorer(**kwargs):
+    return RewardScorer([load_reward(f, isolated=False)], **kwargs)
+
+
+@pytest.mark.parametrize("num_bad", [1, 3])
+def test_an_exception_costs_only_the_completion_that_caused_it(num_bad):
+    texts = ["bad"] * num_bad + ["good"] * (4 - num_bad)
+    with scorer() as rewards:
+        result = rewards.score(["p"] * 4, texts)
+    assert result.totals == [None] * num_bad + [1.0] * (4 - num_bad)
+    assert result.metrics["reward/f/error_frac"] == num_bad / 4
+    assert result.metrics["reward/f/mean"] == 1.0
+    assert result.tracebacks["f"].endswith("KeyError: 'no such answer'")
+
+
+def test_a_whole_group_may_fail_after_the_first_step():
+    with scorer() as rewards:
+        assert rewards.score(["p"] * 4, ["bad"] * 4, step=1).totals == [None] * 4
+
+
+def test_failing_on_everything_at_the_first_step_stops_with_traceback_and_sample():
+    with scorer() as rewards, pytest.raises(RewardError) as caught:
+        rewards.score(["What?"] * 4, ["bad one"] * 4)
+    assert caught.value.exit_code == 4
+    text = str(caught.value)
+    assert "reward 'f' failed on 4 of 4 completions at step 0 (4 errors, 0 timeouts, 0 dead workers)" in text
+    assert "completion 0 'bad one' of prompt 'What?'" in text
+    assert "raise KeyError" in text
+
+
+def test_more_than_half_of_a_large_step_stops_the_run():
+    with scorer() as rewards:
+        rewards.score(["p"] * 40, ["bad"] * 20 + ["good"] * 20, step=5)
+        with pytest.raises(RewardError, match=r"failed on 21 of 40(?s:.*)50% of a step"):
+            rewards.score(["p"] * 40, ["bad"] * 21 + ["good"] * 19, step=6)
+
+
+def test_a_small_leak_stops_the_run_in_the_end():
+    with scorer() as rewards:
+        for step in range(1, 6):  # 3 of 8 each: fewer than 16 in all until the sixth
+            rewards.score(["p"] * 8, ["bad"] * 3 + ["good"] * 5, step=step)
+        with pytest.raises(RewardError, match="18 of 48 in this run, the budget is 20%"):
+            rewards.score(["p"] * 8, ["bad"] * 3 + ["good"] * 5, step=6)
+
+
+def test_failures_are_only_reported_when_they_must_not_stop():
+    with scorer(stop_on_failures=False) as rewards:
+        for step in range(3):  # nothing succeeds at the first step, all of a step fails, all of the run fails
+            result = rewards.score(["p"] * 20, ["bad"] * 20, step=step)
+            assert result.totals == [None] * 20
+            assert result.metrics["reward/f/error_frac"] == 1.0
+            assert list(result.failures["f"]) == list(range(20))
+
+
+def test_abstaining_is_not_failing():
+    def abstains(completions):
+        return [None] * len(completions)
+
+    with RewardScorer([load_reward(abstains, isolated=False)]) as rewards:
+        result = rewards.score(["p"] * 40, ["a"] * 40)
+    assert result.totals == [None] * 40
+    assert result.metrics == {
+        "reward/abstains/abstain_frac": 1.0,
+        "reward/abstains/error_frac": 0.0,
+        "reward/abstains/timeout_frac": 0.0,
+    }
+
+
+def test_sys_exit_in_a_reward_does_not_end_the_trainer():
+    def leaves(completions):
+        raise SystemExit(0)
+
+    with RewardScorer([load_reward(leaves, isolated=False)]) as rewards:
+        assert rewards.score(["p"], ["a"], step=1).totals == [None]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"workers": 0}, {"deadline_s": 0.0}, {"deadline_s": float("nan")}, {"failure_score": float("nan")}]
+)
+def test_settings_that_cannot_work_are_refused(kwargs):
+    with pytest.raises(InputError, match="workers must be at least 1"):
+        scorer(**kwargs)
