@@ -1,6 +1,8 @@
 """The documentation tells the truth: its code runs, prints what it shows, and names what exists."""
 
+import ast
 import contextlib
+import inspect
 import io
 import re
 import subprocess
@@ -120,6 +122,17 @@ def test_losses_page_lists_the_parts_of_every_named_loss():
     assert rows == expected
 
 
+def test_losses_page_lists_the_own_options_of_every_named_loss_with_their_defaults():
+    from gruppo.loss import LOSSES
+
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    for cls in LOSSES.values():
+        (row,) = re.findall(rf"^\| `{cls.__name__}` \|.*$", text, re.M)
+        listed = {name: ast.literal_eval(value) for name, value in re.findall(r"`(\w+)=([^`]+)`", row)}
+        own = [p for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        assert listed == {p.name: p.default for p in own}, cls.__name__
+
+
 def test_losses_page_has_a_section_for_every_named_loss():
     from gruppo.loss import LOSSES
 
@@ -138,15 +151,18 @@ def test_losses_page_has_a_section_for_every_named_loss():
 
 
 def test_losses_page_names_every_part():
-    from gruppo.loss.catalogue import PARTS
+    from gruppo import loss
 
     text = (DOCS / "losses.md").read_text(encoding="utf-8")
     table = text.split("| part | symbol |")[1].split("\n\n")[0]
-    listed = {kind: {name.split()[0] for name in PARTS[kind]} - {"none"} for kind in PARTS if kind != "rejected"}
-    words = {"kl": "KL", "aggregate": "aggregation", "select": "selection"}
-    for kind, names in listed.items():
-        row = next(line for line in table.splitlines() if line.startswith(f"| {words.get(kind, kind)} |"))
-        assert set(re.findall(r"`(\w+)`", row)) == names
+    rows = {line.split(" | ")[0]: set(re.findall(r"`(\w+)`", line)) for line in table.splitlines()}
+    weights = set(loss.weights.__all__) - {"CORRECTIONS"}
+    assert rows["| level"] == set(loss.level.__all__)
+    assert rows["| surrogate"] == set(loss.surrogate.__all__)
+    assert rows["| weights: correction"] | rows["| weights: selection"] == weights
+    assert rows["| terms: KL"] == {estimator.__name__ for estimator in loss.KL_NAMES.values()}
+    assert rows["| terms: KL"] | rows["| terms: others"] == set(loss.terms.__all__) - {"KL_ESTIMATORS", "KL_NAMES"}
+    assert rows["| aggregation"] == set(loss.aggregate.__all__)
 
 
 def test_advantages_page_lists_every_estimator_with_its_class_and_paper():

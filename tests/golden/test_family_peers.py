@@ -61,7 +61,7 @@ HERE = {
     ("verl", "kl/k1"): only_kl(gl.k1),
     ("verl", "kl/k2"): only_kl(gl.k2),
     ("verl", "kl/k3"): only_kl(gl.k3),
-    ("verl", "kl/abs"): only_kl(gl.absolute),
+    ("verl", "kl/abs"): only_kl(gl.abs_kl),
     ("verl", "kl/k3+"): only_kl(gl.k3_straight_through),
     ("verl", "reject/token_k1"): reject("token"),
     ("verl", "reject/seq_mean_k1"): reject("sequence"),

@@ -45,9 +45,9 @@ from gruppo.loss import (
     token_level,
     token_mean,
 )
-from gruppo.loss.correction import log_rho
 from gruppo.loss.inputs import align
-from gruppo.loss.kl import KL_ESTIMATORS
+from gruppo.loss.terms import KL_ESTIMATORS
+from gruppo.loss.weights import log_rho
 from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric
 from gruppo.types import InputFeature
 

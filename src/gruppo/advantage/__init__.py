@@ -1,58 +1,29 @@
 """Advantages: rewards become credit within a group.
 
-    group.py      Groups: which rewards belong together, and exact statistics over them
-    inputs.py     what an estimator may need besides rewards, and shared checks
-    grpo.py       GRPOAdvantage: reward minus the group's mean; DRGRPOAdvantage and LitePPOAdvantage: other divisors
-    rloo.py       RLOOAdvantage: reward minus the mean of the others
+    group.py      Groups: which rewards belong together, and exact statistics over them; filters
+    base.py       Estimator: what the estimators share; ADVANTAGES: estimators by the name they have in a config
+    grpo.py       GRPO, leave-one-out, Dr. GRPO, Lite PPO; GDPO: several rewards, each normalised by itself
+    length.py     OPO, length-shaped, GRPO-LEAD: lengths count
     reinforce.py  REINFORCE++ with and without a group's baseline, ReMax
-    gdpo.py       GDPOAdvantage: several rewards, each normalised by itself
-    success.py    MaxRL, GPG, BetaNormAdvantage: rewards that mean right or wrong
-    passk.py      PassAtKAdvantage, BestOfGroupAdvantage: one good completion among several
-    length.py     OPO, LengthShapedAdvantage, LEADAdvantage: lengths count
-    registry.py   ADVANTAGES: estimators by the name they have in a config
-    filter.py     which sequences to keep: groups with signal, sequences that ended by themselves
+    success.py    GPG, MaxRL, BNPO's Beta normalisation, pass@k, best of a group: rewards that mean right or wrong
 
-Statistics are taken in float64. A group whose rewards are all equal gets exactly 0 where the formula says so. To add
-an estimator, write a frozen dataclass whose `__call__` builds `Groups` and returns `groups.result(...)`, and enter it
-in `registry.py`; what it takes besides rewards is a keyword of the call and listed in `needs`.
+Statistics are taken in float64. A group whose rewards are all equal gets exactly 0 where the formula says so. To add an
+estimator, write a subclass of `Estimator` whose `estimate` returns `groups.result(...)`. A class of your own with the
+call of `Advantage` will do as well.
 """
 
-from gruppo.advantage.filter import groups_with_signal, not_truncated
-from gruppo.advantage.gdpo import GDPOAdvantage
-from gruppo.advantage.group import Groups
-from gruppo.advantage.grpo import DRGRPOAdvantage, GRPOAdvantage, LitePPOAdvantage
-from gruppo.advantage.inputs import Advantage
-from gruppo.advantage.length import LEADAdvantage, LengthShapedAdvantage, OPOAdvantage
-from gruppo.advantage.passk import BestOfGroupAdvantage, PassAtKAdvantage
-from gruppo.advantage.registry import ADVANTAGES
-from gruppo.advantage.reinforce import (
-    ReinforcePlusPlusAdvantage,
-    ReinforcePlusPlusBaselineAdvantage,
-    ReMaxAdvantage,
-)
-from gruppo.advantage.rloo import RLOOAdvantage
-from gruppo.advantage.success import BetaNormAdvantage, GPGAdvantage, MaxRLAdvantage
+from gruppo.advantage import base, group, grpo, length, reinforce, success
+from gruppo.advantage.base import *
+from gruppo.advantage.group import *
+from gruppo.advantage.grpo import *
+from gruppo.advantage.length import *
+from gruppo.advantage.reinforce import *
+from gruppo.advantage.success import *
 
-__all__ = [
-    "ADVANTAGES",
-    "Advantage",
-    "BestOfGroupAdvantage",
-    "BetaNormAdvantage",
-    "DRGRPOAdvantage",
-    "GDPOAdvantage",
-    "GPGAdvantage",
-    "GRPOAdvantage",
-    "Groups",
-    "LEADAdvantage",
-    "LengthShapedAdvantage",
-    "LitePPOAdvantage",
-    "MaxRLAdvantage",
-    "OPOAdvantage",
-    "PassAtKAdvantage",
-    "RLOOAdvantage",
-    "ReMaxAdvantage",
-    "ReinforcePlusPlusAdvantage",
-    "ReinforcePlusPlusBaselineAdvantage",
-    "groups_with_signal",
-    "not_truncated",
-]
+__all__ = []
+__all__ += base.__all__
+__all__ += group.__all__
+__all__ += grpo.__all__
+__all__ += length.__all__
+__all__ += reinforce.__all__
+__all__ += success.__all__

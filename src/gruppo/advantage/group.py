@@ -1,4 +1,4 @@
-"""Groups of rewards and their statistics.
+"""Groups of rewards and their statistics; and filters by them.
 
 Rewards come as numbers, one per sequence, or as one row per sequence with one column per reward function (the row
 is summed, except by `Groups.read_columns`). `None` abstains: the sequence takes no part in any statistic and gets
@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from gruppo.errors import InputError
+from gruppo.types import StopReason
+
+__all__ = ["Groups", "groups_with_signal", "not_truncated"]
 
 Rewards = Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]
+GroupIds = Sequence[Any] | Tensor | None
 Scale = Literal["group", "batch", "none"]
 
 ROUNDING = 2.0**-46
@@ -34,54 +38,19 @@ class Groups:
     device: torch.device
 
     @classmethod
-    def read(
-        cls, rewards: Rewards, num_generations: int, group_ids: Sequence[Any] | Tensor | None, scale: str
-    ) -> "Groups":
+    def read(cls, rewards: Rewards, num_generations: int, group_ids: GroupIds, scale: str) -> "Groups":
         """Check the arguments of an advantage call and bring them to one form."""
         table, valid, dtype, device = _read_table(rewards)
-        return cls._group(table.sum(1), valid.any(1), num_generations, group_ids, scale, dtype, device)
+        group, num_groups = _read_groups(len(table), num_generations, group_ids, scale)
+        return cls(table.sum(1), valid.any(1), group, num_groups, dtype, device)
 
     @classmethod
-    def read_columns(
-        cls, rewards: Rewards, num_generations: int, group_ids: Sequence[Any] | Tensor | None, scale: str
-    ) -> "list[Groups]":
+    def read_columns(cls, rewards: Rewards, num_generations: int, group_ids: GroupIds, scale: str) -> "list[Groups]":
         """The same for each reward function by itself."""
         table, valid, dtype, device = _read_table(rewards)
-        pairs = zip(table.unbind(1), valid.unbind(1), strict=True)
-        return [cls._group(*pair, num_generations, group_ids, scale, dtype, device) for pair in pairs]
-
-    @classmethod
-    def _group(
-        cls,
-        values: Tensor,
-        valid: Tensor,
-        num_generations: int,
-        group_ids: Sequence[Any] | Tensor | None,
-        scale: str,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "Groups":
-        if scale not in ("group", "batch", "none"):
-            raise InputError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
-        if group_ids is not None:
-            group, num_groups = _number(group_ids, len(values))
-            return cls(values, valid, group, num_groups, dtype, device)
-        if isinstance(num_generations, bool) or not isinstance(num_generations, int) or num_generations < 1:
-            raise InputError(f"num_generations must be a whole number of at least 1, got {num_generations!r}")
-        if len(values) % num_generations:
-            raise InputError(
-                f"rewards has {len(values)} values, which num_generations={num_generations} does not divide; "
-                "pass whole groups, or group_ids for groups of unequal size"
-            )
-        if num_generations == 1 and scale == "group":
-            raise InputError(
-                "num_generations=1 leaves no group to compare with: every advantage would be 0. Sample at least 2 "
-                'per prompt, or use scale="batch" to compare over the whole batch'
-            )
-        if num_generations == 1:  # no groups: the batch is the baseline
-            return cls(values, valid, torch.zeros(len(values), dtype=torch.int64), 1, dtype, device)
-        group = torch.arange(len(values)) // num_generations
-        return cls(values, valid, group, len(values) // num_generations, dtype, device)
+        group, num_groups = _read_groups(len(table), num_generations, group_ids, scale)
+        columns = zip(table.unbind(1), valid.unbind(1), strict=True)
+        return [cls(*column, group, num_groups, dtype, device) for column in columns]
 
     def count(self) -> Tensor:
         """Sequences with a reward, per group `[P]` float64."""
@@ -181,11 +150,64 @@ def _number_or_nan(value: Any) -> float:
         raise InputError(f"rewards must be numbers or None, got {value!r}") from None
 
 
-def _number(group_ids: Sequence[Any] | Tensor, num_rewards: int) -> tuple[Tensor, int]:
-    """Any hashable ids to 0 .. P - 1, in order of first appearance."""
-    ids = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
-    if len(ids) != num_rewards:
-        raise InputError(f"group_ids has {len(ids)} entries for {num_rewards} rewards; give one per reward")
-    numbers: dict[Any, int] = {}
-    group = [numbers.setdefault(i, len(numbers)) for i in ids]
-    return torch.tensor(group, dtype=torch.int64), len(numbers)
+def _read_groups(num: int, num_generations: int, group_ids: GroupIds, scale: str) -> tuple[Tensor, int]:
+    """The group of each reward, 0 .. P - 1, and P. Ids are numbered in the order of their first appearance."""
+    if scale not in ("group", "batch", "none"):
+        raise InputError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
+    if group_ids is not None:
+        ids = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
+        if len(ids) != num:
+            raise InputError(f"group_ids has {len(ids)} entries for {num} rewards; give one per reward")
+        numbers: dict[Any, int] = {}
+        group = [numbers.setdefault(i, len(numbers)) for i in ids]
+        return torch.tensor(group, dtype=torch.int64), len(numbers)
+    if isinstance(num_generations, bool) or not isinstance(num_generations, int) or num_generations < 1:
+        raise InputError(f"num_generations must be a whole number of at least 1, got {num_generations!r}")
+    if num % num_generations:
+        raise InputError(
+            f"rewards has {num} values, which num_generations={num_generations} does not divide; "
+            "pass whole groups, or group_ids for groups of unequal size"
+        )
+    if num_generations == 1 and scale == "group":
+        raise InputError(
+            "num_generations=1 leaves no group to compare with: every advantage would be 0. Sample at least 2 "
+            'per prompt, or use scale="batch" to compare over the whole batch'
+        )
+    if num_generations == 1:  # no groups: the batch is the baseline
+        return torch.zeros(num, dtype=torch.int64), 1
+    return torch.arange(num) // num_generations, num // num_generations
+
+
+# --- which sequences to train on ------------------------------------------------------------------------------------
+# A filter answers with one bool per sequence, so the groups stay recognisable. Whether a dropped sequence still counts
+# in its group's mean is decided by the order of the calls: advantages first and filter after (it counts), or filter
+# first and advantages over `group_ids[keep]` (it does not).
+
+
+def groups_with_signal(
+    rewards: Rewards,
+    num_generations: int = 1,
+    group_ids: GroupIds = None,
+    tolerance: float = 0.0,
+) -> Tensor:
+    """True for every sequence of a group whose rewards differ by more than `tolerance`, `[N]` bool.
+
+    Groups are kept or dropped whole.
+
+    >>> groups_with_signal([1.0, 1.0, 0.0, 1.0], num_generations=2)
+    tensor([False, False,  True,  True])
+    """
+    groups = Groups.read(rewards, num_generations, group_ids, "group")
+    return groups.has_spread(tolerance)[groups.group].to(groups.device)
+
+
+def not_truncated(stop_reasons: Sequence[StopReason]) -> Tensor:
+    """True for sequences that ended by themselves, `[N]` bool.
+
+    >>> not_truncated(["stop", "length"])
+    tensor([ True, False])
+    """
+    for i, reason in enumerate(stop_reasons):
+        if reason not in ("stop", "length"):
+            raise InputError(f"stop_reasons[{i}] must be 'stop' or 'length', got {reason!r}")
+    return torch.tensor([reason == "stop" for reason in stop_reasons], dtype=torch.bool)

@@ -1,18 +1,21 @@
-"""GRPO's advantage, and the two papers that change its divisor."""
+"""The group's mean as the baseline: GRPO, papers that change its divisor, leave-one-out, and several rewards apart."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from gruppo.advantage.group import Groups, Rewards, Scale
-from gruppo.advantage.inputs import GroupIds, check_deviation, check_scale
+from gruppo.advantage.base import Estimator
+from gruppo.advantage.group import Groups, Scale
 from gruppo.errors import InputError
+
+__all__ = ["DRGRPOAdvantage", "GDPOAdvantage", "GRPOAdvantage", "LitePPOAdvantage", "RLOOAdvantage"]
 
 
 @dataclass(frozen=True)
-class GRPOAdvantage:
+class GRPOAdvantage(Estimator, name="grpo", takes_scale=True):
     """Reward minus the mean of its group; with `normalization="standard"` over a standard deviation.
 
         centered:  A_i = r_i - mean_g          (Dr. GRPO, arXiv:2503.20783)
@@ -31,33 +34,40 @@ class GRPOAdvantage:
     """1: sample standard deviation (n - 1); 0: population."""
     eps: float = 1e-8
 
-    def __post_init__(self) -> None:
-        check_options(self.normalization, self.ddof, self.eps)
-
-    def __call__(
-        self,
-        rewards: Rewards,
-        num_generations: int = 1,
-        scale: Scale = "group",
-        group_ids: Sequence[Any] | Tensor | None = None,
-    ) -> Tensor:
-        """One advantage per reward, `[N]`.
-
-        Args:
-            rewards: N numbers (None abstains), or N rows with one number per reward function, which are summed.
-            num_generations: sequences per group, neighbours in `rewards`. With 1 the batch is the group.
-            scale: which standard deviation divides: "group", "batch" or "none".
-            group_ids: the group of each reward, for groups of unequal size or any order.
-        """
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
-        advantages = groups.rewards - groups.mean()[groups.group]
+    def estimate(self, groups: Groups, scale: Scale) -> Tensor:
+        advantages = groups.centered()
         if self.normalization == "standard" and scale != "none":
             advantages = advantages / (groups.std(scale, self.ddof) + self.eps)
         return groups.result(advantages)
 
 
 @dataclass(frozen=True)
-class DRGRPOAdvantage:
+class RLOOAdvantage(Estimator, name="rloo", takes_scale=True):
+    """Reward minus the mean of the *other* rewards of its group, arXiv:2402.14740. Unbiased.
+
+        A_i = r_i - mean_{j != i} r_j = G / (G - 1) * (r_i - mean_g)
+
+    With `normalization="standard"` it is divided by the standard deviation that `scale` names, of all rewards of the
+    group: the deviation of the others alone would be 0, and the quotient huge, whenever they agree.
+
+    >>> RLOOAdvantage()([0.0, 1.0], num_generations=2)
+    tensor([-1.,  1.])
+    """
+
+    normalization: Literal["centered", "standard"] = "centered"
+    ddof: int = 1
+    eps: float = 1e-8
+
+    def estimate(self, groups: Groups, scale: Scale) -> Tensor:
+        count = groups.count()
+        advantages = groups.centered() * (count / (count - 1).clamp(min=1))[groups.group]
+        if self.normalization == "standard" and scale != "none":
+            advantages = advantages / (groups.std(scale, self.ddof) + self.eps)
+        return groups.result(advantages)
+
+
+@dataclass(frozen=True)
+class DRGRPOAdvantage(Estimator, name="drgrpo", scale="none"):
     """Reward minus the mean of its group, and nothing else: Dr. GRPO, arXiv:2503.20783.
 
         A_i = r_i - mean_g
@@ -68,16 +78,12 @@ class DRGRPOAdvantage:
     tensor([ 0.7500, -0.2500, -0.2500, -0.2500])
     """
 
-    def __call__(
-        self, rewards: Rewards, num_generations: int = 1, scale: Scale = "none", group_ids: GroupIds = None
-    ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `GRPOAdvantage`."""
-        check_scale(self, scale, "none")
-        return GRPOAdvantage()(rewards, num_generations, scale, group_ids)
+    def estimate(self, groups: Groups) -> Tensor:
+        return groups.result(groups.centered())
 
 
 @dataclass(frozen=True)
-class LitePPOAdvantage:
+class LitePPOAdvantage(Estimator, name="lite_ppo", scale="batch"):
     """Mean of the group, standard deviation of the batch: Lite PPO, arXiv:2508.08221.
 
         A_i = (r_i - mean_g) / (std_batch + eps)
@@ -91,18 +97,43 @@ class LitePPOAdvantage:
     ddof: int = 1
     eps: float = 1e-8
 
+    def estimate(self, groups: Groups) -> Tensor:
+        return groups.result(groups.centered() / (groups.std("batch", self.ddof) + self.eps))
+
+
+@dataclass(frozen=True)
+class GDPOAdvantage(Estimator, name="gdpo", per_reward=True):
+    """Each reward function normalised in its own groups, then weighted and summed, then scaled by the batch.
+
+        A_ik = (r_ik - mean_gk) / (std_gk + eps),   s_i = sum_k w_k A_ik,   A_i = s_i / (std_batch(s) + eps)
+
+    GDPO, arXiv:2601.05242. Summed first, as GRPO does, (1, 0) and (0, 1) are the same reward, and a function of a large
+    scale drowns the others. The mean of s over the batch is 0, so it is not subtracted: a group in which no function
+    tells the completions apart gets exactly 0.
+
+    >>> GDPOAdvantage()([[1.0, 30.0], [0.0, 10.0], [0.0, 10.0]], num_generations=3)
+    tensor([ 1.1547, -0.5774, -0.5774])
+    """
+
+    weights: Sequence[float] | None = None
+    """One per reward function; None: all 1. A function of weight 0 is only logged."""
+    ddof: int = 1
+    eps: float = 1e-8
+
     def __post_init__(self) -> None:
-        check_deviation(self.ddof, self.eps)
+        super().__post_init__()
+        if self.weights is not None:
+            object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
 
-    def __call__(
-        self, rewards: Rewards, num_generations: int = 1, scale: Scale = "batch", group_ids: GroupIds = None
-    ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `GRPOAdvantage`."""
-        check_scale(self, scale, "batch")
-        return GRPOAdvantage("standard", self.ddof, self.eps)(rewards, num_generations, scale, group_ids)
-
-
-def check_options(normalization: str, ddof: int, eps: float) -> None:
-    if normalization not in ("centered", "standard"):
-        raise InputError(f"normalization must be 'centered' or 'standard', got {normalization!r}")
-    check_deviation(ddof, eps)
+    def estimate(self, columns: list[Groups]) -> Tensor:
+        weights = (1.0,) * len(columns) if self.weights is None else self.weights
+        if len(weights) != len(columns):
+            raise InputError(f"weights has {len(weights)} entries for {len(columns)} reward functions; give one each")
+        total, valid = torch.zeros_like(columns[0].rewards), torch.zeros_like(columns[0].valid)
+        for weight, column in zip(weights, columns, strict=True):
+            part = column.centered() / (column.std("group", self.ddof) + self.eps)
+            total = total + weight * torch.where(column.valid, part, 0)
+            # A weight of 0 means "log only": the function makes no completion count in the deviation.
+            valid = valid | (column.valid if weight != 0 else False)
+        summed = replace(columns[0], rewards=total, valid=valid)
+        return summed.result(total / (summed.std("batch", self.ddof) + self.eps), where=total != 0)

@@ -1,26 +1,19 @@
 """Estimators that look at how long completions are."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gruppo.advantage.group import Groups, Rewards, Scale
-from gruppo.advantage.inputs import (
-    GroupIds,
-    PerSequence,
-    check_deviation,
-    check_scale,
-    read_correct,
-    read_lengths,
-    success_rate,
-)
+from gruppo.advantage.base import Estimator, judged, success_rate
+from gruppo.advantage.group import Groups
 from gruppo.errors import InputError
+
+__all__ = ["LEADAdvantage", "LengthShapedAdvantage", "OPOAdvantage"]
 
 
 @dataclass(frozen=True)
-class OPOAdvantage:
+class OPOAdvantage(Estimator, name="opo", scale="none", needs=("lengths",)):
     """Reward minus the length-weighted mean of its group: OPO, arXiv:2505.23585.
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j
@@ -31,32 +24,13 @@ class OPOAdvantage:
     tensor([ 0.7500, -0.2500])
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("lengths",)
-
-    def __call__(
-        self,
-        rewards: Rewards,
-        num_generations: int = 1,
-        scale: Scale = "none",
-        group_ids: GroupIds = None,
-        *,
-        lengths: PerSequence | None = None,
-    ) -> Tensor:
-        """One advantage per reward, `[N]`.
-
-        Args:
-            lengths: sampled tokens of each completion.
-            rewards, num_generations, scale, group_ids: as for `GRPOAdvantage`.
-        """
-        check_scale(self, scale, "none")
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
-        length = read_lengths(self, lengths, len(groups.rewards))
-        baseline = groups.sum(length * groups.rewards) / groups.sum(length).clamp(min=1)
+    def estimate(self, groups: Groups, lengths: Tensor) -> Tensor:
+        baseline = groups.sum(lengths * groups.rewards) / groups.sum(lengths).clamp(min=1)
         return groups.result(groups.rewards - baseline[groups.group])
 
 
 @dataclass(frozen=True)
-class LengthShapedAdvantage:
+class LengthShapedAdvantage(Estimator, name="length_shaped", scale="none", needs=("lengths",), uses=("correct",)):
     """Reward less a price for length that rises with how well the prompt is solved, then centred.
 
         s_i = r_i - weight * p_g * l_i / max_g l,   A_i = s_i - mean_g(s)
@@ -71,35 +45,20 @@ class LengthShapedAdvantage:
     weight: float = 0.1
     correct_at: float = 1.0
     """A reward of at least this is right, where a call is not told what is."""
-    needs: ClassVar[tuple[str, ...]] = ("lengths",)
-    uses: ClassVar[tuple[str, ...]] = ("correct",)
 
     def __post_init__(self) -> None:
         if not self.weight >= 0:
             raise InputError(f"weight must be 0 or more, got {self.weight!r}")
 
-    def __call__(
-        self,
-        rewards: Rewards,
-        num_generations: int = 1,
-        scale: Scale = "none",
-        group_ids: GroupIds = None,
-        *,
-        lengths: PerSequence | None = None,
-        correct: PerSequence | None = None,
-    ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `OPOAdvantage` and `PassAtKAdvantage`."""
-        check_scale(self, scale, "none")
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
-        length = read_lengths(self, lengths, len(groups.rewards))
-        rate = success_rate(*read_correct(correct, groups, self.correct_at))
-        longest = groups.shaped(length).highest().clamp(min=1)
-        shaped = groups.shaped(groups.rewards - self.weight * (rate / longest)[groups.group] * length)
+    def estimate(self, groups: Groups, lengths: Tensor, correct: Tensor | None) -> Tensor:
+        rate = success_rate(*judged(groups, correct, self.correct_at))
+        longest = groups.shaped(lengths).highest().clamp(min=1)
+        shaped = groups.shaped(groups.rewards - self.weight * (rate / longest)[groups.group] * lengths)
         return shaped.result(shaped.centered())
 
 
 @dataclass(frozen=True)
-class LEADAdvantage:
+class LEADAdvantage(Estimator, name="lead", needs=("lengths",), uses=("correct",), judges_answers=True):
     """Short right answers over long ones, and hard prompts over easy ones: GRPO-LEAD, arXiv:2504.09696.
 
         s_i = exp(-length_weight * z_i) if right, with z_i = (l_i - mean) / (std + eps) over the right ones of the group
@@ -123,29 +82,10 @@ class LEADAdvantage:
     """A reward of at least this is right, where a call is not told what is."""
     ddof: int = 1
     eps: float = 1e-8
-    needs: ClassVar[tuple[str, ...]] = ("lengths",)
-    uses: ClassVar[tuple[str, ...]] = ("correct",)
-    judges_answers: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_deviation(self.ddof, self.eps)
-
-    def __call__(
-        self,
-        rewards: Rewards,
-        num_generations: int = 1,
-        scale: Scale = "group",
-        group_ids: GroupIds = None,
-        *,
-        lengths: PerSequence | None = None,
-        correct: PerSequence | None = None,
-    ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `OPOAdvantage` and `PassAtKAdvantage`."""
-        check_scale(self, scale, "group")
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
-        length = read_lengths(self, lengths, len(groups.rewards))
-        groups, right = read_correct(correct, groups, self.correct_at)
-        among_right = replace(groups, rewards=torch.where(right, length, 0), valid=right)
+    def estimate(self, groups: Groups, lengths: Tensor, correct: Tensor | None) -> Tensor:
+        groups, right = judged(groups, correct, self.correct_at)
+        among_right = replace(groups, rewards=torch.where(right, lengths, 0), valid=right)
         z = among_right.centered() / (among_right.std("group", self.ddof) + self.eps)
         shaped = groups.shaped(torch.where(right, (-self.length_weight * z).exp(), -1.0))
         base = shaped.centered() / (shaped.std("group", self.ddof) + self.eps)

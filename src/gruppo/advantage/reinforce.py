@@ -1,17 +1,18 @@
-"""REINFORCE with a baseline of the batch, or of the greedy completion."""
+"""A baseline from outside the group: of the batch, or of the greedy completion."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gruppo.advantage.group import Groups, Rewards, Scale
-from gruppo.advantage.inputs import GroupIds, PerSequence, check_deviation, check_scale, read_greedy, read_lengths
+from gruppo.advantage.base import Estimator
+from gruppo.advantage.group import Groups
+
+__all__ = ["ReMaxAdvantage", "ReinforcePlusPlusAdvantage", "ReinforcePlusPlusBaselineAdvantage"]
 
 
 @dataclass(frozen=True)
-class ReinforcePlusPlusAdvantage:
+class ReinforcePlusPlusAdvantage(Estimator, name="reinforce_pp", scale="batch", uses=("lengths",)):
     """Rewards whitened over the tokens of the batch: REINFORCE++, arXiv:2501.03262.
 
         A_i = (r_i - mean) / (std + eps),  mean and std over all tokens of the batch
@@ -26,35 +27,15 @@ class ReinforcePlusPlusAdvantage:
 
     ddof: int = 1
     eps: float = 1e-8
-    needs: ClassVar[tuple[str, ...]] = ("lengths",)
 
-    def __post_init__(self) -> None:
-        check_deviation(self.ddof, self.eps)
-
-    def __call__(
-        self,
-        rewards: Rewards,
-        num_generations: int = 1,
-        scale: Scale = "batch",
-        group_ids: GroupIds = None,
-        *,
-        lengths: PerSequence | None = None,
-    ) -> Tensor:
-        """One advantage per reward, `[N]`.
-
-        Args:
-            lengths: sampled tokens of each completion; None: every completion counts once.
-            rewards, num_generations, scale, group_ids: as for `GRPOAdvantage`.
-        """
-        check_scale(self, scale, "batch")
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
-        weight = _token_weight(self, groups, lengths)
-        everywhere = groups.whole().has_spread()[groups.whole().group]
-        return groups.result(_whiten(groups.rewards, weight, self.ddof, self.eps), where=everywhere)
+    def estimate(self, groups: Groups, lengths: Tensor | None) -> Tensor:
+        whole = groups.whole()
+        whitened = _whiten(groups, groups.rewards, lengths, self.ddof, self.eps)
+        return groups.result(whitened, where=whole.has_spread()[whole.group])
 
 
 @dataclass(frozen=True)
-class ReinforcePlusPlusBaselineAdvantage:
+class ReinforcePlusPlusBaselineAdvantage(Estimator, name="reinforce_pp_baseline", scale="batch", uses=("lengths",)):
     """Reward minus the mean of its group, then whitened over the batch: REINFORCE++-baseline, arXiv:2501.03262.
 
         c_i = r_i - mean_g,   A_i = (c_i - mean(c)) / (std(c) + eps),  mean and std over all tokens of the batch
@@ -68,32 +49,15 @@ class ReinforcePlusPlusBaselineAdvantage:
 
     ddof: int = 1
     eps: float = 1e-8
-    needs: ClassVar[tuple[str, ...]] = ("lengths",)
 
-    def __post_init__(self) -> None:
-        check_deviation(self.ddof, self.eps)
-
-    def __call__(
-        self,
-        rewards: Rewards,
-        num_generations: int = 1,
-        scale: Scale = "batch",
-        group_ids: GroupIds = None,
-        *,
-        lengths: PerSequence | None = None,
-    ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `ReinforcePlusPlusAdvantage`."""
-        check_scale(self, scale, "batch")
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
-        weight = _token_weight(self, groups, lengths)
+    def estimate(self, groups: Groups, lengths: Tensor | None) -> Tensor:
         # Over completions that count once the mean is 0, and rounding must not make it something else.
-        shift = lengths is not None
-        anywhere = groups.has_spread().any().expand(len(groups.rewards))
-        return groups.result(_whiten(groups.centered(), weight, self.ddof, self.eps, shift), where=anywhere)
+        whitened = _whiten(groups, groups.centered(), lengths, self.ddof, self.eps, shift=lengths is not None)
+        return groups.result(whitened, where=groups.has_spread().any().expand(len(whitened)))
 
 
 @dataclass(frozen=True)
-class ReMaxAdvantage:
+class ReMaxAdvantage(Estimator, name="remax", scale="none", needs=("greedy_rewards",)):
     """Reward minus the reward of the greedy completion of the same prompt: ReMax, arXiv:2310.10505.
 
         A_i = r_i - r(greedy)
@@ -104,37 +68,15 @@ class ReMaxAdvantage:
     tensor([ 0., -1.])
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("greedy_rewards",)
-
-    def __call__(
-        self,
-        rewards: Rewards,
-        num_generations: int = 1,
-        scale: Scale = "none",
-        group_ids: GroupIds = None,
-        *,
-        greedy_rewards: PerSequence | None = None,
-    ) -> Tensor:
-        """One advantage per reward, `[N]`.
-
-        Args:
-            greedy_rewards: reward of the greedy completion of each sequence's prompt; None abstains.
-            rewards, num_generations, scale, group_ids: as for `GRPOAdvantage`.
-        """
-        check_scale(self, scale, "none")
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
-        greedy, there = read_greedy(self, greedy_rewards, len(groups.rewards))
-        return groups.result(groups.rewards - greedy, where=there)
+    def estimate(self, groups: Groups, greedy_rewards: Tensor) -> Tensor:
+        return groups.result(groups.rewards - greedy_rewards, where=~greedy_rewards.isnan())
 
 
-def _token_weight(estimator: object, groups: Groups, lengths: PerSequence | None) -> Tensor:
-    if lengths is None:
-        return groups.valid.to(torch.float64)
-    return torch.where(groups.valid, read_lengths(estimator, lengths, len(groups.rewards)), 0)
-
-
-def _whiten(values: Tensor, weight: Tensor, ddof: int, eps: float, shift: bool = True) -> Tensor:
-    """Values minus their weighted mean over their weighted deviation, over the whole batch."""
+def _whiten(
+    groups: Groups, values: Tensor, lengths: Tensor | None, ddof: int, eps: float, shift: bool = True
+) -> Tensor:
+    """Values minus their mean over their deviation, over the tokens of the batch; without lengths over completions."""
+    weight = groups.valid.to(torch.float64) if lengths is None else torch.where(groups.valid, lengths, 0)
     total = weight.sum()
     mean = (weight * values).sum() / total.clamp(min=1)
     variance = (weight * (values - mean).square()).sum() / (total - ddof).clamp(min=1)

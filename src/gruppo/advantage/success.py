@@ -1,52 +1,20 @@
-"""Estimators for rewards that mean right or wrong: they look at how often a prompt is solved."""
+"""Rewards that mean right or wrong: how often a prompt is solved, and one good completion among several."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gruppo.advantage.group import Groups, Rewards, Scale
-from gruppo.advantage.inputs import GroupIds, PerSequence, check_scale, read_correct, success_rate
+from gruppo.advantage.base import Estimator, judged, success_rate
+from gruppo.advantage.group import Groups
 from gruppo.errors import InputError
 
-
-@dataclass(frozen=True)
-class MaxRLAdvantage:
-    """Centred reward over the group's success rate: MaxRL, arXiv:2602.02710.
-
-        A_i = (r_i - mean_g) / p_g,   0 where p_g <= 0
-
-    The gradient of log p(right) instead of that of p(right): a prompt that is solved once in eight counts more than one
-    that is solved every other time. p_g is the share of `correct` completions, or the mean reward where a call is not
-    told what is right; rewards should then not be negative. A group without success gets 0 rather than the -1 each that
-    the paper's control variate gives it, so the expectation is short by p(1 - p)^G.
-
-    >>> MaxRLAdvantage()([1.0, 0.0, 0.0, 0.0], num_generations=4)
-    tensor([ 3., -1., -1., -1.])
-    """
-
-    uses: ClassVar[tuple[str, ...]] = ("correct",)
-
-    def __call__(
-        self,
-        rewards: Rewards,
-        num_generations: int = 1,
-        scale: Scale = "none",
-        group_ids: GroupIds = None,
-        *,
-        correct: PerSequence | None = None,
-    ) -> Tensor:
-        """One advantage per reward, `[N]`; `correct` says whether each answer is right, the rest is as for
-        `GRPOAdvantage`."""
-        check_scale(self, scale, "none")
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
-        rate = _success_rate(groups, correct)[groups.group]
-        return groups.result(groups.centered() / torch.where(rate > 0, rate, torch.inf))
+__all__ = ["BestOfGroupAdvantage", "BetaNormAdvantage", "GPGAdvantage", "MaxRLAdvantage", "PassAtKAdvantage"]
 
 
 @dataclass(frozen=True)
-class GPGAdvantage:
+class GPGAdvantage(Estimator, name="gpg", scale="none"):
     """Centred reward times alpha, which makes up for groups without signal: GPG, arXiv:2504.02546.
 
         A_i = alpha (r_i - mean_g),   alpha = sequences / sequences of groups with spread
@@ -64,19 +32,34 @@ class GPGAdvantage:
         if self.counted not in ("signal", "nonzero"):
             raise InputError(f"counted must be 'signal' or 'nonzero', got {self.counted!r}")
 
-    def __call__(
-        self, rewards: Rewards, num_generations: int = 1, scale: Scale = "none", group_ids: GroupIds = None
-    ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `GRPOAdvantage`."""
-        check_scale(self, scale, "none")
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
+    def estimate(self, groups: Groups) -> Tensor:
         counts = groups.has_spread()[groups.group] if self.counted == "signal" else groups.rewards != 0
         alpha = groups.count().sum() / groups.sum(counts).sum().clamp(min=1)
         return groups.result(alpha * groups.centered())
 
 
 @dataclass(frozen=True)
-class BetaNormAdvantage:
+class MaxRLAdvantage(Estimator, name="maxrl", scale="none", uses=("correct",)):
+    """Centred reward over the group's success rate: MaxRL, arXiv:2602.02710.
+
+        A_i = (r_i - mean_g) / p_g,   0 where p_g <= 0
+
+    The gradient of log p(right) instead of that of p(right): a prompt that is solved once in eight counts more than one
+    that is solved every other time. p_g is the share of `correct` completions, or the mean reward where a call is not
+    told what is right; rewards should then not be negative. A group without success gets 0 rather than the -1 each that
+    the paper's control variate gives it, so the expectation is short by p(1 - p)^G.
+
+    >>> MaxRLAdvantage()([1.0, 0.0, 0.0, 0.0], num_generations=4)
+    tensor([ 3., -1., -1., -1.])
+    """
+
+    def estimate(self, groups: Groups, correct: Tensor | None) -> Tensor:
+        rate = _rate_or_mean(groups, correct)[groups.group]
+        return groups.result(groups.centered() / torch.where(rate > 0, rate, torch.inf))
+
+
+@dataclass(frozen=True)
+class BetaNormAdvantage(Estimator, name="beta_norm", scale="none", uses=("correct",)):
     """Centred reward over a Beta density at the group's success rate: BNPO, arXiv:2506.02864.
 
         A_i = (r_i - mean_g) / Beta(p_g; 1 + a/3, 1 + b/3)
@@ -86,7 +69,8 @@ class BetaNormAdvantage:
     success rate follows the policy. Flat (a = b = 0) it is Dr. GRPO; at 1 + a/3 = 1.5 it is GRPO up to a constant.
     The name BNPO belongs to this paper; `BNPOLoss` is a token mean that other libraries call so.
 
-    With one group, or with all p_g equal, there is no distribution to fit: the density is taken as flat.
+    With one group, or with all p_g equal, there is no distribution to fit: the density is taken as flat. A group in
+    which all or none are right gets exactly 0, whatever else its rewards are made of.
 
     >>> BetaNormAdvantage()([1.0, 0.0, 0.0, 0.0], num_generations=4)
     tensor([ 0.7500, -0.2500, -0.2500, -0.2500])
@@ -97,7 +81,6 @@ class BetaNormAdvantage:
     """The reward of a wrong and of a right completion; the formula sees (r - low) / (high - low)."""
     max_weight: float = 1e6
     """Largest factor on a centred reward: a density may be almost 0."""
-    uses: ClassVar[tuple[str, ...]] = ("correct",)
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
@@ -105,18 +88,7 @@ class BetaNormAdvantage:
         if not self.max_weight > 0:
             raise InputError(f"max_weight must be positive, got {self.max_weight!r}")
 
-    def __call__(
-        self,
-        rewards: Rewards,
-        num_generations: int = 1,
-        scale: Scale = "none",
-        group_ids: GroupIds = None,
-        *,
-        correct: PerSequence | None = None,
-    ) -> Tensor:
-        """One advantage per reward, `[N]`; arguments as for `MaxRLAdvantage`."""
-        check_scale(self, scale, "none")
-        groups = Groups.read(rewards, num_generations, group_ids, scale)
+    def estimate(self, groups: Groups, correct: Tensor | None) -> Tensor:
         groups = groups.shaped((groups.rewards - self.low) / (self.high - self.low))
         outside = (groups.rewards < 0) | (groups.rewards > 1)
         if correct is None and outside.any():
@@ -126,13 +98,13 @@ class BetaNormAdvantage:
                 f"rewards[{i}] is {value:g}, outside of low={self.low:g} to high={self.high:g}; set low and high to "
                 "the rewards of a wrong and of a right completion"
             )
-        p = _success_rate(groups, correct)
+        p = _rate_or_mean(groups, correct)
         alpha, beta = self._fit(p[groups.count() > 0])
         log_density = (alpha - 1) * p.log() + (beta - 1) * (1 - p).log()
         log_density += torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
         weight = (-log_density).exp().clamp(max=self.max_weight)
-        # At p = 0 and p = 1 the density may be 0 and the centred reward is: the group has no spread.
-        return groups.result(groups.centered() * weight[groups.group])
+        # At p = 0 and p = 1 the density may be 0, and there is nothing to compare, even if rewards differ.
+        return groups.result(groups.centered() * weight[groups.group], where=((p > 0) & (p < 1))[groups.group])
 
     def _fit(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """alpha and beta of the normalising density, from the success rates of the groups by their two moments."""
@@ -145,6 +117,79 @@ class BetaNormAdvantage:
         return (1 + total * mean / 3).clamp(min=1), (1 + total * (1 - mean) / 3).clamp(min=1)
 
 
-def _success_rate(groups: Groups, correct: PerSequence | None) -> Tensor:
+@dataclass(frozen=True)
+class PassAtKAdvantage(Estimator, name="pass_at_k", uses=("correct",), judges_answers=True):
+    """The advantage of pass@k as the reward, without drawing subsets: arXiv:2508.10751, section 2.4.
+
+        mean  = 1 - C(wrong, k) / C(n, k),   std = sqrt(mean (1 - mean))
+        right: A = (1 - mean) / std
+        wrong: A = (1 - mean - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / std
+
+    Every subset of k of the n completions is rewarded if one of them is right, and normalised over all subsets; a
+    completion gets the mean over the subsets that it is in. A group in which every subset passes, or none does, gets
+    exactly 0: with k above 1 prompts that are solved often enough stop counting. k = 1 is GRPO with ddof = 0.
+
+    >>> PassAtKAdvantage(k=2)([1.0, 0.0, 0.0, 0.0], num_generations=4)
+    tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
+    """
+
+    k: int = 4
+    correct_at: float = 1.0
+    """A reward of at least this is right, where a call is not told what is."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise InputError(f"k must be a whole number of at least 1, got {self.k!r}")
+
+    def estimate(self, groups: Groups, correct: Tensor | None) -> Tensor:
+        groups, right = judged(groups, correct, self.correct_at)
+        n, wrong = groups.count(), groups.count() - groups.sum(right)
+        if len(n) and n.max() < self.k:
+            raise InputError(f"k={self.k} is more than the {int(n.max())} rewards of the largest group; lower k")
+        fails = _share_of_subsets(wrong, n, self.k)  # of all subsets of k
+        fails_with_me = _share_of_subsets(wrong - 1, n - 1, self.k - 1)  # of those with a given wrong completion
+        std = (fails * (1 - fails)).sqrt()
+        mean_fails = torch.where(right, 0, fails_with_me[groups.group])
+        live = (std > 0) & (n >= self.k)
+        advantages = (fails[groups.group] - mean_fails) / std[groups.group]
+        return groups.result(advantages, where=live[groups.group])
+
+
+@dataclass(frozen=True)
+class BestOfGroupAdvantage(Estimator, name="best_of_group"):
+    """Only the best completion of a group is paid, by its lead over the second: arXiv:2503.19595 (max@k).
+
+        A_best = r_best - r_second,   all others 0;   "standard": over std_g + eps
+
+    The leave-one-out baseline of the group's maximum. Two that share the first place lead by 0.
+
+    >>> BestOfGroupAdvantage()([0.25, 1.0, 0.5], num_generations=3)
+    tensor([0.0000, 0.5000, 0.0000])
+    """
+
+    normalization: Literal["centered", "standard"] = "centered"
+    ddof: int = 1
+    eps: float = 1e-8
+
+    def estimate(self, groups: Groups) -> Tensor:
+        best = groups.highest()[groups.group]
+        is_best = groups.valid & (groups.rewards == best)
+        second = groups.highest(~is_best)[groups.group]
+        alone = is_best & (groups.sum(is_best)[groups.group] == 1)
+        lead = torch.where(alone, best - second, 0)
+        if self.normalization == "standard":
+            lead = lead / (groups.std("group", self.ddof) + self.eps)
+        return groups.result(lead)
+
+
+def _rate_or_mean(groups: Groups, correct: Tensor | None) -> Tensor:
     """Share of right completions of each group `[P]`; the mean reward where nobody says which are right."""
-    return groups.mean() if correct is None else success_rate(*read_correct(correct, groups, correct_at=1.0))
+    return groups.mean() if correct is None else success_rate(*judged(groups, correct, correct_at=1.0))
+
+
+def _share_of_subsets(wrong: Tensor, n: Tensor, k: int) -> Tensor:
+    """C(wrong, k) / C(n, k) as a product of quotients, 0 where wrong < k."""
+    share = torch.ones_like(n)
+    for i in range(k):
+        share = share * ((wrong - i) / (n - i).clamp(min=1)).clamp(min=0)
+    return share

@@ -1,4 +1,4 @@
-"""`gruppo losses`: every loss with its parts and paper, the formula of one, or which parts go together."""
+"""`gruppo losses`: every loss with its parts and paper, or the formula of one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,6 @@ from gruppo.errors import InputError
 class LossesArguments:
     name: tyro.conf.Positional[str | None] = None
     """A loss of the table, or your.module:YourLoss; none: the whole table."""
-    grid: bool = False
-    """List every part of every kind, and the pairs that do not go together."""
 
 
 def losses(arguments: Sequence[str]) -> int:
@@ -23,15 +21,9 @@ def losses(arguments: Sequence[str]) -> int:
         LossesArguments,
         arguments,
         verb="losses",
-        description="What `gruppo train --loss NAME` can be.\n\n  gruppo losses\n  gruppo losses gspo\n"
-        "  gruppo losses --grid",
+        description="What `gruppo train --loss NAME` can be.\n\n  gruppo losses\n  gruppo losses gspo",
     )
-    if given.grid:
-        print(grid())
-    elif given.name is None:
-        print(table())
-    else:
-        print(formula(given.name))
+    print(table() if given.name is None else formula(given.name))
     return 0
 
 
@@ -39,12 +31,12 @@ def table() -> str:
     """Name, parts and paper of every named loss."""
     from gruppo.loss import LOSSES
 
-    rows = [("name", "level", "surrogate", "mean", "select, correction, other", "paper")]
+    rows = [("name", "level", "surrogate", "mean", "weights and terms", "paper")]
     classes: dict[str, Any] = dict(LOSSES)
     for name, cls in classes.items():
         loss = cls()
-        extra = [_name(part) for part in (loss.select, loss.correction) if part is not None]
-        extra += [f"{n}={getattr(loss, n):g}" for n in ("pull", "nll_coef") if getattr(loss, n)]
+        extra = [_name(weight) for weight in loss.weights]
+        extra += [f"{term.name}={term.coef:g}" for term in loss.terms if term.coef]
         rows.append(
             (name, _name(loss.level), _name(loss.surrogate), _name(loss.aggregate), ", ".join(extra) or "-", cls.paper)
         )
@@ -71,23 +63,6 @@ def formula(name: str) -> str:
     if not isinstance(loss, PolicyLoss):
         raise InputError(f"{name} gives a {type(loss).__name__}, not a loss of gruppo.loss")
     return f"{(cls.__doc__ or name).strip().splitlines()[0]}\n\n{loss!r}"
-
-
-def grid() -> str:
-    """The parts of each kind and the pairs that are refused."""
-    from gruppo.loss.catalogue import PARTS, refused_pairs
-
-    lines = [f"{kind:11} {', '.join(parts)}" for kind, parts in PARTS.items()]
-    count = 1
-    for parts in PARTS.values():
-        count *= len(parts)
-    lines += ["", f"{count} compositions; refused are those with one of these pairs:"]
-    reasons: dict[str, list[str]] = {}
-    for one, other, reason in refused_pairs():
-        reasons.setdefault(reason, []).append(f"  {one}  {other}")
-    for reason, pairs in reasons.items():
-        lines += ["", *pairs, f"  because {reason}"]
-    return "\n".join(lines)
 
 
 def _name(part: Any) -> str:

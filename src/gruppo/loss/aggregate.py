@@ -13,7 +13,10 @@ from torch import Tensor
 from gruppo.batch.segments import Segments
 from gruppo.batch.totals import Count, Totals
 from gruppo.errors import InputError
-from gruppo.loss.part import says
+
+__all__ = [
+    "ConstantLength", "local_token_mean", "sequence_mean", "sequence_mean_token_sum", "token_mean", "token_sum",
+]  # fmt: skip
 
 
 def sequence_mean(segments: Segments, totals: Totals) -> Tensor:
@@ -26,7 +29,6 @@ def token_mean(segments: Segments, totals: Totals) -> Tensor:
     return _one_over(segments, totals.tokens)
 
 
-@says(is_local=True)
 def local_token_mean(segments: Segments, totals: Totals) -> Tensor:
     """mean over the tokens of this call on this rank, averaged over calls and ranks"""
     assert totals.local_tokens is not None

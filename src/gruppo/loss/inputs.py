@@ -20,7 +20,7 @@ from gruppo.batch.segments import IGNORE_INDEX, Segments
 from gruppo.batch.totals import Totals
 from gruppo.errors import InputError
 from gruppo.kernel.reference import logps_and_entropy
-from gruppo.loss.draw import token_places
+from gruppo.random import token_places
 
 PerToken = Tensor | Sequence[Sequence[float] | Tensor]
 """Shape of the labels, or one list per sequence with exactly one value per scored token."""

@@ -6,7 +6,6 @@ overflows at e^88. Outside the bound the gradient is 0.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,19 +14,25 @@ from torch import Tensor
 
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs
-from gruppo.loss.part import describe, fact, says
+from gruppo.loss.traits import describe, part, trait
+from gruppo.loss.weights import TokenWeight, as_tuple, corrected
+
+__all__ = [
+    "ClippedMean", "CorrectedSum", "sampler_level", "sequence_level", "sequence_sum_level", "sequence_token_level",
+    "token_level",
+]  # fmt: skip
 
 MAX_LOG_RATIO = 20.0
 MIN_LOG_SUM = math.log(1e-8)
 
 
-@says(is_per_token=True)
+@part(per_token=True)
 def token_level(inputs: LossInputs) -> Tensor:
     """r_t = exp(logp_t - old_t), each token its own"""
     return _bounded(inputs.logps - inputs.old_logps)
 
 
-@says(is_per_token=True, needs=frozenset({"sampler_logps"}), divides_by_sampler=True)
+@part(per_token=True, needs={"sampler_logps"}, holds_rho=True)
 def sampler_level(inputs: LossInputs) -> Tensor:
     """r_t = exp(logp_t - sampler_t): over the policy as the sampler computed it
 
@@ -37,7 +42,7 @@ def sampler_level(inputs: LossInputs) -> Tensor:
     return _bounded(inputs.logps - inputs.sampler_logps)
 
 
-@says(has_sequence_ratio=True)
+@part(sequence_ratio=True)
 def sequence_level(inputs: LossInputs) -> Tensor:
     """s = exp(mean_t(logp_t - old_t)), the geometric mean over the sequence
 
@@ -47,7 +52,7 @@ def sequence_level(inputs: LossInputs) -> Tensor:
     return segments.spread(segments.mean(token_level(inputs)))
 
 
-@says(has_sequence_ratio=True)
+@part(sequence_ratio=True)
 def sequence_token_level(inputs: LossInputs) -> Tensor:
     """s_t = sg(s) * exp(logp_t - sg(logp_t)): the sequence's value, the token's gradient
 
@@ -65,6 +70,10 @@ def sequence_sum_level(inputs: LossInputs) -> Tensor:
     return segments.spread(segments.sum(token_level(inputs)).clamp(MIN_LOG_SUM, MAX_LOG_RATIO))
 
 
+@part(
+    needs=lambda level: frozenset().union(*(trait(weight, "needs") for weight in as_tuple(level.correction))),
+    holds_rho=lambda level: any(trait(weight, "holds_rho") for weight in as_tuple(level.correction)),
+)
 @dataclass(frozen=True)
 class CorrectedSum:
     """`sequence_sum_level` with a correction's weights inside the product instead of in front of the loss.
@@ -72,29 +81,22 @@ class CorrectedSum:
     VESPO, arXiv:2602.10693: what bends w must see all of w, the sampler's gap included.
     """
 
-    correction: Callable[[LossInputs], Tensor]
+    correction: TokenWeight | tuple[TokenWeight, ...]
 
     def __post_init__(self) -> None:
-        if not fact(self.correction, "is_per_token"):
-            raise InputError(
-                f"the product over a sequence takes one weight per token, and {self.correction!r} gives one per "
-                "sequence; use TruncatedWeight() or MaskedWeight() at token level"
-            )
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return fact(self.correction, "needs")
-
-    @property
-    def divides_by_sampler(self) -> bool:
-        return fact(self.correction, "weighs_by_rho")
+        for weight in as_tuple(self.correction):
+            if not trait(weight, "per_token"):
+                raise InputError(
+                    f"the product over a sequence takes one weight per token, and {weight!r} gives one per sequence; "
+                    "use TruncatedWeight() or MaskedWeight() at token level"
+                )
 
     def __str__(self) -> str:
-        return f"w = exp(sum_t(logp_t - old_t + log(c_t))), c = {describe(self.correction)}"
+        return f"w = exp(sum_t(logp_t - old_t + log(c_t))), c = {describe(as_tuple(self.correction))}"
 
     def __call__(self, inputs: LossInputs) -> Tensor:
         segments = inputs.segments
-        log_weight_T = self.correction(inputs).clamp(1e-8, math.exp(MAX_LOG_RATIO)).log()
+        log_weight_T = corrected(self.correction, inputs).clamp(1e-8, math.exp(MAX_LOG_RATIO)).log()
         log_w_S = segments.sum(token_level(inputs)) + segments.sum(log_weight_T)
         return segments.spread(log_w_S.clamp(MIN_LOG_SUM, MAX_LOG_RATIO))
 

@@ -1,6 +1,7 @@
-"""PolicyLoss: puts level, surrogate, KL, aggregation, correction and selection together."""
+"""PolicyLoss: level, surrogate, token weights, terms and aggregation put together."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -11,22 +12,24 @@ from torch import Tensor
 from gruppo.batch.segments import Segments
 from gruppo.batch.totals import Totals
 from gruppo.errors import InputError
-from gruppo.loss.aggregate import sequence_mean
-from gruppo.loss.composition import check_composition, formula
+from gruppo.loss.aggregate import local_token_mean, sequence_mean
 from gruppo.loss.inputs import LossInputs, PerToken, align
-from gruppo.loss.kl import MAX_DELTA, KLEstimator, k3
 from gruppo.loss.level import token_level
-from gruppo.loss.part import fact
 from gruppo.loss.surrogate import Clip
-from gruppo.loss.survey import rejected_tokens, surveyed, token_weights
+from gruppo.loss.terms import KLEstimator, PositiveNLL, ReferenceKL, Term, entropy, k3, squared_log_ratio
+from gruppo.loss.traits import describe, trait
+from gruppo.loss.weights import TokenWeight, as_tuple, is_correction, takes_log_ratio
+
+__all__ = ["LossOutput", "PolicyLoss"]
 
 Level = Callable[[LossInputs], Tensor]
 Surrogate = Callable[[Tensor, LossInputs], Tensor]
 Aggregate = Callable[[Segments, Totals], Tensor]
-Correction = Callable[[LossInputs], Tensor]
-Select = Callable[[Tensor, Tensor, LossInputs], Tensor]
 Rejected = Literal["counted", "left_out"]
-COEFFICIENTS = ("beta", "entropy_coef", "pull", "nll_coef")
+Weights = TokenWeight | tuple[TokenWeight, ...] | None
+
+COEFFICIENTS = {"beta": ("kl", 1), "entropy_coef": ("entropy", -1), "pull": ("pull", 1), "nll_coef": ("nll", 1)}
+"""The keywords that set a coefficient: of which term, and with which sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,135 +42,194 @@ class LossOutput:
     on_policy: bool
     """True when no `old_logps` were given, so that every ratio was 1 by definition."""
     rejected: Tensor | None = None  # [] int64
-    """How many scored tokens with an advantage other than 0 the correction or the selection left out; None for a loss
-    that has neither."""
+    """How many scored tokens with an advantage other than 0 the token weights reject; None for a loss without any."""
 
 
 class PolicyLoss:
-    """`loss = sum_t weight_t * (select(surrogate_t) * correction_t + beta * kl_t - entropy_coef * entropy_t + ...)`
+    """`loss = sum_t weight_t * (surrogate_t * token weights + terms)`
+
+    A loss is a value: it does not change once it is made, and two of the same parts are equal.
 
     Args:
         level: whose log-ratio a token carries (`gruppo.loss.level`).
         surrogate: what is done with ratio and advantage (`gruppo.loss.surrogate`).
-        kl: penalty towards the reference (`gruppo.loss.kl`); used when beta is not 0.
-        aggregate: the weight of a token (`gruppo.loss.aggregate`).
-        correction: weight for the sampler/trainer gap (`gruppo.loss.correction`), or None.
-        select: which tokens the policy term acts on (`gruppo.loss.select`, `gruppo.loss.trust_region`), or None.
-        rejected: tokens that the correction or the selection drops stay "counted" in the means, or are "left_out" of
-            the loss altogether: of the means, of the KL and of the entropy bonus too.
-        beta: coefficient of the KL penalty.
+        weights: token weights, which multiply the surrogate (`gruppo.loss.weights`).
+        terms: what is added (`gruppo.loss.terms`).
+        aggregate: the weight of a token in the sum (`gruppo.loss.aggregate`).
+        rejected: tokens that a weight of 0 rejects stay "counted" in the means, or are "left_out" of the loss
+            altogether: of the means, of the KL and of the entropy bonus too.
+        clip_range: (low, high), the band outside which metrics count a ratio as clipped. None: that of the surrogate.
+        correction, select: further weights, one or several: for the gap between sampler and trainer, and for which
+            tokens the policy term acts on.
+        kl, beta: estimator and coefficient of the KL penalty.
         entropy_coef: coefficient of the entropy bonus.
         pull: coefficient of (log r)^2, which pulls the policy back to the one its ratio is over.
         nll_coef: coefficient of the mean of -logp over the tokens with A > 0.
     """
 
-    clip_range: tuple[float, float] | None = None
-    """(low, high): the band outside which metrics count a ratio as clipped. None: it clips nothing."""
-    _is_made = False
+    level: Level
+    surrogate: Surrogate
+    weights: tuple[TokenWeight, ...]  # all: of `select`, of `correction`, then further ones
+    terms: tuple[Term, ...]  # all: kl, entropy, pull and nll first, whether switched on or not
+    aggregate: Aggregate
+    rejected: Rejected
+    clip_range: tuple[float, float] | None  # None: it clips nothing
+
+    # What follows from these, once:
+    correction: Weights  # the weights that look at the inputs alone: one, several or None
+    select: Weights  # the other weights
+    kl: KLEstimator
+    beta: float
+    entropy_coef: float
+    pull: float
+    nll_coef: float
+    parts: tuple[Any, ...]  # level, surrogate, weights, and the values of terms that are switched on
+    needs: frozenset[str]  # the optional inputs that it cannot do without
+    is_per_token: bool  # a token's loss depends on that token and the step's totals alone
+    is_zero_without_advantage: bool  # the gradient of a sequence is exactly 0 when its advantage is
+    rejects: bool  # a weight can leave tokens out of the policy term
+    reads_sampler: bool  # it reads the sampler's log-probs, in a weight or in its ratio
+    draws_tokens: bool  # it must know the place of each token in the step
+    surveys: bool  # more than sequences and tokens must be counted over the whole step before its first backward
+    surveys_policy: bool  # and the log-probs of the whole step must be known for that
+    has_sequence_ratio: bool  # metrics should count sequences instead of tokens
+    caps_every_sign: bool  # metrics should count a ratio above the band whatever the sign of the advantage
+    _takes_log_ratio: tuple[bool, ...]  # one per weight
+    _surveying: tuple[Any, ...]
+    _inside: tuple[Term, ...]  # terms that belong to the policy term
+    _added: tuple[Term, ...]  # the others
+    _leaves_out: bool
 
     def __init__(
         self,
         *,
         level: Level = token_level,
         surrogate: Surrogate = Clip(),  # noqa: B008  a frozen value
-        kl: KLEstimator = k3,
+        weights: tuple[TokenWeight, ...] = (),
+        terms: tuple[Term, ...] = (),
         aggregate: Aggregate = sequence_mean,
-        correction: Correction | None = None,
-        select: Select | None = None,
         rejected: Rejected = "counted",
+        clip_range: tuple[float, float] | None = None,
+        correction: Weights = None,
+        select: Weights = None,
+        kl: KLEstimator = k3,
         beta: float = 0.0,
         entropy_coef: float = 0.0,
         pull: float = 0.0,
         nll_coef: float = 0.0,
     ) -> None:
-        self.level = level
-        self.surrogate = surrogate
-        self.kl = kl
-        self.aggregate = aggregate
-        self.correction = correction
-        self.select = select
-        self.rejected = rejected
-        self.beta = beta
-        self.entropy_coef = entropy_coef
-        self.pull = pull
-        self.nll_coef = nll_coef
-        check_composition(self)
-        if self.clip_range is None and isinstance(getattr(surrogate, "high", None), float | int):
+        for name, part in (("level", level), ("surrogate", surrogate), ("aggregate", aggregate)):
+            if not callable(part):
+                raise InputError(f"{name} must be a function or a part of gruppo.loss, got {part!r}")
+        given = {"select": as_tuple(select), "correction": as_tuple(correction), "weights": as_tuple(weights)}
+        for name, several in given.items():
+            if any(isinstance(weight, Term) for weight in several):
+                raise InputError(f"{name} takes token weights, got {several!r}; a Term goes into terms=(...)")
+        takes = [takes_log_ratio(weight, name) for name, several in given.items() for weight in several]
+        own = (
+            Term("kl", _coefficient("beta", beta), ReferenceKL(kl)),
+            Term("entropy", _coefficient("entropy_coef", entropy_coef), entropy),
+            Term("pull", _coefficient("pull", pull), squared_log_ratio),
+            Term("nll", _coefficient("nll_coef", nll_coef), PositiveNLL(), place="step"),
+        )
+        if clip_range is None and isinstance(getattr(surrogate, "high", None), float | int):
             high: float = surrogate.high  # type: ignore[attr-defined]  # just seen
-            self.clip_range = (getattr(surrogate, "low", high), high)
-        self._is_made = True
+            clip_range = (getattr(surrogate, "low", high), high)
+        self.__dict__.update(
+            level=level,
+            surrogate=surrogate,
+            weights=given["select"] + given["correction"] + given["weights"],
+            terms=_joined(own, terms),
+            aggregate=aggregate,
+            rejected=rejected,
+            clip_range=clip_range,
+            _takes_log_ratio=tuple(takes),
+        )
+        self._derive()
+        self._check()
+
+    def _derive(self) -> None:
+        """Set what follows from the parts."""
+        active = [term for term in self.terms if term.coef]
+        parts = (self.level, self.surrogate, *self.weights, *(term.value for term in active))
+        corrections = tuple(weight for weight in self.weights if is_correction(weight))
+        needs = frozenset[str]().union(*(trait(part, "needs") for part in parts))
+        if not all(hasattr(weight, "needs") for weight in corrections):
+            needs |= {"sampler_logps"}  # a function of the user's: what else would it correct with?
+        terms = {term.name: term for term in self.terms}
+        surveying = tuple(part for part in parts if hasattr(part, "survey"))
+        leaves_out = self.rejected == "left_out" and bool(self.weights)
+        without_advantage = (self.surrogate, *(term.value for term in active))
+        self.__dict__.update(
+            {option: sign * terms[name].coef for option, (name, sign) in COEFFICIENTS.items()},
+            correction=_one_or_more(corrections),
+            select=_one_or_more(tuple(weight for weight in self.weights if weight not in corrections)),
+            kl=getattr(terms["kl"].value, "estimator", terms["kl"].value),
+            parts=parts,
+            needs=needs,
+            is_per_token=not leaves_out and all(trait(part, "per_token") for part in parts),
+            is_zero_without_advantage=all(trait(part, "zero_without_advantage") for part in without_advantage),
+            rejects=bool(self.weights),
+            reads_sampler="sampler_logps" in needs,
+            draws_tokens=any(trait(part, "draws_tokens") for part in parts),
+            surveys=leaves_out or bool(surveying),
+            surveys_policy=leaves_out or any(trait(part, "survey_reads_policy") for part in surveying),
+            has_sequence_ratio=trait(self.level, "sequence_ratio"),
+            caps_every_sign=trait(self.surrogate, "caps_every_sign"),
+            _surveying=surveying,
+            _inside=tuple(term for term in active if term.place == "policy"),
+            _added=tuple(term for term in active if term.place != "policy"),
+            _leaves_out=leaves_out,
+        )
+
+    def _check(self) -> None:
+        """Refuse parts that contradict each other."""
+        if self.rejected not in ("counted", "left_out"):
+            raise InputError(f"rejected must be 'counted' or 'left_out', got {self.rejected!r}")
+        if trait(self.level, "holds_rho") and any(trait(weight, "holds_rho") for weight in self.weights):
+            raise InputError(
+                f"the ratio of {_name(self.level)} is over the sampler already, and the correction would weigh by "
+                "rho = old / sampler once more; leave it out, or use a mask (KeepWithin, OffPolicySequenceMask)"
+            )
+        if self.rejected == "left_out" and self.aggregate is local_token_mean:
+            raise InputError(
+                "rejected='left_out' counts what is left over the whole step, and local_token_mean divides by "
+                "the tokens of one call; use token_mean, or rejected='counted'"
+            )
+        kinds = [type(part) for part in self._surveying]
+        for kind in kinds:
+            if kinds.count(kind) > 1:
+                raise InputError(f"two of {kind.__name__} would share the numbers they count over the step; give one")
+        unknown = sorted(self.needs - _REMEDY.keys())
+        if unknown:
+            raise InputError(f"a part needs {unknown[0]!r}; the optional inputs are {', '.join(_REMEDY)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_made:
-            raise AttributeError(
-                f"a loss does not change once it is made: {name} is fixed. Make another, or use "
-                "loss.replace(...) for a coefficient"
-            )
-        super().__setattr__(name, value)
+        raise AttributeError(
+            f"a loss does not change once it is made: {name} is fixed. Make another, or use "
+            "loss.replace(...) for a coefficient"
+        )
 
     def replace(self, **coefficients: float) -> Self:
         """The same loss with other coefficients: `beta`, `entropy_coef`, `pull` or `nll_coef`."""
         for name in coefficients:
             if name not in COEFFICIENTS:
                 raise InputError(f"replace takes {', '.join(COEFFICIENTS)}, got {name!r}; make another loss for a part")
+        changed = {COEFFICIENTS[name][0]: _coefficient(name, value) for name, value in coefficients.items()}
         other = copy.copy(self)
-        for name, value in coefficients.items():
-            object.__setattr__(other, name, value)
-        check_composition(other)
+        other.__dict__["terms"] = tuple(replace(term, coef=changed.get(term.name, term.coef)) for term in self.terms)
+        other._derive()
         return other
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        """The parts that make the loss of a token."""
-        made = (self.level, self.surrogate, self.correction, self.select, self.kl if self.beta else None)
-        return tuple(part for part in made if part is not None)
+    def _value(self) -> tuple[Any, ...]:
+        return (self.level, self.surrogate, self.weights, self.terms, self.aggregate, self.rejected, self.clip_range)
 
-    @property
-    def is_per_token(self) -> bool:
-        """Does a token's loss depend on that token alone (and on the step's totals)? Unknown parts may look further."""
-        return self.rejected == "counted" and all(fact(part, "is_per_token") for part in self.parts)
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other._value == self._value
 
-    @property
-    def is_zero_without_advantage(self) -> bool:
-        """Is the gradient of a sequence exactly 0 when its advantage is? Surrogate and selection say so themselves."""
-        judged = (self.surrogate,) if self.select is None else (self.surrogate, self.select)
-        no_other_term = self.beta == 0 and self.entropy_coef == 0 and self.pull == 0
-        return no_other_term and all(fact(part, "is_zero_without_advantage") for part in judged)
-
-    @property
-    def rejects(self) -> bool:
-        """Can its correction or selection leave tokens out of the policy term?"""
-        return self.correction is not None or hasattr(self.select, "keep")
-
-    @property
-    def reads_sampler(self) -> bool:
-        """Does it deal with the sampler's log-probs, as a correction or in its ratio?"""
-        return "sampler_logps" in self.needs
-
-    @property
-    def draws_tokens(self) -> bool:
-        """Must it know the place of each token in the step?"""
-        return any(fact(part, "draws_tokens") for part in self.parts)
-
-    @property
-    def surveys_policy(self) -> bool:
-        """Must the log-probs of the whole step be known before its first backward?"""
-        rejects = self.rejected == "left_out" and (self.correction is not None or self.select is not None)
-        return rejects or any(hasattr(part, "survey") for part in self.parts)
-
-    @property
-    def surveys(self) -> bool:
-        """Must something be counted over the whole step before its first backward, besides sequences and tokens?"""
-        return self.surveys_policy or self.nll_coef != 0
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional inputs that this loss cannot do without."""
-        wanted = {"ref_logps": self.beta != 0, "entropies": self.entropy_coef != 0}
-        own = frozenset(name for name, is_wanted in wanted.items() if is_wanted)
-        if self.correction is not None and not hasattr(self.correction, "needs"):
-            own |= {"sampler_logps"}  # a function of the user's: what else would it correct with?
-        return own.union(*(fact(part, "needs") for part in self.parts))
+    def __hash__(self) -> int:
+        return hash((type(self), self._value))
 
     def __call__(
         self,
@@ -205,9 +267,7 @@ class PolicyLoss:
         )
         if advantages is None:
             return LossOutput(loss=aligned.logps[:0].sum(), terms={}, on_policy=aligned.on_policy)
-        if totals is None and self.surveys:
-            aligned = surveyed(self, aligned)
-        return self.compute(aligned)
+        return self.compute(self.surveyed(aligned) if totals is None else aligned)
 
     def align(
         self,
@@ -222,8 +282,8 @@ class PolicyLoss:
         return align(
             inputs,
             outputs,
-            ref_logps=ref_logps if self.beta else None,
-            sampler_logps=sampler_logps if "sampler_logps" in self.needs else None,
+            ref_logps=ref_logps if "ref_logps" in self.needs else None,
+            sampler_logps=sampler_logps if self.reads_sampler else None,
             with_places=self.draws_tokens,
             **others,
         )
@@ -246,49 +306,62 @@ class PolicyLoss:
         aligned = self.align(
             inputs, outputs, advantages=advantages, old_logps=old_logps, sampler_logps=sampler_logps, totals=None
         )
-        known = aligned.totals if totals is None else totals
-        return surveyed(self, replace(aligned, totals=known)).totals if self.surveys else known
+        return self.surveyed(aligned if totals is None else replace(aligned, totals=totals)).totals
 
+    @torch.no_grad()
     def surveyed(self, inputs: LossInputs) -> LossInputs:
-        """The inputs of a whole step, whose totals hold what the parts must know of it."""
-        return surveyed(self, inputs) if self.surveys else inputs
+        """The inputs of a whole step, whose totals hold what the parts must know of it, and how much is rejected."""
+        if not self.surveys:
+            return inputs
+        self.check_needs(inputs, besides=frozenset({"ref_logps"}))
+        log_ratio_T = self.level(inputs)
+        numbers: dict[str, Tensor] = {}
+        for part in self._surveying:
+            numbers |= part.survey(inputs, log_ratio_T)
+        inputs = replace(inputs, totals=replace(inputs.totals, survey=numbers))
+        if self._leaves_out:
+            before, left = inputs.segments, inputs.segments.restricted(self._weigh(inputs, log_ratio_T) != 0)
+            numbers["rejected_tokens"] = before.length.sum() - left.length.sum()
+            numbers["rejected_sequences"] = ((before.length > 0) & (left.length == 0)).sum()
+        return inputs
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """The loss of aligned inputs."""
         self.check_needs(inputs)
         log_ratio_T = self.level(inputs)
+        segments, totals, rejected = inputs.segments, inputs.totals, None
         policy_T = self.surrogate(log_ratio_T, inputs)
-        if self.select is not None:
-            policy_T = self.select(policy_T, log_ratio_T, inputs)
-        correction_T = None if self.correction is None else self.correction(inputs)
-        if correction_T is not None:
-            policy_T = policy_T * correction_T
-        weight_T = token_weights(self, inputs, log_ratio_T, correction_T)
+        for term in self._inside:
+            policy_T = policy_T + term.coef * term.value(inputs, log_ratio_T)
+        if self.weights:
+            keep_T = self._weigh(inputs, log_ratio_T)
+            policy_T = policy_T * keep_T
+            rejected = ((segments.bits != 0) & (inputs.advantages != 0) & (keep_T == 0)).sum()
+            if self._leaves_out:
+                segments = segments.restricted(keep_T != 0)
+                totals = replace(
+                    totals,
+                    sequences=totals.sequences - totals.number("rejected_sequences"),
+                    tokens=totals.tokens - totals.number("rejected_tokens"),
+                )
+        weight_S = self.aggregate(segments, totals).to(inputs.logps.dtype)
+        weight_T = segments.keep_(segments.spread(weight_S))  # exactly 0 where nothing is scored
         loss = torch.dot(weight_T, policy_T)
         terms = {"policy": loss.detach()}
-        rejected = rejected_tokens(self, inputs, log_ratio_T, correction_T) if self.rejects else None
-        if self.beta:
-            assert inputs.ref_logps is not None
-            delta_T = (inputs.logps - inputs.ref_logps).clamp(-MAX_DELTA, MAX_DELTA)
-            kl = torch.dot(weight_T, self.kl(delta_T, log_ratio_T))
-            terms["kl"] = kl.detach()
-            loss = loss + self.beta * kl
-        if self.entropy_coef:
-            assert inputs.entropies is not None
-            entropy = torch.dot(weight_T, inputs.entropies)
-            terms["entropy"] = entropy.detach()
-            loss = loss - self.entropy_coef * entropy
-        if self.pull:
-            pull = torch.dot(weight_T, log_ratio_T.square())
-            terms["pull"] = pull.detach()
-            loss = loss + self.pull * pull
-        if self.nll_coef:
-            positive_T = (inputs.advantages > 0).to(inputs.logps.dtype)
-            count = inputs.totals.number("positive_tokens").clamp(min=1).to(inputs.logps.dtype)
-            nll = -torch.dot(positive_T, inputs.logps) / count
-            terms["nll"] = nll.detach()
-            loss = loss + self.nll_coef * nll
+        for term in self._added:
+            total = term.total(inputs, log_ratio_T, weight_T)
+            terms[term.name] = total.detach()
+            loss = loss + term.coef * total
         return LossOutput(loss=loss, terms=terms, on_policy=inputs.on_policy, rejected=rejected)
+
+    def _weigh(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
+        """The product of the token weights, `[T]`."""
+        result: Tensor | None = None
+        for weight, takes in zip(self.weights, self._takes_log_ratio, strict=True):
+            weight_T = weight(inputs, log_ratio_T=log_ratio_T) if takes else weight(inputs)
+            result = weight_T if result is None else result * weight_T
+        assert result is not None, "called for a loss with weights"
+        return result
 
     def check_needs(self, inputs: LossInputs, besides: frozenset[str] = frozenset()) -> None:
         """Refuse inputs without what this loss cannot do without."""
@@ -298,7 +371,20 @@ class PolicyLoss:
             raise InputError(f"{made} needs {missing[0]}, got None. {_REMEDY[missing[0]]}")
 
     def __repr__(self) -> str:
-        return formula(self)
+        """The sum, then each part in words."""
+        active = (*self._inside, *self._added)
+        added = {"policy": "", "token": "", "step": ""}
+        for term in active:
+            name = term.name if term.place == "step" else f"{term.name}_t"
+            added[term.place] += f" {'-' if term.coef < 0 else '+'} {abs(term.coef):g} * {name}"
+        policy = f"(surrogate_t{added['policy']})" if self._inside else "surrogate_t"
+        policy = policy if self.select is None else f"select({policy})"
+        policy += "" if self.correction is None else " * correction_t"
+        words = {"level": self.level, "surrogate": self.surrogate, "select": self.select, "correction": self.correction}
+        words |= {term.name: term.value for term in active} | {"weight": self.aggregate}
+        lines = [f"{type(self).__name__}: loss = sum_t weight_t * ({policy}{added['token']}){added['step']}"]
+        lines += [f"  {name:11} {describe(part)}" for name, part in words.items() if part is not None]
+        return "\n".join(lines + ["  rejected    left out of the means"] * (self.rejected == "left_out"))
 
 
 _REMEDY = {
@@ -306,3 +392,32 @@ _REMEDY = {
     "entropies": "Put `entropies` into outputs, or set entropy_coef=0 and leave out a selection by entropy.",
     "sampler_logps": "Pass the sampler's log-probs, or leave out the correction (selection, level) that reads them.",
 }
+
+
+def _coefficient(option: str, value: float) -> float:
+    """The coefficient of a term from the keyword that sets it."""
+    lowest, sign = -math.inf if option == "entropy_coef" else 0.0, COEFFICIENTS[option][1]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < lowest:
+        raise InputError(f"{option} must be a finite number{' of at least 0' if lowest == 0 else ''}, got {value!r}")
+    return sign * value
+
+
+def _joined(own: tuple[Term, ...], given: tuple[Term, ...]) -> tuple[Term, ...]:
+    """The terms of the keywords, then those given; one given takes the place of one whose keyword was left at 0."""
+    joined = {term.name: term for term in own}
+    for term in given:
+        if not isinstance(term, Term):
+            raise InputError(f"terms must hold Term(name, coef, value), got {term!r}")
+        if term.name == "policy" or (term.name in joined and joined[term.name].coef):
+            raise InputError(f"there is a term named {term.name!r} already; give one, or another name")
+        joined[term.name] = term
+    return tuple(joined.values())
+
+
+def _one_or_more(weights: tuple[TokenWeight, ...]) -> Weights:
+    return None if not weights else weights[0] if len(weights) == 1 else weights
+
+
+def _name(part: Any) -> str:
+    return getattr(part, "__name__", repr(part))

@@ -5,7 +5,6 @@ A surrogate is called with the log-ratio `[T]` of the level and the LossInputs, 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +12,15 @@ from torch import Tensor
 
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs
+from gruppo.loss.traits import part
+
+__all__ = ["Clip", "ClippedWeight", "DualClip", "GammaWeight", "LogProb", "PolicyGradient", "SoftGate"]
 
 
+@part(per_token=True, zero_without_advantage=True)
 @dataclass(frozen=True)
 class Clip:
     """PPO's clipped surrogate, arXiv:1707.06347; with high > low DAPO's clip-higher, arXiv:2503.14476."""
-
-    is_per_token: ClassVar[bool] = True
-    is_zero_without_advantage: ClassVar[bool] = True
 
     low: float = 0.2
     high: float = 0.2
@@ -36,12 +36,10 @@ class Clip:
         return torch.addcmul(most_T, log_ratio_T.exp(), advantages_T, value=-1).relu_() - most_T
 
 
+@part(per_token=True, zero_without_advantage=True)
 @dataclass(frozen=True)
 class DualClip:
     """Clip, and for A < 0 a cap on the ratio, arXiv:1912.09729; also the two-sided clip of arXiv:2505.07291."""
-
-    is_per_token: ClassVar[bool] = True
-    is_zero_without_advantage: ClassVar[bool] = True
 
     low: float = 0.2
     high: float = 0.2
@@ -60,13 +58,10 @@ class DualClip:
         return torch.where(inputs.advantages < 0, capped_T, clip_T)
 
 
+@part(per_token=True, zero_without_advantage=True, caps_every_sign=True)
 @dataclass(frozen=True)
 class ClippedWeight:
     """CISPO, arXiv:2506.13585: the capped ratio weighs the gradient of log p; no token's gradient is cut off."""
-
-    is_per_token: ClassVar[bool] = True
-    is_zero_without_advantage: ClassVar[bool] = True
-    caps_every_sign: ClassVar[bool] = True
 
     high: float = 0.2
 
@@ -78,12 +73,10 @@ class ClippedWeight:
         return -weight_T * inputs.advantages * inputs.logps
 
 
+@part(per_token=True, zero_without_advantage=True)
 @dataclass(frozen=True)
 class SoftGate:
     """SAPO, arXiv:2511.20347: a sigmoid gate on the ratio, with its own temperature for each sign of A."""
-
-    is_per_token: ClassVar[bool] = True
-    is_zero_without_advantage: ClassVar[bool] = True
 
     tau_positive: float = 1.0
     tau_negative: float = 1.0
@@ -103,12 +96,10 @@ class SoftGate:
         return -torch.sigmoid(tau_T * log_ratio_T.expm1()) * (4 / tau_T) * advantages_T
 
 
+@part(per_token=True, zero_without_advantage=True)
 @dataclass(frozen=True)
 class PolicyGradient:
     """The ratio without a trust region; on-policy its gradient is REINFORCE's."""
-
-    is_per_token: ClassVar[bool] = True
-    is_zero_without_advantage: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "-r*A"
@@ -117,12 +108,10 @@ class PolicyGradient:
         return -log_ratio_T.exp() * inputs.advantages
 
 
+@part(per_token=True, zero_without_advantage=True)
 @dataclass(frozen=True)
 class LogProb:
     """REINFORCE: the log-prob itself, without a ratio. Its gradient is that of `PolicyGradient` at r = 1."""
-
-    is_per_token: ClassVar[bool] = True
-    is_zero_without_advantage: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "-A*logp"
@@ -131,12 +120,10 @@ class LogProb:
         return -inputs.advantages * inputs.logps
 
 
+@part(per_token=True, zero_without_advantage=True)
 @dataclass(frozen=True)
 class GammaWeight:
     """VESPO, arXiv:2602.10693: phi(w) = e^l * w^k * e^(-l*w) weighs the gradient of log p; phi(1) = 1."""
-
-    is_per_token: ClassVar[bool] = True
-    is_zero_without_advantage: ClassVar[bool] = True
 
     positive: tuple[float, float] = (2.0, 3.0)  # (k, l) where A >= 0
     negative: tuple[float, float] = (3.0, 2.0)  # (k, l) where A < 0

@@ -48,7 +48,9 @@ class MismatchMetric(Metric):
         self.tail = tail
         super().__init__(device_mesh, process_group, ignore_index)
 
-    def accumulate(self, inputs: Mapping[str, Any], *, old_logps: PerToken, sampler_logps: PerToken) -> None:
+    def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]  it reads no outputs
+        self, inputs: Mapping[str, Any], *, old_logps: PerToken, sampler_logps: PerToken
+    ) -> None:
         """Add one micro-batch; `inputs` as for a loss."""
         labels = inputs["labels"]
         blank = {"logps": torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)}

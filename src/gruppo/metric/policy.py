@@ -80,7 +80,7 @@ class PolicyMetric(Metric):
         """How many tokens (or sequences) there are, how many are clipped low, and how many high, each `[]`."""
         raise NotImplementedError
 
-    def accumulate(
+    def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]  it reads these alone
         self,
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],

@@ -2,7 +2,6 @@
 
     base.py           Sampler: what the trainer asks of any sampler
     params.py         SamplingParams: temperature, filters, limits, stops
-    randomness.py     uniforms that are a function of (seed, step, prompt, sample, position)
     torch_sampler.py  TorchSampler: decoding of a transformers model in this process
     decoding.py       rows that grow by a token: with a cache, or computed anew where a cache gives other log-probs
     vllm_sampler.py   vLLMSampler: rollouts from vLLM, hand-over of weights, recovery

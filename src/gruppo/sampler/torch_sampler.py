@@ -15,10 +15,10 @@ from torch import Tensor
 from gruppo.errors import InputError, NumericError
 from gruppo.model.source import end_tokens_of
 from gruppo.model.transformers_model import TransformersModel
+from gruppo.random import row_keys, row_uniforms
 from gruppo.sampler.base import PromptLike, check_call, draw_numbers, read_prompt
 from gruppo.sampler.decoding import CachedRows, RecomputedRows, Way, find_way
 from gruppo.sampler.params import SamplingParams
-from gruppo.sampler.randomness import row_keys, uniforms
 from gruppo.types import Prompt, SampleResponse, Trajectory
 
 
@@ -173,7 +173,7 @@ class _Decoding:
         if temperature == 0:
             tokens_A = log_p_CV.argmax(-1)[home_A]
         else:
-            u_A = torch.from_numpy(uniforms(self.keys[active], step)).to(self.device)
+            u_A = torch.from_numpy(row_uniforms(self.keys[active], step)).to(self.device)
             p_CV = log_p_CV.exp()
             tokens_A = draw(filtered(log_p_CV, self.params).exp() if self.params.filters else p_CV, u_A, home_A)
             # Of the whole distribution, as the log-probs are. xlogy would do for p = 0, but here log p is at hand.

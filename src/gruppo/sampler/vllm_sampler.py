@@ -16,13 +16,13 @@ from gruppo.errors import InputError, SamplerError
 from gruppo.model import source
 from gruppo.model.lora import LoraSpec
 from gruppo.model.transformers_model import TransformersModel
+from gruppo.random import row_keys
 from gruppo.sampler import handover
 from gruppo.sampler.answer import check_answer, response
 from gruppo.sampler.base import PromptLike, check_call, draw_numbers, read_prompt
 from gruppo.sampler.engine import Completion, Engine, EngineLost, Poll, Request
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.proof import BOUNDS, Canary
-from gruppo.sampler.randomness import row_keys
 from gruppo.sampler.start import adapter_options, start_engines
 from gruppo.types import Prompt, SampleResponse
 

@@ -10,7 +10,6 @@ from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
-from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.metric import metric_for
 from gruppo.model.source import context_length, holds_adapter
 from gruppo.reward import RewardScorer, RewardShape, load_reward
@@ -19,7 +18,7 @@ from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig, read_sampler
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.rollout import RolloutSource
-from gruppo.trainer.state import EntropyBonus, RewardKL, RunState, SolvedPrompts
+from gruppo.trainer.state import AdaptiveEntropy, EntropyBonus, RewardKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ class TrainConfig(BaseModel):
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the KL penalty towards the model at the start."""
     kl_estimator: int | str = 2
-    """0 k1, 1 k2, 2 k3, 3 ratio*k1, or a name: absolute, ratio_k3, k3_straight_through."""
+    """0 k1, 1 k2, 2 k3, 3 ratio*k1, or a name: abs_kl, ratio_k3, k3_straight_through."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     entropy_target: Annotated[float, Field(gt=0)] | None = None
@@ -194,7 +194,7 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.clip_range is not None:
-            from gruppo.loss.variants import read_clip_range  # brings torch, which --help does not need
+            from gruppo.loss.named import read_clip_range  # brings torch, which --help does not need
 
             read_clip_range(self.clip_range, low_acts=False)  # the loss knows whether it does
         if not self.rewards:

@@ -1,7 +1,5 @@
 """Rewards and options that cannot be used are refused: what was expected, what came, where, and what to do."""
 
-import inspect
-
 import pytest
 import torch
 
@@ -111,7 +109,7 @@ FOUR = [0.0, 1.0, 0.0, 1.0]
 @pytest.mark.parametrize("name", [n for n, c in ADVANTAGES.items() if n not in ("grpo", "rloo")])
 def test_a_scale_that_is_not_in_the_formula_is_refused(name):
     estimate = ADVANTAGES[name]()
-    own = inspect.signature(estimate.__call__).parameters["scale"].default
+    own = estimate.scale
     other = "group" if own != "group" else "batch"
     refusal(
         lambda: estimate(FOUR, num_generations=2, scale=other),
@@ -173,3 +171,24 @@ def test_an_unknown_count_of_gpg():
 
 def test_a_negative_price_of_length():
     refusal(lambda: ADVANTAGES["length_shaped"](weight=-0.1), "weight must be 0 or more", "got -0.1")
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_inputs_that_are_not_in_the_formula_are_refused(name):
+    estimate = ADVANTAGES[name]()
+    inputs = {"lengths": [1, 2, 3, 4], "greedy_rewards": [0.0] * 4, "correct": [True] * 4}
+    for keyword in inputs.keys() - {*estimate.needs, *estimate.uses}:
+        refusal(
+            lambda keyword=keyword: estimate(FOUR, num_generations=2, **{keyword: inputs[keyword]}),
+            *(type(estimate).__name__, f"unexpected keyword argument {keyword!r}"),
+            error=TypeError,
+        )
+
+
+def test_whether_an_answer_is_right_is_said_once_per_reward():
+    estimate = ADVANTAGES["maxrl"]()
+    refusal(lambda: estimate(FOUR, num_generations=2, correct=[True]), "correct has 1 entries for 4 rewards")
+    refusal(
+        lambda: estimate(FOUR, num_generations=2, correct=[True, False, 1, None]),
+        "correct[2] must be True, False or None, got 1",
+    )

@@ -178,7 +178,7 @@ every = pytest.mark.parametrize("name", CASES)
 
 def call(estimate, rewards, lengths=LENGTHS, greedy=GREEDY, **options):
     inputs = {"lengths": lengths, "greedy_rewards": greedy}
-    more = {need: inputs[need] for need in getattr(estimate, "needs", ())}
+    more = {name: inputs[name] for name in (*estimate.needs, *estimate.uses) if name != "correct"}
     return estimate(torch.tensor(rewards, dtype=torch.float64), **more, **options)
 
 
@@ -253,7 +253,7 @@ def test_a_group_without_spread_gets_exactly_zero_except_where_the_baseline_is_n
 def test_who_abstains_gets_zero_and_is_in_no_statistic(name):
     estimate = CASES[name][0]
     inputs = {"lengths": [3, 5, 9, 2, 4, 8, 6], "greedy_rewards": [0.5] * 7}
-    needs = getattr(estimate, "needs", ())
+    needs = [name for name in (*estimate.needs, *estimate.uses) if name != "correct"]
     rewards, keep = [1.0, 0.0, None, 0.25, 0.0, None, 0.75], [0, 1, 3, 4, 6]
     ids = ["a", "a", "a", "a", "b", "b", "b"]
     got = estimate(rewards, group_ids=ids, **{n: inputs[n] for n in needs})
@@ -371,6 +371,19 @@ def test_beta_norm_is_flat_when_all_prompts_are_equally_hard():
     assert got.tolist() == [0.5, -0.5, -0.5, 0.5]
 
 
+def test_beta_norm_is_zero_where_all_or_none_are_right_whatever_their_rewards():
+    # Rates 0, 1, 1/2: mean 1/2, variance 1/4, so a Beta with a + b = 0: flat. Only the last group is between 0 and 1.
+    right = [False, False, True, True, True, False]
+    got = BetaNormAdvantage()([0.25, 0.0, 1.0, 0.5, 1.0, 0.0], num_generations=2, correct=right)
+    assert got.tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, -0.5]
+    # Rates 0, 1/2, 1/2: mean 1/3, variance 1/12, a + b = 5/3; 1 + a/3 = 32/27 and 1 + b/3 = 37/27.
+    density = torch.distributions.Beta(torch.tensor(32 / 27), torch.tensor(37 / 27)).log_prob(torch.tensor(0.5)).exp()
+    right = [False, False, True, False, True, False]
+    got = BetaNormAdvantage()([0.25, 0.0, 1.0, 0.0, 1.0, 0.0], num_generations=2, correct=right)
+    half = 0.5 / density.item()
+    assert got.tolist() == pytest.approx([0.0, 0.0, half, -half, half, -half], rel=1e-6)
+
+
 def test_right_answers_of_different_length_have_a_signal_in_the_length_shaped_estimators():
     # shaped: 1 - 0.5 * 10/20 = 0.75 and 1 - 0.5 = 0.5
     got = LengthShapedAdvantage(weight=0.5)([1.0, 1.0], num_generations=2, lengths=[10, 20])
@@ -385,6 +398,21 @@ def test_without_lengths_reinforce_pp_counts_each_completion_once():
     close(ReinforcePlusPlusAdvantage(eps=0.0)(rewards), [0.0, -1 / math.sqrt(2), -1 / math.sqrt(2), math.sqrt(2)])
     same = ReinforcePlusPlusAdvantage(eps=0.0)(rewards, lengths=[1, 1, 1, 1])
     torch.testing.assert_close(same, ReinforcePlusPlusAdvantage(eps=0.0)(rewards))
+
+
+def test_without_lengths_a_group_without_spread_gets_exactly_zero_from_reinforce_pp_baseline():
+    # In float64 the centred rewards of the first group add up to 5.6e-17, and their mean is not exactly 0.
+    rewards = torch.tensor([0.1, 0.7, 0.3, 0.5, 0.5, 0.5], dtype=torch.float64)
+    got = ReinforcePlusPlusBaselineAdvantage()(rewards, num_generations=3)
+    assert got[3:].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_an_answer_that_nobody_judged_is_in_no_success_rate():
+    # One right and one wrong of two that count: pass@1 is 1/2, with a deviation of 1/2.
+    call = {"num_generations": 3, "correct": [True, False, None]}
+    assert PassAtKAdvantage(k=1)([1.0, 0.0, 0.0], **call).tolist() == pytest.approx([1.0, -1.0, 0.0])
+    # mean reward 1/3 over a rate of 1/2
+    assert MaxRLAdvantage()([1.0, 0.0, 0.0], **call).tolist() == pytest.approx([4 / 3, -2 / 3, -2 / 3])
 
 
 def test_remax_leaves_out_a_prompt_whose_greedy_completion_has_no_reward():

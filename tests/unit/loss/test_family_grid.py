@@ -1,18 +1,17 @@
-"""Every part with every other: agrees with `family_oracle`, and no split, order or layout shows; or is refused."""
+"""Every part with every other: agrees with `oracle`, and no split, order or layout shows; or is refused."""
 
 import itertools
 import random
 
 import pytest
 import torch
-from family_oracle import Formula
+from catalogue import PARTS, refused_pairs
 from loss_batch import Batch, assert_same, value_and_grad
+from oracle import Formula
 from test_family_losses import expected, log_probs
 
 from gruppo import loss as gl
-from gruppo.cli.losses import grid as grid_in_words
 from gruppo.errors import InputError
-from gruppo.loss.catalogue import PARTS, refused_pairs
 
 STEP = log_probs(Batch.random([6, 1, 4, 7, 2, 5], seed=31, spread=0.6))
 TINY = log_probs(Batch.random([4, 3, 2], seed=32, spread=0.5))
@@ -55,19 +54,19 @@ MADE = {
         "MaskedWeight sequence_sum": gl.MaskedWeight(0.7, 1.4, "sequence_sum"),
         "KeepWithin": gl.KeepWithin(0.7, 1.4),
         "OffPolicySequenceMask": gl.OffPolicySequenceMask(0.05),
-        "Product": gl.Product((TRUNCATED, gl.KeepWithin(0.7, 1.4, "sequence"))),
+        "two": (TRUNCATED, gl.KeepWithin(0.7, 1.4, "sequence")),
         "Normalized": gl.Normalized(TRUNCATED),
     },
     "select": {
         "TopEntropy": gl.TopEntropy(0.3),
         "ClipCovariance": gl.ClipCovariance(0.3, -0.4, 1.5, clip=(0.15, 0.25), seed=5),
-        "CovariancePenalty": gl.CovariancePenalty(0.3, 0.7),
         "SecondMoment": gl.SecondMoment(0.15),
         "VariationBudget": gl.VariationBudget(0.2),
         "TVRegion": gl.TVRegion(0.01, 0.02),
         "KLRegion": gl.KLRegion(0.01, 0.02),
         "ProbabilityBand": gl.ProbabilityBand(0.03),
     },
+    "terms": {"CovariancePenalty": (gl.CovariancePenalty(0.3, 0.7),)},
 }
 KINDS = tuple(PARTS)
 REFUSED = {frozenset((one, other)) for one, other, _ in refused_pairs()}
@@ -173,14 +172,15 @@ def test_gradients_agree_with_finite_differences():
     assert done > 25
 
 
-def test_the_command_prints_the_grid(capsys):
-    text = grid_in_words()
-    print(text)
-    for kind, parts in PARTS.items():
-        assert f"{kind:11} {', '.join(parts)}" in text
-    assert len(REFUSED) == 15
-    for one, other, reason in refused_pairs():
-        assert f"  {one}  {other}" in text and f"because {reason}" in text
+def test_two_kinds_of_pairs_are_refused():
+    reasons = {frozenset((one, other)): reason for one, other, reason in refused_pairs()}
+    twice, local = "is over the sampler already", "divides by the tokens of one call"
+    levels = ("sampler_level", "CorrectedSum")
+    weighing = [name for name in PARTS["correction"] if name not in ("none", "KeepWithin", "OffPolicySequenceMask")]
+    expected = {frozenset((f"level={a}", f"correction={b}")): twice for a in levels for b in weighing}
+    expected[frozenset(("aggregate=local_token_mean", "rejected=left_out"))] = local
+    assert reasons.keys() == expected.keys() and len(reasons) == 15
+    assert all(expected[pair] in reason for pair, reason in reasons.items())
 
 
 # --- what surveys are for -------------------------------------------------------------------------------------------
@@ -228,10 +228,10 @@ def test_another_seed_draws_other_tokens_and_the_same_seed_the_same():
 
 def test_draws_are_uniform():
     from gruppo.batch.segments import Segments
-    from gruppo.loss.draw import token_places, uniforms
+    from gruppo.random import token_places, token_uniforms
 
     segments = Segments.from_rows(torch.ones(100, 200, dtype=torch.bool))
-    u = uniforms(token_places(torch.arange(100), segments), torch.full((20000,), 7), seed=0, step=0)
+    u = token_uniforms(token_places(torch.arange(100), segments), torch.full((20000,), 7), seed=0, step=0)
     counts = torch.histc(u, bins=20, min=0, max=1)
     # 1000 expected in each, standard deviation 31
     assert (counts - 1000).abs().max() < 4 * 31
@@ -285,11 +285,11 @@ def test_tokens_that_tie_up_to_rounding_are_chosen_together(noise, share):
 
 def test_a_dense_cut_keeps_the_share():
     """A million tokens lie closer than a tie: the cut must not slide down through all of them."""
-    from gruppo.loss.select import _cut_below_top
+    from gruppo.loss.weights import cut_below_top
 
     torch.manual_seed(0)
     values = torch.rand(1_000_000)
-    assert (values > _cut_below_top(values, 200_000)).sum().item() == pytest.approx(200_000, abs=20)
+    assert (values > cut_below_top(values, 200_000)).sum().item() == pytest.approx(200_000, abs=20)
 
 
 @pytest.mark.parametrize("value", ["sometimes", None])

@@ -1,12 +1,12 @@
-"""Every named loss against `family_oracle`: value and both gradients, float64, padded and packed."""
+"""Every named loss against `oracle`: value and both gradients, float64, padded and packed."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from family_oracle import Formula, oracle
 from loss_batch import Batch, assert_same, value_and_grad
+from oracle import Formula, oracle
 
 from gruppo.loss import LOSSES, KeepWithin, MaskedWeight, TruncatedWeight, VESPOLoss
 
@@ -80,7 +80,7 @@ FAMILY = {
         {"share": 0.2, "cov": (-0.5, 2.0), "seed": 3},
     ),
     "kl_cov": (
-        Formula(surrogate="PolicyGradient", select="CovariancePenalty", n={"share": 2e-4}),
+        Formula(surrogate="PolicyGradient", terms="CovariancePenalty", n={"share": 2e-4}),
         {"share": 0.3, "coef": 0.5},
         {"share": 0.3, "coef": 0.5},
     ),
@@ -149,7 +149,7 @@ def test_shared_terms_are_added_to_every_loss(name):
     assert_same(value_and_grad(loss, BATCHES["ragged"]), expected(formula, BATCHES["ragged"]), 1e-11)
 
 
-@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "absolute", "ratio_k1", "ratio_k3", "k3_straight_through"])
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs_kl", "ratio_k1", "ratio_k3", "k3_straight_through"])
 def test_every_kl_by_name(kl):
     formula = Formula(aggregate="sequence_mean", beta=0.5, kl=kl)
     loss = LOSSES["grpo"](beta=0.5, kl_estimator=kl)

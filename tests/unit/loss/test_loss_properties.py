@@ -1,4 +1,4 @@
-"""Agreement with `naive_loss` over random shapes, masks, layouts and options: loss and both gradients, in float64."""
+"""Agreement with `oracle` over random shapes, masks, layouts and options: loss and both gradients, in float64."""
 
 from dataclasses import replace
 
@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_batch import LAYOUTS, SEVEN, Batch, assert_same, seven_losses
-from naive_loss import Counts, Spec, naive_loss, named
+from oracle import Counts, Formula, oracle
+from test_family_losses import FAMILY
 
 from gruppo.batch import Totals
 from gruppo.loss import (
@@ -34,13 +35,15 @@ from gruppo.loss import (
     token_mean,
 )
 
-CORRECTIONS = {
-    None: None,
-    ("truncated", 0.0, 1.3): TruncatedWeight(high=1.3),
-    ("truncated", 0.7, 2.0): TruncatedWeight(high=2.0, low=0.7),
-    ("masked", 0.6, 1.5, "token"): MaskedWeight(0.6, 1.5),
-    ("masked", 0.8, 1.3, "sequence"): MaskedWeight(0.8, 1.3, "sequence"),
-}
+# The part, and what the oracle calls it with which numbers
+CORRECTIONS = [
+    (None, "none", {}),
+    (TruncatedWeight(high=1.3), "TruncatedWeight", {"high": 1.3}),
+    (TruncatedWeight(high=2.0, low=0.7), "TruncatedWeight", {"high": 2.0, "low": 0.7}),
+    (MaskedWeight(0.6, 1.5), "MaskedWeight", {"rho": (0.6, 1.5)}),
+    (MaskedWeight(0.8, 1.3, "sequence"), "MaskedWeight sequence", {"rho": (0.8, 1.3)}),
+]
+KL = (k1, k2, k3, ratio_k1)
 
 
 @st.composite
@@ -68,18 +71,18 @@ def cases(draw):
 
 
 def options():
-    """Numbers of a Spec that every loss takes."""
+    """What every loss takes."""
     return st.fixed_dictionaries(
         {
             "beta": st.sampled_from([0.0, 0.04, 1.0]),
             "kl": st.integers(0, 3),
             "entropy_coef": st.sampled_from([0.0, 0.01, -0.5]),
-            "correction": st.sampled_from(list(CORRECTIONS)),
+            "correction": st.sampled_from(CORRECTIONS),
         }
     )
 
 
-def assert_agrees(loss, spec, case):
+def assert_agrees(loss, formula, case):
     batch, layout, trailing, counts, on_policy = case
     batch = batch.leaves()
     inputs, outputs, keywords = batch.arguments(layout, trailing)
@@ -94,10 +97,8 @@ def assert_agrees(loss, spec, case):
     if on_policy:
         keywords["old_logps"] = None
     value = loss(inputs, outputs, totals=totals, **keywords).loss
-    arguments = dict(batch.values)
-    if on_policy:
-        arguments["old_logps"] = None
-    expected = naive_loss(spec, batch.mask, **arguments, advantages=batch.advantages, counts=counts)
+    values = {name: v for name, v in batch.values.items() if not (on_policy and name == "old_logps")}
+    expected = oracle(formula, batch.labels, values, batch.advantages, counts)
     leaves = [batch.values["logps"], batch.values["entropies"]]
     got_grads, expected_grads = (
         [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
@@ -113,76 +114,64 @@ def gradients(value, leaves):
 @seven_losses
 @given(case=cases(), numbers=options(), clip=st.sampled_from([(0.2, 0.2), (0.1, 0.5), (3e-4, 4e-4)]))
 @settings(max_examples=25)
-def test_named_loss_agrees_with_the_naive_one(name, case, numbers, clip):
-    spec = named(name, **numbers, low=clip[0], high=clip[1])
-    own = {}
-    if name == "SAPO":
-        spec = replace(spec, tau=(1.0, 1.05))
-        own = {"tau": (1.0, 1.05)}
-    if name == "DRGRPO":
-        spec = replace(spec, max_completion_length=7)
-        own = {"max_completion_length": 7}
+def test_named_loss_agrees_with_the_oracle(name, case, numbers, clip):
+    own = {"SAPO": {"tau": (1.0, 1.05)}, "DRGRPO": {"max_completion_length": 7}}.get(name, {})
+    plain, _, _ = FAMILY[name.lower()]
+    formula = shared(plain, numbers, {"clip": clip, "weight_cap": 1 + clip[1], **own})
+    correction, _, _ = numbers["correction"]
     loss = SEVEN[name](
         clip_range=clip,
         beta=numbers["beta"],
         kl_estimator=numbers["kl"],
         entropy_coef=numbers["entropy_coef"],
-        correction=CORRECTIONS[numbers["correction"]],
+        correction=correction,
         **own,
     )
-    assert_agrees(loss, spec, case)
+    assert_agrees(loss, formula, case)
 
 
-LEVELS = {
-    "token": token_level,
-    "sequence": sequence_level,
-    "sequence_token": sequence_token_level,
-    "sequence_sum": sequence_sum_level,
+def shared(formula, numbers, own):
+    """The formula with the numbers that every loss takes, and those of its parts."""
+    _, correction, bounds = numbers["correction"]
+    return replace(
+        formula,
+        beta=numbers["beta"],
+        kl=KL[numbers["kl"]].__name__,
+        entropy_coef=numbers["entropy_coef"],
+        correction=correction,
+        n=formula.n | own | bounds,
+    )
+
+
+PARTS = {
+    "level": [token_level, sequence_level, sequence_token_level, sequence_sum_level],
+    "surrogate": [
+        Clip(0.2, 0.3),
+        DualClip(0.2, 0.3, 2.0),
+        ClippedWeight(0.3),
+        SoftGate(1.0, 2.0),
+        PolicyGradient(),
+        GammaWeight(),
+    ],
+    "aggregate": [sequence_mean, token_mean, local_token_mean, ConstantLength(6), sequence_mean_token_sum],
 }
-SURROGATES = {
-    "clip": Clip(0.2, 0.3),
-    "dual_clip": DualClip(0.2, 0.3, 2.0),
-    "clipped_weight": ClippedWeight(0.3),
-    "soft_gate": SoftGate(1.0, 2.0),
-    "policy_gradient": PolicyGradient(),
-    "gamma_weight": GammaWeight(),
-}
-AGGREGATES = {
-    "sequence_mean": sequence_mean,
-    "token_mean": token_mean,
-    "local_token_mean": local_token_mean,
-    "constant_length": ConstantLength(6),
-    "sequence_mean_token_sum": sequence_mean_token_sum,
-}
+NUMBERS = {"clip": (0.2, 0.3), "cap": 2.0, "weight_cap": 1.3, "tau": (1.0, 2.0), "max_completion_length": 6}
 
 
 @given(
     case=cases(),
     numbers=options(),
-    level=st.sampled_from(list(LEVELS)),
-    surrogate=st.sampled_from(list(SURROGATES)),
-    aggregate=st.sampled_from(list(AGGREGATES)),
+    parts=st.fixed_dictionaries({kind: st.sampled_from(parts) for kind, parts in PARTS.items()}),
 )
 @settings(max_examples=120)
-def test_any_composition_agrees_with_the_naive_one(case, numbers, level, surrogate, aggregate):
-    spec = Spec(
-        level=level,
-        surrogate=surrogate,
-        aggregate=aggregate,
-        low=0.2,
-        high=0.3,
-        cap=2.0,
-        tau=(1.0, 2.0),
-        max_completion_length=6,
-        **numbers,
-    )
+def test_any_composition_agrees_with_the_oracle(case, numbers, parts):
+    names = {kind: getattr(part, "__name__", type(part).__name__) for kind, part in parts.items()}
+    correction, _, _ = numbers["correction"]
     loss = PolicyLoss(
-        level=LEVELS[level],
-        surrogate=SURROGATES[surrogate],
-        aggregate=AGGREGATES[aggregate],
-        kl=(k1, k2, k3, ratio_k1)[numbers["kl"]],
-        correction=CORRECTIONS[numbers["correction"]],
+        **parts,
+        kl=KL[numbers["kl"]],
+        correction=correction,
         beta=numbers["beta"],
         entropy_coef=numbers["entropy_coef"],
     )
-    assert_agrees(loss, spec, case)
+    assert_agrees(loss, shared(Formula(**names), numbers, NUMBERS), case)

@@ -1,6 +1,8 @@
 """A loss is a value: it does not change, says what it rejects, and knows what it clips."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -8,16 +10,22 @@ import torch
 from gruppo.errors import InputError
 from gruppo.loss import (
     LOSSES,
+    CovariancePenalty,
     DPPOKLLoss,
     DPPOTVLoss,
     GRPOLoss,
     KeepWithin,
     KLCovLoss,
     MaskedWeight,
+    Normalized,
     OffPolicySequenceMask,
+    PolicyGradient,
     PolicyLoss,
+    Term,
+    TopEntropy,
     TruncatedWeight,
     VESPOLoss,
+    part,
     token_mean,
 )
 from gruppo.loss.level import CorrectedSum
@@ -38,6 +46,7 @@ def test_no_attribute_of_a_loss_can_be_set(name: str) -> None:
 def test_replace_makes_the_loss_that_was_never_otherwise(name: str) -> None:
     loss = LOSSES[name]()
     changed = loss.replace(entropy_coef=0.25, beta=0.5)
+    assert changed == LOSSES[name](entropy_coef=0.25, beta=0.5) != loss
     assert repr(changed) == repr(LOSSES[name](entropy_coef=0.25, beta=0.5))
     assert (loss.entropy_coef, loss.beta) == (0.0, 0.0)
     assert changed.needs == loss.needs | {"entropies", "ref_logps"}
@@ -48,6 +57,106 @@ def test_replace_takes_coefficients_alone_and_checks_them() -> None:
         GRPOLoss().replace(correction=TruncatedWeight())  # type: ignore[arg-type]
     with pytest.raises(InputError, match="beta must be a finite number of at least 0, got -1"):
         GRPOLoss().replace(beta=-1)
+
+
+def test_losses_of_the_same_parts_are_equal_and_hash_alike() -> None:
+    for name, make in LOSSES.items():
+        assert make() == make() and hash(make()) == hash(make()), name
+        assert copy.deepcopy(make()) == make() == pickle.loads(pickle.dumps(make())), name
+    assert len({make() for make in LOSSES.values()} | {make() for make in LOSSES.values()}) == len(LOSSES)
+    for other in (
+        GRPOLoss(clip_range=0.3),
+        GRPOLoss(beta=0.1),
+        GRPOLoss(kl_estimator=1),
+        GRPOLoss(rejected="left_out"),
+    ):
+        assert other != GRPOLoss()
+    assert GRPOLoss() != PolicyLoss()  # it has a name
+
+
+def test_correction_and_select_are_weights() -> None:
+    one = PolicyLoss(select=TopEntropy(), correction=(TruncatedWeight(), KeepWithin()))
+    assert one == PolicyLoss(weights=(TopEntropy(), TruncatedWeight(), KeepWithin()))
+    assert one.weights == (TopEntropy(), TruncatedWeight(), KeepWithin())
+    assert (one.select, one.correction) == (TopEntropy(), (TruncatedWeight(), KeepWithin()))
+
+
+def one_token_each(loss: PolicyLoss, **more) -> tuple[float, list[float]]:
+    """Loss and gradient for two tokens of logp -1 and -2 with ratios 2 and 1, A = 3 and -5, rho = 4 and 1."""
+    logps = torch.tensor([[-1.0], [-2.0]], dtype=torch.float64, requires_grad=True)
+    old = logps.detach() - torch.tensor([[2.0], [1.0]], dtype=torch.float64).log()
+    sampler = old - torch.tensor([[4.0], [1.0]], dtype=torch.float64).log()
+    call = {"advantages": [3.0, -5.0], "old_logps": old, "sampler_logps": sampler} | more
+    result = loss({"labels": torch.tensor([[1], [2]])}, {"logps": logps}, **call)
+    (grad,) = torch.autograd.grad(result.loss, logps)
+    return result.loss.item(), grad.flatten().tolist()
+
+
+def test_weights_multiply_the_policy_term() -> None:
+    # -r A = -6 and 5. A root of rho, 2 and 1, and a mask of the second token: (-6 * 2 * 1 + 5 * 1 * 0) / 2
+    def root(inputs, power=0.5):
+        return (power * (inputs.old_logps - inputs.sampler_logps)).exp()
+
+    def rises(inputs, log_ratio_T):
+        return log_ratio_T.detach() > 0.5
+
+    loss = PolicyLoss(surrogate=PolicyGradient(), weights=(root, rises))
+    assert one_token_each(loss) == (pytest.approx(-6.0), pytest.approx([-6.0, 0.0]))
+    assert (loss.correction, loss.select) == (root, rises)
+    assert (loss.is_per_token, loss.needs) == (False, {"sampler_logps"})  # the safe answers
+
+
+def test_a_term_is_added_beside_the_weights_and_a_covariance_penalty_within() -> None:
+    # Weights rho <= 2 are 2 and 1: policy (-6 * 2 + 5) / 2 = -3.5. The term adds 0.5 * mean of logp^2 = 0.5 * 2.5.
+    def squared(inputs, log_ratio_T):
+        return inputs.logps.square()
+
+    plain = PolicyLoss(surrogate=PolicyGradient(), correction=TruncatedWeight())
+    assert one_token_each(plain)[0] == pytest.approx(-3.5)
+    mine = PolicyLoss(surrogate=PolicyGradient(), correction=TruncatedWeight(), terms=(Term("mine", 0.5, squared),))
+    assert one_token_each(mine) == (pytest.approx(-3.5 + 1.25), pytest.approx([-6 + 0.5 * -1.0, 2.5 + 0.5 * -2.0]))
+    # The penalty on all tokens is 0.5 * |log r| = 0.5 * log 2 on the first, times its weight 2: log 2 / 2 in the mean.
+    within = PolicyLoss(
+        surrogate=PolicyGradient(), correction=TruncatedWeight(), terms=(CovariancePenalty(share=1.0, coef=0.5),)
+    )
+    assert one_token_each(within)[0] == pytest.approx(-3.5 + math.log(2) / 2)
+    logps = torch.full((1, 3), -1.0, dtype=torch.float64)
+    call = {"advantages": [1.0], "old_logps": logps - 1, "sampler_logps": logps - 1}
+    assert list(within({"labels": LABELS}, {"logps": logps}, **call).terms) == ["policy"]
+    assert list(mine({"labels": LABELS}, {"logps": logps}, **call).terms) == ["policy", "mine"]
+
+
+def test_left_out_of_a_loss_without_weights_leaves_nothing_out() -> None:
+    counted, left_out = (one_token_each(GRPOLoss(rejected=rejected)) for rejected in ("counted", "left_out"))
+    assert counted == left_out == (pytest.approx((-3.6 + 5) / 2), pytest.approx([0.0, 2.5]))
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"select": CovariancePenalty()}, "select takes token weights, got .*a Term goes into terms"),
+        ({"weights": (lambda inputs, gap: gap,)}, r"weights must take \(inputs\) or \(inputs, log_ratio_T\)"),
+        ({"correction": "truncate"}, "correction must be a function or a part of gruppo.loss, got 'truncate'"),
+        ({"terms": (TopEntropy(),)}, r"terms must hold Term\(name, coef, value\), got TopEntropy"),
+        ({"terms": (Term("policy", 1.0, abs),)}, "a term named 'policy' already"),
+        ({"terms": (Term("kl", 1.0, abs),), "beta": 0.1}, "a term named 'kl' already"),
+        ({"weights": (TopEntropy(0.1), TopEntropy(0.5))}, "two of TopEntropy would share the numbers"),
+        ({"surrogate": part(needs={"rewards"})(lambda log_ratio_T, inputs: log_ratio_T)}, "a part needs 'rewards'"),
+    ],
+)
+def test_parts_that_cannot_be_used_are_refused(parts: dict, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        PolicyLoss(**parts)
+
+
+def test_a_trait_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected trait 'is_per_token'; there are per_token, "):
+        part(is_per_token=True)
+
+
+def test_a_normalized_selection_is_refused() -> None:
+    with pytest.raises(InputError, match="Normalized takes weights of the inputs alone"):
+        Normalized(TopEntropy())
 
 
 def test_vespo_in_a_run_has_its_correction_inside_the_product() -> None:
@@ -85,7 +194,7 @@ def test_a_built_loss_is_the_constructed_one(name: str, correction: str) -> None
     own = correction == "auto" and plain.reads_sampler
     options = {"max_completion_length": 256} if name == "drgrpo" else {}
     expected = plain if part is None or own else LOSSES[name](correction=part, **options)
-    assert repr(build_loss(config)) == repr(expected)
+    assert build_loss(config) == expected
 
 
 def test_dppo_over_the_sampler_is_the_authors_form() -> None:

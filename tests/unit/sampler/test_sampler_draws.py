@@ -12,8 +12,8 @@ from tiny_models import EOS, VOCABULARY, actor, tiny_model
 
 from gruppo.errors import InputError
 from gruppo.model import TransformersModel
+from gruppo.random import row_keys, row_uniforms
 from gruppo.sampler import SamplingParams, TorchSampler
-from gruppo.sampler.randomness import row_keys, uniforms
 from gruppo.sampler.torch_sampler import draw, filtered
 from gruppo.types import Prompt, SampleResponse
 
@@ -102,7 +102,7 @@ def one_by_one(
             logits = model.model(input_ids=torch.tensor([ids])).logits[0, -1]
         log_p = (logits / params.temperature).log_softmax(-1)
         kept = filtered(log_p[None], params)[0].double().exp()
-        below = (kept.cumsum(0) <= uniforms(key, position)[0] * kept.sum()).sum().item()
+        below = (kept.cumsum(0) <= row_uniforms(key, position)[0] * kept.sum()).sum().item()
         ids.append(int(below))
         logps.append(log_p[below].item())
         if below in stop_ids:
@@ -255,18 +255,18 @@ def test_uniforms_are_the_function_written_out_in_python() -> None:
         for part in (step, prompt, sample):
             key = splitmix(key ^ splitmix((part + golden) & mask))
         expected = (splitmix((key + (position + 1) * golden) & mask) >> 11) * 2.0**-53
-        (found,) = uniforms(row_keys(seed, step, np.array([prompt]), np.array([sample])), position)
+        (found,) = row_uniforms(row_keys(seed, step, np.array([prompt]), np.array([sample])), position)
         assert found == expected
 
 
 def test_uniforms_are_these_numbers_on_every_machine() -> None:
     # Pinned: a change would make every stored run unrepeatable.
-    found = uniforms(row_keys(7, 3, np.array([0, 1]), np.array([0, 2])), 5)
+    found = row_uniforms(row_keys(7, 3, np.array([0, 1]), np.array([0, 2])), 5)
     assert found.tolist() == [0.1136781078341147, 0.6493395234131384]
 
 
 def test_uniforms_have_the_moments_of_the_uniform_distribution() -> None:
-    u = uniforms(keys(200_000), 0)
+    u = row_uniforms(keys(200_000), 0)
     # standard errors: 0.29 / sqrt(n) = 6.5e-4 for the mean, 0.0745 / sqrt(n) = 1.7e-4 for the variance
     assert u.min() >= 0.0 and u.max() < 1.0
     assert u.mean() == pytest.approx(0.5, abs=4 * 6.5e-4)
@@ -277,10 +277,10 @@ def test_uniforms_have_the_moments_of_the_uniform_distribution() -> None:
 def test_neighbouring_uniforms_are_uncorrelated(what: str) -> None:
     num = 50_000
     series = {
-        "position": lambda: [uniforms(keys(num), p) for p in range(3)],
-        "step": lambda: [uniforms(keys(num, step=s), 0) for s in range(3)],
-        "seed": lambda: [uniforms(keys(num, seed=s), 0) for s in range(3)],
-        "prompt": lambda: [np.roll(uniforms(keys(num), 0), s) for s in range(3)],
+        "position": lambda: [row_uniforms(keys(num), p) for p in range(3)],
+        "step": lambda: [row_uniforms(keys(num, step=s), 0) for s in range(3)],
+        "seed": lambda: [row_uniforms(keys(num, seed=s), 0) for s in range(3)],
+        "prompt": lambda: [np.roll(row_uniforms(keys(num), 0), s) for s in range(3)],
     }[what]()
     for a, b in pairwise(series):
         assert abs(np.corrcoef(a, b)[0, 1]) < 4 / math.sqrt(num)

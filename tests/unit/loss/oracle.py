@@ -1,11 +1,11 @@
-"""The whole family once more: padded rows, Python loops over tokens, float64, the papers' textbook forms.
+"""The losses once more: padded rows, Python loops over tokens, float64, the papers' textbook forms.
 
 Nothing is shared with the package. Log-probs are 0-d tensors so that autograd gives the gradient; everything else is a
 Python number. `sg` is `.item()`: what a paper stops the gradient of is computed from plain numbers.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class Formula:
     aggregate: str = "token_mean"
     correction: str = "none"
     select: str = "none"
+    terms: str = "none"
     rejected: str = "counted"
     kl: str = "k3"
     beta: float = 0.0
@@ -28,6 +29,16 @@ class Formula:
     pull: float = 0.0
     nll_coef: float = 0.0
     n: dict[str, Any] = field(default_factory=dict)  # numbers of the parts, by name
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a step divides by, where the batch is only a part of it."""
+
+    sequences: int
+    tokens: int
+    local_tokens: int
+    local_share: float = 1.0
 
 
 @dataclass
@@ -52,8 +63,15 @@ def clip(x, low, high):
     return torch.clamp(x, low, high) if isinstance(x, Tensor) else min(max(x, low), high)
 
 
-def oracle(f: Formula, labels: Tensor, values: dict[str, Tensor], advantages: Tensor) -> Tensor:
+def oracle(
+    f: Formula,
+    labels: Tensor,  # [B, L]
+    values: dict[str, Tensor],  # [B, L] float64; without old_logps the policy is the one that sampled
+    advantages: Tensor,  # [B] or [B, L]
+    counts: Counts | None = None,
+) -> Tensor:
     rows = [[] for _ in labels]
+    old_logps = values.get("old_logps", values["logps"])
     for i, row in enumerate(labels.tolist()):
         for j, label in enumerate(row):
             if label == -100:
@@ -65,7 +83,7 @@ def oracle(f: Formula, labels: Tensor, values: dict[str, Tensor], advantages: Te
                     len(rows[i]),
                     label,
                     values["logps"][i, j],
-                    values["old_logps"][i, j].item(),
+                    old_logps[i, j].item(),
                     values["sampler_logps"][i, j].item(),
                     values["ref_logps"][i, j].item(),
                     values["entropies"][i, j],
@@ -82,6 +100,10 @@ def oracle(f: Formula, labels: Tensor, values: dict[str, Tensor], advantages: Te
             t.c /= mean
     for t in tokens:
         t.policy = surrogate(f, t)
+    if f.terms == "CovariancePenalty":
+        cov, count = covariances(tokens), share_of(f, tokens)
+        for i in sorted(range(len(tokens)), key=lambda i: -cov[i])[:count]:
+            tokens[i].policy = tokens[i].policy + f.n.get("coef", 1.0) * torch.abs(tokens[i].d)
     select(f, tokens)
     for t in tokens:
         t.policy = t.policy * t.c
@@ -89,27 +111,29 @@ def oracle(f: Formula, labels: Tensor, values: dict[str, Tensor], advantages: Te
     left = rows if f.rejected == "counted" else [[t for t in row if t.kept] for row in rows]
     num_sequences = sum(bool(now) or not before for before, now in zip(rows, left, strict=True))
     num_tokens = sum(len(row) for row in left)
+    if counts is None:
+        counts = Counts(num_sequences, num_tokens, num_tokens)
     total = 0.0 * values["logps"].sum()
     for row in left:
         for t in row:
             delta = clip(t.logp - t.ref, -40.0, 40.0)
             per_token = t.policy + f.beta * kl(f.kl, delta, torch.exp(t.d))
             per_token = per_token - f.entropy_coef * t.entropy + f.pull * t.d**2
-            total = total + per_token / denominator(f, len(row), num_sequences, num_tokens)
+            total = total + per_token / denominator(f, len(row), counts)
     positive = [t for t in tokens if t.a > 0]
     for t in positive:
         total = total - f.nll_coef * t.logp / len(positive)
     return total
 
 
-def denominator(f: Formula, length: int, num_sequences: int, num_tokens: int) -> float:
+def denominator(f: Formula, length: int, counts: Counts) -> float:
     return {
-        "sequence_mean": num_sequences * length,
-        "token_mean": num_tokens,
-        "local_token_mean": num_tokens,
-        "sequence_mean_token_sum": num_sequences,
+        "sequence_mean": counts.sequences * length,
+        "token_mean": counts.tokens,
+        "local_token_mean": counts.local_tokens / counts.local_share,
+        "sequence_mean_token_sum": counts.sequences,
         "token_sum": 1,
-        "ConstantLength": num_sequences * f.n.get("max_completion_length", 1024),
+        "ConstantLength": counts.sequences * f.n.get("max_completion_length", 1024),
     }[f.aggregate]
 
 
@@ -129,7 +153,7 @@ def set_correction(f: Formula, row: list[Token]) -> None:
             "KeepWithin": rho,
         }.get(f.correction)
         if f.correction in ("TruncatedWeight", "Normalized"):
-            t.c = min(rho, f.n.get("high", 2.0))
+            t.c = clip(rho, f.n.get("low", 0.0), f.n.get("high", 2.0))
         elif f.correction == "TruncatedWeight sequence_sum":
             t.c = min(product, f.n.get("high", 2.0))
         elif f.correction == "KeepWithin":
@@ -138,7 +162,7 @@ def set_correction(f: Formula, row: list[Token]) -> None:
             t.c = within if low <= within <= high else 0.0
         elif f.correction == "OffPolicySequenceMask":
             t.c = 0.0 if t.a < 0 and moved > f.n.get("opsm", 0.1) else 1.0
-        elif f.correction == "Product":
+        elif f.correction == "two":
             t.c = min(rho, f.n.get("high", 2.0)) * (low <= mean <= high)
 
 
@@ -203,28 +227,21 @@ def kl(name: str, delta: Tensor, ratio: Tensor) -> Tensor:
         "k1": delta,
         "k2": delta**2 / 2,
         "k3": k3,
-        "absolute": torch.abs(delta),
+        "abs_kl": torch.abs(delta),
         "ratio_k1": ratio * delta,
         "ratio_k3": ratio * k3,
     }[name]
 
 
 def select(f: Formula, tokens: list[Token]) -> None:
-    """Sets `kept`, and the policy loss of what is not kept to 0; or adds to it."""
+    """Sets `kept`, and the policy loss of what is not kept to 0."""
     outward = [t.a * t.d.item() > 0 for t in tokens]
-    share = f.n.get("share", 0.2)
     if f.select == "TopEntropy":
         entropies = torch.stack([t.entropy for t in tokens]).detach()
-        threshold = torch.quantile(entropies, 1 - share)  # linear interpolation
+        threshold = torch.quantile(entropies, 1 - f.n.get("share", 0.2))  # linear interpolation
         keep = [t.entropy.item() >= threshold.item() - 1e-12 for t in tokens]
-    elif f.select in ("ClipCovariance", "CovariancePenalty"):
-        mean_a, mean_logp = (sum(x) / len(tokens) for x in ([t.a for t in tokens], [t.logp.item() for t in tokens]))
-        cov = [(t.a - mean_a) * (t.logp.item() - mean_logp) for t in tokens]
-        count = max(int(share * len(tokens)), 1)
-        if f.select == "CovariancePenalty":
-            for i in sorted(range(len(tokens)), key=lambda i: -cov[i])[:count]:
-                tokens[i].policy = tokens[i].policy + f.n.get("coef", 1.0) * torch.abs(tokens[i].d)
-            return
+    elif f.select == "ClipCovariance":
+        cov, count = covariances(tokens), share_of(f, tokens)
         low, high = f.n.get("cov", (1.0, 5.0))
         clip_low, clip_high = f.n.get("clip", (0.2, 0.2))
         candidates = []
@@ -257,6 +274,15 @@ def select(f: Formula, tokens: list[Token]) -> None:
         t.policy = t.policy * float(k)
 
 
+def covariances(tokens: list[Token]) -> list[float]:
+    mean_a, mean_logp = (sum(x) / len(tokens) for x in ([t.a for t in tokens], [t.logp.item() for t in tokens]))
+    return [(t.a - mean_a) * (t.logp.item() - mean_logp) for t in tokens]
+
+
+def share_of(f: Formula, tokens: list[Token]) -> int:
+    return max(int(f.n.get("share", 0.2) * len(tokens)), 1)
+
+
 def keeps(f: Formula, t: Token) -> bool:
     p, base_logp = math.exp(t.logp.item()), t.sampler if f.n.get("base") == "sampler" else t.old
     base = math.exp(base_logp)
@@ -285,7 +311,3 @@ def draw(t: Token, seed: int) -> int:
     golden = 0x9E3779B97F4A7C15
     place = mix(mix((t.row + golden) & M64) ^ (t.rank * golden & M64))
     return mix(place ^ mix(t.label + (seed + 1) * 0x5851F42D4C957F2D % 2**62))
-
-
-def changed(f: Formula, **numbers: Any) -> Formula:
-    return replace(f, n=f.n | numbers)

@@ -3,7 +3,7 @@
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.loss import AdaptiveEntropy, AdaptiveKL
+from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL
 
 
 @pytest.mark.parametrize(
