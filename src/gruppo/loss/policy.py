@@ -92,6 +92,7 @@ class PolicyLoss:
     draws_tokens: bool  # it must know the place of each token in the step
     surveys: bool  # more than sequences and tokens must be counted over the whole step before its first backward
     surveys_policy: bool  # and the log-probs of the whole step must be known for that
+    differentiates_entropies: bool  # its gradient runs through the entropies too
     has_sequence_ratio: bool  # metrics should count sequences instead of tokens
     caps_every_sign: bool  # metrics should count a ratio above the band whatever the sign of the advantage
     _takes_log_ratio: tuple[bool, ...]  # one per weight
@@ -174,6 +175,9 @@ class PolicyLoss:
             draws_tokens=any(trait(part, "draws_tokens") for part in parts),
             surveys=leaves_out or bool(surveying),
             surveys_policy=leaves_out or any(trait(part, "survey_reads_policy") for part in surveying),
+            differentiates_entropies=any(
+                "entropies" in trait(part, "needs") for part in (self.level, *without_advantage)
+            ),
             has_sequence_ratio=trait(self.level, "sequence_ratio"),
             caps_every_sign=trait(self.surrogate, "caps_every_sign"),
             _surveying=surveying,
@@ -328,6 +332,8 @@ class PolicyLoss:
     def compute(self, inputs: LossInputs) -> LossOutput:
         """The loss of aligned inputs."""
         self.check_needs(inputs)
+        if inputs.entropies is not None and not self.differentiates_entropies:
+            inputs = replace(inputs, entropies=inputs.entropies.detach())
         log_ratio_T = self.level(inputs)
         segments, totals, rejected = inputs.segments, inputs.totals, None
         policy_T = self.surrogate(log_ratio_T, inputs)

@@ -62,8 +62,8 @@ class PolicyMetric(Metric):
         if top_k_kl < 0:
             raise InputError(f"top_k_kl must be 0 or more, got {top_k_kl!r}")
         self.clips = epsilon is not None
-        self.low_bound = 1 - (epsilon or 0.0)
-        self.high_bound = 1 + ((epsilon or 0.0) if epsilon_high is None else epsilon_high)
+        self.low = 1 - (epsilon or 0.0)
+        self.high = 1 + ((epsilon or 0.0) if epsilon_high is None else epsilon_high)
         self.temperature = temperature
         self.top_k_kl = top_k_kl
         super().__init__(device_mesh, process_group, ignore_index)
@@ -212,8 +212,8 @@ class GRPOMetric(PolicyMetric):
 
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The ratio of a slot that is not scored is 1, which no band leaves out.
-        low = torch.dot(below(ratio_T, self.low_bound), below(inputs.advantages, 0))
-        high = torch.dot(above(ratio_T, self.high_bound), above(inputs.advantages, 0))
+        low = torch.dot(below(ratio_T, self.low), below(inputs.advantages, 0))
+        high = torch.dot(above(ratio_T, self.high), above(inputs.advantages, 0))
         return inputs.segments.length.sum(), low, high
 
 
@@ -222,7 +222,7 @@ class CISPOMetric(PolicyMetric):
 
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The ratio of a slot that is not scored is 1, which no band leaves out.
-        counts = below(ratio_T, self.low_bound).sum(), above(ratio_T, self.high_bound).sum()
+        counts = below(ratio_T, self.low).sum(), above(ratio_T, self.high).sum()
         return inputs.segments.length.sum(), *counts
 
 
@@ -236,8 +236,8 @@ class GSPOMetric(PolicyMetric):
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ratio_S = sequence_ratio(inputs)
         advantage_S = inputs.segments.mean(inputs.advantages)
-        low_S = (ratio_S < self.low_bound) & (advantage_S < 0)
-        high_S = (ratio_S > self.high_bound) & (advantage_S > 0)
+        low_S = (ratio_S < self.low) & (advantage_S < 0)
+        high_S = (ratio_S > self.high) & (advantage_S > 0)
         return (inputs.segments.length > 0).sum(), low_S.sum(), high_S.sum()
 
 

@@ -171,14 +171,14 @@ class LossWalk:
             self._gradient,
             lengths=None if self.loss.is_per_token else self.lengths,
             needs_weight=trains,
-            entropy_gradient=self.loss.entropy_coef != 0,
+            entropy_gradient=self.loss.differentiates_entropies,
         )
         total = torch.zeros((), dtype=head.dtype, device=hidden.device) if self._total is None else self._total
         return result, total
 
     def _gradient(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
         logps = logps.detach().requires_grad_()
-        wants_entropy = self.loss.entropy_coef != 0
+        wants_entropy = self.loss.differentiates_entropies
         entropies = entropies.detach().requires_grad_(wants_entropy)
         output = self.loss.compute(self.inputs.window(rows, logps, entropies))
         wanted = (logps, entropies) if wants_entropy else (logps,)

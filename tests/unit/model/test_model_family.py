@@ -19,8 +19,10 @@ from gruppo.loss import (
     MaskedWeight,
     OffPolicySequenceMask,
     PolicyLoss,
+    Term,
     TopEntropyLoss,
     VAPOLoss,
+    part,
     sequence_level,
     token_mean,
 )
@@ -44,6 +46,24 @@ BITING: dict[str, Any] = {
         rejected="left_out",
     ),
 }  # fmt: skip
+
+
+@part(per_token=True, zero_without_advantage=True, needs={"entropies"})
+def by_entropy(log_ratio_T: Any, inputs: Any) -> Any:
+    """-r*A*(1 + H), differentiated through H"""
+    return -log_ratio_T.exp() * inputs.advantages * (1 + inputs.entropies)
+
+
+@part(per_token=True)
+def reads_entropy_undeclared(inputs: Any, log_ratio_T: Any) -> Any:
+    """H*logp: entropies that a term does not declare are numbers, not functions of the weights"""
+    return inputs.logps * (0.0 if inputs.entropies is None else inputs.entropies)
+
+
+BITING |= {
+    "entropy in the surrogate": PolicyLoss(surrogate=by_entropy),
+    "entropy in a term": PolicyLoss(terms=(Term("mine", 0.1, reads_entropy_undeclared),)),
+}
 EVERY = {name: cls() for name, cls in LOSSES.items()} | BITING
 
 
@@ -169,6 +189,7 @@ def test_a_loss_that_counts_but_does_not_look_costs_no_scoring_pass(monkeypatch:
 
 
 CLIPS_NOTHING = ("vespo", "prime", "ipo", "m2po", "kl_cov", "kl_cov everywhere", "reinforce", "gpg", "dro")
+CLIPS_NOTHING += ("entropy in the surrogate",)
 
 
 @pytest.mark.parametrize("name", EVERY)
