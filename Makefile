@@ -3,16 +3,21 @@
 # make lint   format, lint, types
 # make check  both: lint and test
 # make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
+# make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
+# make quick  the tests without those that train or start processes, in about a minute
 # make bench  measure against peers, in an environment of its own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-vllm lint check format bench figures docs clean
+.PHONY: demo test quick test-lowest test-vllm lint check format bench figures docs clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n auto -m "not slow" tests/unit tests/api
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -20,6 +25,11 @@ lint: $(INSTALLED)
 	$(BIN)/pyright
 
 check: lint test
+
+test-lowest:
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
+	.venv-lowest/bin/python -m pytest -W default -n 2 tests/unit tests/golden tests/api
 
 test-vllm:
 	PYTHON=$(PYTHON) tests/vllm/setup_env.sh .venv-vllm
@@ -49,4 +59,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-vllm .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-lowest .venv-vllm .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """With a cache, one length at a time, or without a cache: the log-probs are the trainer's, and the log says which."""
 
 import logging
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tiny_models import (
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.sampler import SamplingParams, TorchSampler
 from gruppo.types import SampleResponse, Trajectory
+
+TRANSFORMERS = tuple(int(part) for part in version("transformers").split(".")[:2])
 
 # Unequal lengths; two prompts are equal, so that rows repeat.
 PROMPTS = [(5, 9, 4), (17, 30, 6, 8, 21, 3, 11), (12,), (5, 9, 4), (7, 7, 25, 14, 9)]
@@ -89,6 +92,8 @@ def test_other_layers_are_compared_once(caplog: pytest.LogCaptureFixture) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "mamba", "mamba2"])
 def test_rounding_in_bfloat16_is_no_disagreement(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    if family in ("qwen3_next", "nemotron_h") and TRANSFORMERS < (5, 18):
+        pytest.skip("transformers below 5.18 is off by up to 0.4 with their caches in bfloat16, and is not trusted")
     model = TransformersModel(lively(family).bfloat16(), device="cpu")
     sampler = TorchSampler(model)
     sampled = sequences(sampler.sample(PROMPTS, 3, PARAMS))
@@ -130,6 +135,7 @@ def without_a_cache(**options: Any) -> TransformersModel:
     return TransformersModel(model, device="cpu", **options)
 
 
+@pytest.mark.skipif(TRANSFORMERS < (5, 15), reason="transformers below 5.15 has no such fault in this model")
 def test_a_cache_that_gives_other_logps_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     model = without_a_cache()
     sampler = TorchSampler(model)
