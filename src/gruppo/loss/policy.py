@@ -342,7 +342,7 @@ class PolicyLoss:
         if self.weights:
             keep_T = self._weigh(inputs, log_ratio_T)
             policy_T = policy_T * keep_T
-            rejected = ((segments.bits != 0) & (inputs.advantages != 0) & (keep_T == 0)).sum()
+            rejected = _rejected(inputs, keep_T).sum()
             if self._leaves_out:
                 segments = segments.restricted(keep_T != 0)
                 totals = replace(
@@ -359,6 +359,13 @@ class PolicyLoss:
             terms[term.name] = total.detach()
             loss = loss + term.coef * total
         return LossOutput(loss=loss, terms=terms, on_policy=inputs.on_policy, rejected=rejected)
+
+    @torch.no_grad()
+    def rejected_tokens(self, inputs: LossInputs) -> Tensor:
+        """Which scored tokens with an advantage other than 0 the token weights leave out, `[T]` bool."""
+        if not self.weights:
+            return torch.zeros_like(inputs.logps, dtype=torch.bool)
+        return _rejected(inputs, self._weigh(inputs, self.level(inputs)))
 
     def _weigh(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
         """The product of the token weights, `[T]`."""
@@ -398,6 +405,10 @@ _REMEDY = {
     "entropies": "Put `entropies` into outputs, or set entropy_coef=0 and leave out a selection by entropy.",
     "sampler_logps": "Pass the sampler's log-probs, or leave out the correction (selection, level) that reads them.",
 }
+
+
+def _rejected(inputs: LossInputs, keep_T: Tensor) -> Tensor:
+    return (inputs.segments.bits != 0) & (inputs.advantages != 0) & (keep_T == 0)
 
 
 def _coefficient(option: str, value: float) -> float:

@@ -1,7 +1,7 @@
 """TransformersModel: a causal language model of transformers that scores tokens, takes gradients and steps."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,7 +19,7 @@ from gruppo.model import source
 from gruppo.model.layout import Layout
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
-from gruppo.model.plan import Planner, StepPlan
+from gruppo.model.plan import MicroBatch, Planner, StepPlan
 from gruppo.model.reference import Reference
 from gruppo.model.scorer import HeadChoice, Scorer
 from gruppo.parallel.ranks import Ranks
@@ -256,8 +256,8 @@ class TransformersModel:
             totals = self._survey(rollouts, totals)
         return self.planner.step(rollouts, self.loss, totals, measures_gap=self.measures_gap)
 
-    def run(self, plan: StepPlan) -> LossOutput:
-        """Forward, loss and backward of each micro-batch of a plan."""
+    def run(self, plan: StepPlan, watch: Callable[[MicroBatch, LossInputs], None] | None = None) -> LossOutput:
+        """Forward, loss and backward of each micro-batch of a plan; `watch` sees what each loss was computed on."""
         loss, terms = torch.zeros((), device=self.device), {}
         on_policy, rejected = True, None
         for micro in plan.microbatches:
@@ -274,6 +274,8 @@ class TransformersModel:
             if output.rejected is not None:
                 rejected = output.rejected if rejected is None else rejected + output.rejected
             self._observe(inputs)
+            if watch is not None:
+                watch(micro, inputs)
         for micro in plan.observed:
             self._measure_gap(micro.batch.to(self.device), plan.totals)
         sum_ = self.ranks.sum
