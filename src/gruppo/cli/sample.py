@@ -42,9 +42,9 @@ def sample(arguments: Sequence[str]) -> int:
     from rich.console import Console
     from rich.text import Text
 
+    from gruppo.run.console import visible
     from gruppo.sampler import SamplingParams, TorchSampler
     from gruppo.task import load_prompts
-    from gruppo.trainer.console import visible
 
     params = SamplingParams(
         temperature=given.temperature,

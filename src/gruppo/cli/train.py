@@ -46,15 +46,8 @@ def resume(arguments: Sequence[str]) -> int:
         description="Go on with a run from its newest whole checkpoint. On the same machine with the same threads and "
         "versions the result is that of a run that was never stopped, bit for bit.",
     )
-    from gruppo.errors import InputError
-    from gruppo.trainer.run_dir import RunDir
-
-    if not (given.directory / "config.yaml").is_file():
-        raise InputError(f"{given.directory} is not a run directory: it has no config.yaml")
-    config = RunDir(given.directory).config()
-    if given.steps is not None:
-        config = TrainConfig.read(config.model_dump() | {"steps": given.steps})
-    return run(config, resume=True)
+    own = {} if given.steps is None else {"steps": given.steps}
+    return run(TrainConfig.of_run(given.directory, own), resume=True)
 
 
 def run(config: TrainConfig, *, resume: bool = False) -> int:

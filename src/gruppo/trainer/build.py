@@ -12,13 +12,21 @@ from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.metric import metric_for
+from gruppo.model.checkpoint import commit_folder, read_manifest
 from gruppo.model.source import context_length, holds_adapter
 from gruppo.reward import RewardScorer, RewardShape, load_reward
+from gruppo.run.checkpoints import Checkpoints
+from gruppo.run.directory import RunDirectory
+from gruppo.run.recorder import Recorder
+from gruppo.run.trackers import Trackers
+from gruppo.sampler.params import SamplingParams
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig, read_sampler
 from gruppo.trainer.learner import Learner
+from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.rollout import RolloutSource
+from gruppo.trainer.snapshot import Snapshots
 from gruppo.trainer.state import EntropyBonus, RewardKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 
@@ -102,12 +110,13 @@ def build_rewards(config: TrainConfig, poll: Any = None) -> RewardScorer:
 
 
 def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt]) -> None:
-    """Call each reward once on made-up completions: what it returns must be one value per completion.
+    """Check that each reward finds its columns, and call it once: it must return one value per completion.
 
-    The values do not matter, nor does an error on such completions; that is for the first step to judge.
+    The completions are made up. Their values do not matter, nor does an error on them: the first step judges those.
     """
-    prompt = prompts[0]  # twice the same: a group goes to one call, so that a value too few is seen
     names = {name for p in prompts for name in p.columns}
+    scorer.check_columns(sorted(names))
+    prompt = prompts[0]  # twice the same: a group goes to one call, so that a value too few is seen
     scorer.score(
         [prompt.source] * 2,
         ["", "0"],
@@ -327,4 +336,47 @@ def build_source(
         group_size=config.group_size,
         max_batches=config.dynamic_sampling,
         seed=config.seed,
+    )
+
+
+def sampling_params(config: TrainConfig, step: int) -> SamplingParams:
+    """How the completions of a step are drawn; step 0 is evaluation."""
+    return SamplingParams(
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        stop=config.stop,
+        seed=config.seed,
+        step=step,
+    )
+
+
+def build_snapshots(config: TrainConfig, run: RunDirectory, model: "TransformersModel", state: RunState) -> Snapshots:
+    checkpoints = Checkpoints(run.checkpoints, keep=config.keep_checkpoints, commit=commit_folder, verify=read_manifest)
+    return Snapshots(checkpoints, model, state)
+
+
+def build_recorder(config: TrainConfig, run: RunDirectory, *, quiet: bool) -> Recorder:
+    return Recorder(
+        run,
+        Trackers(config.trackers, run.path, config.model_dump(mode="json")),
+        steps=config.steps,
+        completions_every=config.completions_every,
+        quiet=quiet,
+    )
+
+
+def build_plan(config: TrainConfig, model: "TransformersModel", prompts: Prompts) -> Plan:
+    """What the run will do, in numbers."""
+    inner, train = model.model, prompts.train.prompts
+    shape = inner.config.get_text_config() if hasattr(inner, "config") else None
+    return make_plan(
+        config,
+        num_prompts=len(train),
+        mean_prompt_tokens=sum(len(p.token_ids) for p in train) / len(train),
+        parameters=sum(p.numel() for p in inner.parameters()),
+        trainable=sum(p.numel() for p in inner.parameters() if p.requires_grad),
+        hidden_size=getattr(shape, "hidden_size", 0),
+        num_layers=getattr(shape, "num_hidden_layers", 0),
+        vocabulary=getattr(shape, "vocab_size", 0),
+        is_cuda=model.device.type == "cuda",
     )

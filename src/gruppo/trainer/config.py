@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gruppo.errors import InputError
+from gruppo.run.reader import RunReader, read_yaml
 
 _FILTER = (
     "training draws from the whole vocabulary: a token outside the filter could never be learned, and the loss would "
@@ -230,6 +231,11 @@ class TrainConfig(BaseModel):
         return self
 
     @property
+    def trackers(self) -> tuple[str, ...]:
+        """The boards that are switched on."""
+        return tuple(name for name in ("tensorboard", "wandb", "trackio") if getattr(self, name))
+
+    @property
     def optimizer_steps(self) -> int:
         return self.steps * self.epochs_per_batch * self.minibatches
 
@@ -240,6 +246,12 @@ class TrainConfig(BaseModel):
             return cls(**{str(name): value for name, value in values.items()})  # YAML also has numbers for names
         except ValidationError as error:
             raise InputError(explain(error, where, list(cls.model_fields))) from None
+
+    @classmethod
+    def of_run(cls, directory: str | Path, overrides: dict[str, Any] | None = None) -> "TrainConfig":
+        """The config of a run, with the directory where it now lies; `overrides` win."""
+        values = RunReader(directory).config() | (overrides or {})
+        return cls.read(values, where=str(Path(directory) / "config.yaml"))
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> "TrainConfig":
@@ -267,23 +279,6 @@ def read_sampler(sampler: str) -> tuple[str, tuple[str, ...]]:
             f"sampler={sampler!r} is unknown; use torch, vllm, vllm:start or vllm:http://host:port[,http://...]"
         )
     return kind, addresses
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    import yaml
-
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"config file {path} does not exist")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not YAML: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise InputError(f"{path} must hold `option: value` lines, got a {type(values).__name__}")
-    return values
 
 
 def explain(error: ValidationError, where: str, known: list[str]) -> str:
