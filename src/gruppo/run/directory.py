@@ -179,22 +179,22 @@ class RunDirectory(RunReader):
     def log_event(self, kind: str, **facts: Any) -> None:
         self._append("events.jsonl", {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
 
-    def write_completions(self, step: int, groups: Sequence[Group]) -> None:
-        """All rollouts that a step sampled, one row each."""
-        import pyarrow.parquet as pq
+    def write_completions(self, step: int, groups: Sequence[Group], limit: int | None = None) -> int:
+        """The rollouts of a step, at most `limit` of them; returns how many were left out."""
+        from gruppo.run.completions import ROWS_LEFT_OUT, completions_table, parquet_bytes
 
-        from gruppo.run.completions import completions_table
-
+        table = completions_table(step, groups, limit)
         file = self.path / "completions" / f"step-{step:06d}.parquet"
         aside = file.with_suffix(".tmp")  # half a file would look like a whole one
         with self._dropping(file.name):
             file.parent.mkdir(exist_ok=True)
             try:
-                pq.write_table(completions_table(step, groups), aside)
+                aside.write_bytes(parquet_bytes(table))
                 aside.replace(file)
             except OSError:
                 aside.unlink(missing_ok=True)
                 raise
+        return int(table.schema.metadata[ROWS_LEFT_OUT])
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         # Opened for each line: what was written is on its way to the disk whatever happens next.

@@ -30,16 +30,19 @@ class Recorder:
         *,
         steps: int,
         completions_every: int = 1,
+        completions_limit: int | None = None,
         quiet: bool = False,
     ) -> None:
         self.run = run
         self.trackers = trackers
         self.steps = steps
         self.completions_every = completions_every
+        self.completions_limit = completions_limit
         self.quiet = quiet
         self._console: RunConsole | None = None
         self._recent: deque[dict[str, float]] = deque(maxlen=ADVICE_EVERY)
         self._kept: list[Group] = []
+        self._has_said_limit = False
 
     def started(self, step: int) -> None:
         """The run begins, or goes on, after `step`."""
@@ -52,7 +55,13 @@ class Recorder:
         """All groups of a step, with what it made of them."""
         self._kept = [group for group in groups if group.status == "kept"]
         if self.completions_every and step % self.completions_every == 0:
-            self.run.write_completions(step, groups)
+            left_out = self.run.write_completions(step, groups, self.completions_limit)
+            if left_out and not self._has_said_limit:
+                self._has_said_limit = True
+                text = (
+                    f"completions_limit={self.completions_limit} leaves {left_out} rollouts out of the file of a step"
+                )
+                self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The score of the weights between two steps."""

@@ -361,6 +361,7 @@ def build_recorder(config: TrainConfig, run: RunDirectory, *, quiet: bool) -> Re
         Trackers(config.trackers, run.path, config.model_dump(mode="json")),
         steps=config.steps,
         completions_every=config.completions_every,
+        completions_limit=config.completions_limit,
         quiet=quiet,
     )
 

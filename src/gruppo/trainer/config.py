@@ -188,6 +188,8 @@ class TrainConfig(BaseModel):
     """Older ones are deleted once a newer one is safe on disk."""
     completions_every: Count = 1
     """Write the completions of every so many steps to Parquet; 0: never."""
+    completions_limit: Positive = 4096
+    """Most completions in the file of one step: whole groups, those that are trained on before others."""
     tensorboard: bool = True
     wandb: bool = False
     trackio: bool = False
@@ -218,6 +220,11 @@ class TrainConfig(BaseModel):
         if self.overlong_cache > self.max_new_tokens:
             raise ValueError(
                 f"overlong_cache={self.overlong_cache} is more than max_new_tokens={self.max_new_tokens}; lower it"
+            )
+        if self.completions_every and self.completions_limit < self.group_size:
+            raise ValueError(
+                f"completions_limit={self.completions_limit} is less than group_size={self.group_size}, and a file "
+                "takes whole groups; raise it, or set completions_every=0"
             )
         if self.kl_target is not None and not self.kl_in_reward:
             raise ValueError("kl_target needs kl_in_reward above 0: the coefficient that it starts from")

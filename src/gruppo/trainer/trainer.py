@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import fsum
 from typing import Any
 
@@ -138,7 +138,7 @@ class GRPOTrainer:
             shaped = [r.shaped for group in assigned for r in group.rollouts if r.shaped is not None]
             if shaped:
                 metrics["reward/shaped_mean"] = fsum(shaped) / len(shaped)
-        return assigned, metrics
+        return [_masked(group) for group in assigned] if config.mask_truncated else assigned, metrics
 
     def evaluate(self) -> Evaluation | None:
         """The held-out score of the weights as they are; None without held-out prompts."""
@@ -260,3 +260,8 @@ class GRPOTrainer:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def _masked(group: Group) -> Group:
+    """The group with its truncated rollouts masked: they count in its mean, and none of their tokens is trained on."""
+    return replace(group, rollouts=tuple(replace(r, is_masked=r.trajectory.is_truncated) for r in group.rollouts))

@@ -6,10 +6,8 @@ import resource
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from gruppo.errors import InputError
@@ -161,48 +159,6 @@ def groups(text: str) -> tuple[Group, ...]:
         Rollout(trajectory=sequence, reward=None, rewards=nothing, errors={"form": "KeyError: 7"}),
     )
     return (Group(prompt=Prompt(token_ids=(1, 5), text="p", index=4), rollouts=rollouts),)
-
-
-def test_completions_are_written_with_tokens_and_logps(run: RunDirectory) -> None:
-    run.write_completions(3, groups("seven"))
-    rows = pq.read_table(run.path / "completions" / "step-000003.parquet").to_pylist()
-    assert rows[0] == {
-        "step": 3,
-        "prompt_index": 4,
-        "sample": 0,
-        "prompt": "p",
-        "completion": "seven",
-        "status": "kept",
-        "reward": 1.0,
-        "correct": True,
-        "shaped": 0.75,
-        "advantage": 0.5,
-        "stop_reason": "stop",
-        "policy_version": 3,
-        "tokens": [8, 2],
-        "logps": [-0.5, -0.25],
-        "reward/form": None,
-        "reward/match": 1.0,
-        "error/form": None,
-    }
-    assert (rows[1]["sample"], rows[1]["reward"], rows[1]["correct"], rows[1]["error/form"]) == (
-        1, None, None, "KeyError: 7"
-    )  # fmt: skip
-
-
-def test_what_rewards_logged_is_written_whatever_its_type(run: RunDirectory) -> None:
-    (group,) = groups("x")
-    logged = ({"n": 1, "text": "a", "mixed": 2}, {"n": 0.5, "text": None, "mixed": "b\ud800"})
-    rollouts = tuple(replace(r, extras=extras) for r, extras in zip(group.rollouts, logged, strict=True))
-    run.write_completions(1, [replace(group, rollouts=rollouts)])
-    rows = pq.read_table(run.path / "completions" / "step-000001.parquet").to_pylist()
-    assert [(r["extra/n"], r["extra/text"], r["extra/mixed"]) for r in rows] == [(1.0, "a", "2"), (0.5, None, "b?")]
-
-
-def test_a_lone_surrogate_is_written_with_a_replacement(run: RunDirectory) -> None:
-    run.write_completions(1, groups("a\ud800b</script>\x1b[2J"))
-    (row, _) = pq.read_table(run.path / "completions" / "step-000001.parquet").to_pylist()
-    assert row["completion"] == "a?b</script>\x1b[2J"
 
 
 def test_the_status_is_replaced_as_a_whole(run: RunDirectory) -> None:

@@ -153,3 +153,17 @@ def test_a_quiet_run_prints_nothing(make: Callable[..., Recorder], capsys: pytes
     recorder.timed(1, {}, 0.25)
     recorder.close()
     assert capsys.readouterr().out == ""
+
+
+def test_rollouts_beyond_the_limit_are_an_event_once(make: Callable[..., Recorder]) -> None:
+    recorder = make(completions_limit=2)
+    for number in (1, 2, 3):
+        recorder.sampled(number, [group(), group(), group()][: 1 if number == 1 else 3])
+    assert events(recorder) == [
+        {
+            "event": "completions_limit",
+            "step": 2,
+            "rows_left_out": 4,
+            "text": "completions_limit=2 leaves 4 rollouts out of the file of a step",
+        }
+    ]
