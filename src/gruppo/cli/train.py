@@ -16,8 +16,9 @@ STOPPED = 75
 TRAIN_HELP = """Train a model with group-relative policy optimization.
 
 Everything can stand in a file (gruppo train --config run.yaml); flags win over the file. --recipe NAME starts from
-what a paper trained with (gruppo recipes lists them); file and flags win over it. The three numbers that decide about a
-step are prompts_per_step, group_size and tokens_per_microbatch; all else follows and is printed as a plan.
+what a paper trained with (gruppo recipes lists them); file and flags win over it. A step is set by three numbers:
+prompts_per_step, group_size, and tokens_per_microbatch, which affects memory only. The rest follows and is printed as a
+plan.
 
   gruppo train --data problems.jsonl --rewards number_match --model Qwen/Qwen3-0.6B --lora --output runs/math
   gruppo train --config run.yaml --loss gspo --clip-range 3e-4 4e-4 --seed 1 --output runs/gspo-1

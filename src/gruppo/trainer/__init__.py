@@ -1,6 +1,6 @@
 """The loop: prompts in, a better model out.
 
-    config.py     TrainConfig: every option, checked before anything heavy is loaded
+    config.py     TrainConfig: the groups of `gruppo.options` together, checked before anything heavy is loaded
     plan.py       what a run will do, in numbers, before it does it
     build.py      parts of a run, made from its config
     trainer.py    GRPOTrainer: the loop, one method per stage

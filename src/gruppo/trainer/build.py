@@ -14,6 +14,7 @@ from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.metric import metric_for
 from gruppo.model.checkpoint import commit_folder, read_manifest
 from gruppo.model.source import context_length, holds_adapter
+from gruppo.options import ModelOptions, RewardOptions, RunOptions, read_sampler
 from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
@@ -22,7 +23,7 @@ from gruppo.run.trackers import Trackers
 from gruppo.sampler.params import SamplingParams
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
-from gruppo.trainer.config import TrainConfig, read_sampler
+from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.rollout import RolloutSource
@@ -96,15 +97,15 @@ def _named(option: str, name: str, known: Mapping[str, Any], example: str) -> An
     return import_object(name, option)
 
 
-def build_rewards(config: TrainConfig, poll: Any = None) -> RewardScorer:
-    weights = config.reward_weights or (1.0,) * len(config.rewards)
-    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(config.rewards, weights, strict=True)]
+def build_rewards(options: RewardOptions, poll: Any = None) -> RewardScorer:
+    weights = options.reward_weights or (1.0,) * len(options.rewards)
+    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(options.rewards, weights, strict=True)]
     return RewardScorer(
         rewards,
-        workers=config.reward_workers,
-        deadline_s=config.reward_deadline,
-        correct_by=config.correct_by,
-        correct_at=config.correct_at,
+        workers=options.reward_workers,
+        deadline_s=options.reward_deadline,
+        correct_by=options.correct_by,
+        correct_at=options.correct_at,
         poll=poll,
     )
 
@@ -196,7 +197,7 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
 
     model = TransformersModel(
         config.model,
-        lora=_new_adapter(config),
+        lora=_new_adapter(config, config.seed),
         dtype=config.dtype,
         tokens_per_microbatch=config.tokens_per_microbatch,
         temperature=config.temperature,
@@ -214,25 +215,25 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
     return model
 
 
-def _new_adapter(config: TrainConfig) -> "LoraSpec | None":
+def _new_adapter(options: ModelOptions, seed: int) -> "LoraSpec | None":
     """The adapter to put on the model; None for full weights, and for a folder that brings its own."""
     from gruppo.model import LoraSpec
 
-    own = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.lora_targets}
+    own = {"rank": options.lora_rank, "alpha": options.lora_alpha, "targets": options.lora_targets}
     given = {name: value for name, value in own.items() if value is not None}
-    if holds_adapter(config.model):
+    if holds_adapter(options.model):
         if given:
             name = next(iter(given))
             raise InputError(
-                f"lora_{name}={given[name]!r} is for a new adapter, and model {config.model!r} holds one already: "
-                f"leave it out to go on with that one, or start from `gruppo export {config.model} FOLDER --merge`"
+                f"lora_{name}={given[name]!r} is for a new adapter, and model {options.model!r} holds one already: "
+                f"leave it out to go on with that one, or start from `gruppo export {options.model} FOLDER --merge`"
             )
         return None
-    if not config.lora:
+    if not options.lora:
         return None
     if given.get("targets") == ("all-linear",):
         given["targets"] = "all-linear"
-    return LoraSpec(**given, seed=config.seed)
+    return LoraSpec(**given, seed=seed)
 
 
 def build_advantage(config: TrainConfig) -> Advantage:
@@ -350,8 +351,10 @@ def sampling_params(config: TrainConfig, step: int) -> SamplingParams:
     )
 
 
-def build_snapshots(config: TrainConfig, run: RunDirectory, model: "TransformersModel", state: RunState) -> Snapshots:
-    checkpoints = Checkpoints(run.checkpoints, keep=config.keep_checkpoints, commit=commit_folder, verify=read_manifest)
+def build_snapshots(options: RunOptions, run: RunDirectory, model: "TransformersModel", state: RunState) -> Snapshots:
+    checkpoints = Checkpoints(
+        run.checkpoints, keep=options.keep_checkpoints, commit=commit_folder, verify=read_manifest
+    )
     return Snapshots(checkpoints, model, state)
 
 
