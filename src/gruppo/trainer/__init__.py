@@ -5,7 +5,7 @@
     build.py      parts of a run, made from its config
     trainer.py    GRPOTrainer: the loop, one method per stage
     rollout.py    groups of a step, sampled and scored; dynamic sampling
-    logps.py      log-probs of policy and reference, for a KL penalty in the reward
+    assign.py     advantages for the groups of a step, with log-probs for a KL penalty before and masks after
     advantages.py penalties come off the rewards, then the estimator compares
     learner.py    optimizer steps on the rollouts of a step
     state.py      solved prompts, adaptive coefficients, a reference that moves

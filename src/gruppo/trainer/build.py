@@ -351,6 +351,12 @@ def sampling_params(config: TrainConfig, step: int) -> SamplingParams:
     )
 
 
+def open_run(config: TrainConfig, *, resume: bool) -> RunDirectory:
+    if resume:
+        return RunDirectory.reopen(config.output)
+    return RunDirectory.create(config.output, config.to_yaml())
+
+
 def build_snapshots(options: RunOptions, run: RunDirectory, model: "TransformersModel", state: RunState) -> Snapshots:
     checkpoints = Checkpoints(
         run.checkpoints, keep=options.keep_checkpoints, commit=commit_folder, verify=read_manifest

@@ -4,24 +4,20 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
-from math import fsum
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gruppo.model.source import load_tokenizer
-from gruppo.run.directory import RunDirectory
 from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import check_installed
 from gruppo.trainer import build
-from gruppo.trainer.advantages import kl_to_reference
+from gruppo.trainer.assign import assign_advantages
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.evaluate import Evaluation, evaluate
-from gruppo.trainer.logps import with_logps
 from gruppo.trainer.plan import Plan
 from gruppo.trainer.rollout import RolloutBatch
-from gruppo.types import Group
 
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
 """Called after each step with (trainer, step, metrics); returning True ends the run."""
@@ -75,10 +71,7 @@ class GRPOTrainer:
             tokenizer = load_tokenizer(config.model)
             self.prompts = build.build_prompts(config, tokenizer)
             build.try_rewards(self.scorer, self.prompts.train.prompts)
-            opened = (
-                RunDirectory.reopen(config.output) if resume else RunDirectory.create(config.output, config.to_yaml())
-            )
-            self.run = stack.enter_context(opened)
+            self.run = stack.enter_context(build.open_run(config, resume=resume))
             self.scorer.start()
             self.model = build.build_model(config, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
@@ -102,17 +95,20 @@ class GRPOTrainer:
 
     def step(self) -> dict[str, float]:
         """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step."""
-        number = self.step_number + 1
+        config, number = self.config, self.step_number + 1
         self._sync()
-        rollouts = self.source.next(number, build.sampling_params(self.config, number), self._timed)
+        rollouts = self.source.next(number, build.sampling_params(config, number), self._timed)
         metrics = self.synced | rollouts.metrics
-        if self.config.dynamic_sampling:
+        if config.dynamic_sampling:
             metrics |= rollouts.counts
         if "reward/mean" not in metrics:
             text = "every reward function abstained (None) on every completion: the step teaches nothing"
             self.recorder.warned(number, "no_reward", text)
+        kl_coef = self.state.kl.coefficient if config.kl_in_reward else None
         with self._timed("reward"):
-            groups, measured = self.assign_advantages(rollouts.kept)
+            groups, measured = assign_advantages(
+                rollouts.kept, self.stage, self.model, kl_coef=kl_coef, mask_truncated=config.mask_truncated
+            )
         metrics |= measured
         entropy = metrics.get("rollout/entropy")
         self.model.set_loss(self.model.loss.replace(entropy_coef=self.state.entropy.at(entropy)))
@@ -124,21 +120,6 @@ class GRPOTrainer:
         with self._timed("write"):
             self.recorder.sampled(number, self.batch.groups)
         return metrics
-
-    def assign_advantages(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-        """The groups of a step with their advantages, and what was measured on the way."""
-        config, metrics = self.config, {}
-        kl_coef = self.state.kl.coefficient if config.kl_in_reward else 0.0
-        if config.kl_in_reward:
-            groups = with_logps(groups, self.model)
-            kls = [kl_to_reference(rollout) for group in groups for rollout in group.rollouts]
-            metrics |= {"reward/kl": fsum(kls) / max(len(kls), 1), "reward/kl_coef": kl_coef}
-        assigned = self.stage.assign(groups, kl_coef)
-        if config.kl_in_reward or not self.stage.shape.does_nothing:
-            shaped = [r.shaped for group in assigned for r in group.rollouts if r.shaped is not None]
-            if shaped:
-                metrics["reward/shaped_mean"] = fsum(shaped) / len(shaped)
-        return [_masked(group) for group in assigned] if config.mask_truncated else assigned, metrics
 
     def evaluate(self) -> Evaluation | None:
         """The held-out score of the weights as they are; None without held-out prompts."""
@@ -198,7 +179,7 @@ class GRPOTrainer:
         self.unfinished = None
         if number % config.save_every == 0 or is_last or is_over:
             with self._timed("checkpoint"):
-                self.snapshots.save(self.step_number, self.unfinished)
+                self.snapshots.save(number)
             recorder.checkpointed(number)
         recorder.timed(number, self.seconds, time.monotonic() - started)
         self.stop.poll()
@@ -260,8 +241,3 @@ class GRPOTrainer:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
-
-
-def _masked(group: Group) -> Group:
-    """The group with its truncated rollouts masked: they count in its mean, and none of their tokens is trained on."""
-    return replace(group, rollouts=tuple(replace(r, is_masked=r.trajectory.is_truncated) for r in group.rollouts))
