@@ -53,7 +53,8 @@ class Recorder:
 
     def sampled(self, step: int, groups: Sequence[Group]) -> None:
         """All groups of a step, with what it made of them."""
-        self._kept = [group for group in groups if group.status == "kept"]
+        if self._console is not None:
+            self._kept = [group for group in groups if group.status == "kept"]
         if self.completions_every and step % self.completions_every == 0:
             left_out = self.run.write_completions(step, groups, self.completions_limit)
             if left_out and not self._has_said_limit:
