@@ -32,10 +32,12 @@ sys.meta_path.insert(0, Hide())
 
 
 def run(code, shown=()):
-    """Standard output of the code in a new interpreter that can import the standard library and `shown` alone."""
+    """Standard output of the code in a new interpreter that can import the standard library and `shown` alone; all
+    that is installed if `shown` is None."""
+    hide = "" if shown is None else HIDE.format(shown=(*shown, "gruppo", "__main__"))
     source = str(Path(gruppo.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", HIDE.format(shown=(*shown, "gruppo", "__main__")) + code],
+        [sys.executable, "-c", hide + code],
         env=os.environ | {"PYTHONPATH": source},
         capture_output=True,
         text=True,
@@ -99,6 +101,42 @@ after = {{name.partition(".")[0] for name in sys.modules}}
 print(sorted(after - before - sys.stdlib_module_names - {{"gruppo"}}))
 """
     assert run(code, (*TORCH, *metadata.packages_distributions())) == "[]\n"
+
+
+def test_records_of_a_run_are_read_without_torch_trainer_or_model(tmp_path):
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    code = f"""
+import gruppo.run.reader
+run = gruppo.run.reader.RunReader({str(tmp_path)!r})
+print(run.config()["steps"], run.metrics())
+"""
+    assert run(code, ("yaml", "_yaml")) == "3 [{'step': 1}]\n"
+
+
+def test_no_module_of_the_run_package_loads_torch_trainer_or_model():
+    code = """
+import importlib, pkgutil, sys
+import gruppo.run
+names = [module.name for module in pkgutil.iter_modules(gruppo.run.__path__)]
+for name in names:
+    importlib.import_module(f"gruppo.run.{name}")
+loaded = {".".join(name.split(".")[:2]) for name in sys.modules}
+print(len(names) >= 9, sorted(loaded & {"torch", "transformers", "gruppo.trainer", "gruppo.model"}))
+"""
+    assert run(code, None) == "True []\n"
+
+
+@pytest.mark.parametrize("verb", ["", "train", "resume", "demo"])
+def test_the_help_of_a_run_does_not_load_torch(verb):
+    code = f"""
+import contextlib, io, sys
+from gruppo.cli.main import run
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+    run([*{verb.split()!r}, "--help"])
+print("torch" in sys.modules, "gruppo {verb}".strip() in out.getvalue())
+"""
+    assert run(code, None) == "False True\n"
 
 
 def test_types_and_errors_need_no_package_at_all():

@@ -13,7 +13,6 @@ from warm_process import WarmProcess
 
 from gruppo.errors import CheckpointError
 from gruppo.model.checkpoint import read_manifest
-from gruppo.trainer.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
 DIED = 9
@@ -24,7 +23,9 @@ def save(folder: Path, step: int, die_at: int) -> None:
     from torch import nn
 
     from gruppo.model.optim import MasterWeights
-    from gruppo.trainer.checkpoints import save_checkpoint
+    from gruppo.run.checkpoints import Checkpoints
+    from gruppo.trainer.snapshot import Snapshots
+    from gruppo.trainer.state import RunState
 
     class Actor:
         """What a checkpoint needs of the actor."""
@@ -56,7 +57,10 @@ def save(folder: Path, step: int, die_at: int) -> None:
     os.fsync, os.rename, os.mkdir, os.rmdir = (counted(f) for f in (os.fsync, os.rename, os.mkdir, os.rmdir))
     checkpoint.save_file = counted(checkpoint.save_file)
     Path.write_text = counted(Path.write_text)
-    save_checkpoint(RunDir(folder), actor, step, keep=1)
+    checkpoints = Checkpoints(
+        folder / "checkpoints", keep=1, commit=checkpoint.commit_folder, verify=checkpoint.read_manifest
+    )
+    Snapshots(checkpoints, actor, RunState()).save(step)
 
 
 def weights_of(step: int) -> torch.Tensor:

@@ -182,9 +182,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
     run = tmp_path / "run"
     shutil.copytree(stopped, run)
     damage(run / "checkpoints" / "step-000010", how)
-    from gruppo.trainer.run_dir import RunDir
-
-    trainer = GRPOTrainer(RunDir(run).config(), resume=True, quiet=True)
+    trainer = GRPOTrainer(TrainConfig.of_run(run), resume=True, quiet=True)
     trainer.close()
     assert trainer.step_number == 5
     (warning,) = [r.getMessage() for r in caplog.records if "skipping a checkpoint" in r.getMessage()]
@@ -203,8 +201,6 @@ def test_a_run_resumed_past_a_damaged_checkpoint_ends_in_the_same_bits(
 
 
 def test_pickles_in_a_checkpoint_are_not_opened(stopped: Path, tmp_path: Path) -> None:
-    from gruppo.trainer.run_dir import RunDir
-
     class Payload:
         def __reduce__(self) -> tuple[Any, ...]:
             return (Path.touch, (tmp_path / "canary",))
@@ -213,7 +209,7 @@ def test_pickles_in_a_checkpoint_are_not_opened(stopped: Path, tmp_path: Path) -
     shutil.copytree(stopped, run)
     for name in ("rng_state.pth", "optimizer.pt", "pytorch_model.bin", ".metadata", "trainer.pkl", "state.npy"):
         (run / "checkpoints" / "step-000010" / name).write_bytes(pickle.dumps(Payload()))
-    trainer = GRPOTrainer(RunDir(run).config(), resume=True, quiet=True)
+    trainer = GRPOTrainer(TrainConfig.of_run(run), resume=True, quiet=True)
     trainer.close()
     assert trainer.step_number == 10
     assert not (tmp_path / "canary").exists()

@@ -17,7 +17,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         *("pytest", "peft", "transformers", "transformers.models.qwen3.modeling_qwen3", "pyarrow.parquet"),
-        *("gruppo.cli.train", "gruppo.model.checkpoint", "gruppo.trainer.trainer", "gruppo.trainer.checkpoints"),
+        *("gruppo.cli.train", "gruppo.model.checkpoint", "gruppo.trainer.trainer", "gruppo.run.checkpoints"),
     ]
 )
 
@@ -79,7 +79,7 @@ def gruppo(arguments: Sequence[str], fault: str = "", step: int = 0) -> None:
 def _plant(fault: str, step: int) -> None:
     """`kill`, `term`, `int`: the signal, once metrics.jsonl has the step. `term twice`: and again while it saves.
     `exit in rename`: leave without a word when the checkpoint of the step is about to appear."""
-    from gruppo.trainer.run_dir import RunDir
+    from gruppo.run.directory import RunDirectory
 
     def myself(number: int) -> None:
         os.kill(os.getpid(), number)
@@ -94,10 +94,10 @@ def _plant(fault: str, step: int) -> None:
 
         os.rename = dying
         return
-    log = RunDir.log_metrics
+    log = RunDirectory.log_metrics
     number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "term twice": signal.SIGTERM, "int": signal.SIGINT}[fault]
 
-    def log_and_fall(self: RunDir, at: int, metrics: Any) -> None:
+    def log_and_fall(self: RunDirectory, at: int, metrics: Any) -> None:
         log(self, at, metrics)
         if at == step:
             myself(number)
@@ -105,4 +105,4 @@ def _plant(fault: str, step: int) -> None:
                 myself(number)
                 time.sleep(60)
 
-    RunDir.log_metrics = log_and_fall
+    RunDirectory.log_metrics = log_and_fall

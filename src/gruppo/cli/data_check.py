@@ -38,9 +38,13 @@ class DataCheckArguments:
     model: str | None = None
     """Measure lengths in this model's tokens instead of characters."""
     prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
     max_prompt_tokens: int | None = None
+    """Report prompts that are longer; training drops them. It needs --model."""
     system: str | None = None
+    """System message put before every chat prompt."""
     on_bad_row: BadRowPolicy = "fail"
+    """Whether rows that cannot be used make the check fail."""
 
 
 def data_check(arguments: Sequence[str]) -> int:

@@ -78,7 +78,7 @@ def show_before_after(console: Any, prompts: Sequence[Any], before: Any, after: 
     """Some held-out prompts, first those that changed."""
     from rich.table import Table
 
-    from gruppo.trainer.console import visible
+    from gruppo.run.console import visible
 
     table = Table(title="held-out prompts, greedy", title_justify="left")
     for name in ("prompt", "before", "after", "right answer"):

@@ -14,21 +14,27 @@ class EvalArguments:
     data: str = "builtin:carries?split=heldout"
     """Prompts, as for `gruppo train`."""
     rewards: tuple[str, ...] = ("exact_match",)
+    """Reward functions: built-in names or module:function."""
     limit: int | None = None
-    """Take only the first so many prompts."""
+    """Use only the first N prompts."""
     num_samples: int = 0
-    """Sampled completions per prompt, for pass@k; 0: greedy only."""
+    """Sampled completions per prompt, for pass@k. 0: the greedy completion only."""
     temperature: float = 1.0
+    """Temperature of sampling."""
     max_new_tokens: int = 256
+    """Token limit of a completion."""
     correct_by: str | None = None
-    """The reward that decides which answers are right; none: the first verifier, else the first reward."""
+    """Name of the reward that decides which answers are correct. Unset: the first verifier, else the first reward."""
     correct_at: float = 1.0
-    """Least value of that reward that counts as right."""
+    """Lowest value of that reward that counts as correct."""
     prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
     system: str | None = None
+    """System message put before every chat prompt."""
     chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Further variables of the model's chat template, as in training."""
     seed: int = 0
+    """Seed of sampling."""
     json: bool = False
     """Print one JSON object instead of a table."""
 

@@ -13,7 +13,7 @@ from gruppo.errors import InputError
 @dataclass
 class LossesArguments:
     name: tyro.conf.Positional[str | None] = None
-    """A loss of the table, or your.module:YourLoss; none: the whole table."""
+    """A loss of the table, or your.module:YourLoss. Unset: the whole table."""
 
 
 def losses(arguments: Sequence[str]) -> int:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tyro
 
 from gruppo.errors import InputError
-from gruppo.trainer.config import REFUSED, TrainConfig, read_yaml
+from gruppo.run.reader import read_yaml
+from gruppo.trainer.config import REFUSED, TrainConfig
 
 if TYPE_CHECKING:
     from gruppo.recipes import Recipe

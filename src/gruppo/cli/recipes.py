@@ -12,7 +12,7 @@ from gruppo.cli.options import parse
 @dataclass
 class RecipeArguments:
     name: tyro.conf.Positional[str] = ""
-    """Print this one as a config file; none: list them all."""
+    """Recipe to print as a config file. Unset: list all of them."""
 
 
 def recipes(arguments: Sequence[str]) -> int:

@@ -36,6 +36,7 @@ class RewardCheckArguments:
     template: str = "{answer}"
     """Form of a right completion, e.g. '#### {answer}'."""
     num_rows: int = 16
+    """Rows of the data to try."""
     deadline: float = 10.0
     """Seconds per completion before its process is killed."""
 

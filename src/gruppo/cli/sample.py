@@ -16,18 +16,25 @@ class SampleArguments:
     model: str = "builtin"
     """Folder (a full model or an adapter), hub id, or 'builtin'."""
     num_samples: int = 1
+    """Completions per prompt."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Temperature of sampling. 0 is greedy."""
     max_new_tokens: int = 64
+    """Token limit of a completion."""
     top_k: int = 0
+    """Sample among the k most likely tokens. 0: all of them."""
     top_p: float = 1.0
+    """Sample among the fewest tokens that hold this much probability."""
     min_p: float = 0.0
+    """Sample among tokens with at least this share of the most likely token's probability."""
     stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
     chat: bool = False
     """Put the prompt through the model's chat template."""
     chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Further variables of that template, as in training."""
     seed: int = 0
+    """Seed of sampling."""
 
 
 def sample(arguments: Sequence[str]) -> int:
@@ -42,9 +49,9 @@ def sample(arguments: Sequence[str]) -> int:
     from rich.console import Console
     from rich.text import Text
 
+    from gruppo.run.console import visible
     from gruppo.sampler import SamplingParams, TorchSampler
     from gruppo.task import load_prompts
-    from gruppo.trainer.console import visible
 
     params = SamplingParams(
         temperature=given.temperature,

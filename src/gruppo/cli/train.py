@@ -16,8 +16,9 @@ STOPPED = 75
 TRAIN_HELP = """Train a model with group-relative policy optimization.
 
 Everything can stand in a file (gruppo train --config run.yaml); flags win over the file. --recipe NAME starts from
-what a paper trained with (gruppo recipes lists them); file and flags win over it. The three numbers that decide about a
-step are prompts_per_step, group_size and tokens_per_microbatch; all else follows and is printed as a plan.
+what a paper trained with (gruppo recipes lists them); file and flags win over it. A step is set by three numbers:
+prompts_per_step, group_size, and tokens_per_microbatch, which affects memory only. The rest follows and is printed as a
+plan.
 
   gruppo train --data problems.jsonl --rewards number_match --model Qwen/Qwen3-0.6B --lora --output runs/math
   gruppo train --config run.yaml --loss gspo --clip-range 3e-4 4e-4 --seed 1 --output runs/gspo-1
@@ -46,15 +47,8 @@ def resume(arguments: Sequence[str]) -> int:
         description="Go on with a run from its newest whole checkpoint. On the same machine with the same threads and "
         "versions the result is that of a run that was never stopped, bit for bit.",
     )
-    from gruppo.errors import InputError
-    from gruppo.trainer.run_dir import RunDir
-
-    if not (given.directory / "config.yaml").is_file():
-        raise InputError(f"{given.directory} is not a run directory: it has no config.yaml")
-    config = RunDir(given.directory).config()
-    if given.steps is not None:
-        config = TrainConfig.read(config.model_dump() | {"steps": given.steps})
-    return run(config, resume=True)
+    own = {} if given.steps is None else {"steps": given.steps}
+    return run(TrainConfig.of_run(given.directory, own), resume=True)
 
 
 def run(config: TrainConfig, *, resume: bool = False) -> int:

@@ -1,21 +1,18 @@
 """The loop: prompts in, a better model out.
 
-    config.py    TrainConfig: every option, checked before anything heavy is loaded
-    plan.py      what a run will do, in numbers, before it does it
-    build.py     parts of a run, made from its config
-    trainer.py   GRPOTrainer: the loop, one method per stage
-    rollout.py   groups of a step, sampled and scored; dynamic sampling
-    advantages.py  penalties come off the rewards, then the estimator compares
-    state.py     solved prompts, adaptive coefficients, a reference that moves
-    evaluate.py  held-out score, pass@k, confidence intervals
-    advice.py    what the numbers of a run say about their cause
-    run_dir.py   the run directory: config, metrics, completions, checkpoints, status
-    checkpoints.py  which checkpoint to resume from, which to prune
-    tracker.py   TensorBoard, W&B and trackio: views of the run directory that can never stop a run
-    signals.py   Ctrl-C and SIGTERM save before they end a run
-    console.py   what a person sees while it runs
+    config.py     TrainConfig: the groups of `gruppo.options` together, checked before anything heavy is loaded
+    plan.py       what a run will do, in numbers, before it does it
+    build.py      parts of a run, made from its config
+    trainer.py    GRPOTrainer: the loop, one method per stage
+    rollout.py    groups of a step, sampled and scored; dynamic sampling
+    assign.py     advantages for the groups of a step, with log-probs for a KL penalty before and masks after
+    advantages.py penalties come off the rewards, then the estimator compares
+    learner.py    optimizer steps on the rollouts of a step
+    state.py      solved prompts, adaptive coefficients, a reference that moves
+    snapshot.py   what a checkpoint holds
+    evaluate.py   held-out score, pass@k, confidence intervals
 
-Nothing imports the trainer but the command line.
+What a run records is in `gruppo.run`. Nothing imports the trainer but the command line.
 """
 
 from typing import TYPE_CHECKING, Any

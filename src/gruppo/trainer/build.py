@@ -11,13 +11,22 @@ from gruppo.errors import InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import metric_for
+from gruppo.model.checkpoint import commit_folder, read_manifest
 from gruppo.model.source import context_length, holds_adapter
+from gruppo.options import ModelOptions, RewardOptions, RunOptions, read_sampler
 from gruppo.reward import RewardScorer, RewardShape, load_reward
+from gruppo.run.checkpoints import Checkpoints
+from gruppo.run.directory import RunDirectory
+from gruppo.run.recorder import Recorder
+from gruppo.run.trackers import Trackers
+from gruppo.sampler.params import SamplingParams
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
-from gruppo.trainer.config import TrainConfig, read_sampler
+from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.learner import Learner
+from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.rollout import RolloutSource
+from gruppo.trainer.snapshot import Snapshots
 from gruppo.trainer.state import AdaptiveEntropy, EntropyBonus, RewardKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 
@@ -87,26 +96,27 @@ def _named(option: str, name: str, known: Mapping[str, Any], example: str) -> An
     return import_object(name, option)
 
 
-def build_rewards(config: TrainConfig, poll: Any = None) -> RewardScorer:
-    weights = config.reward_weights or (1.0,) * len(config.rewards)
-    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(config.rewards, weights, strict=True)]
+def build_rewards(options: RewardOptions, poll: Any = None) -> RewardScorer:
+    weights = options.reward_weights or (1.0,) * len(options.rewards)
+    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(options.rewards, weights, strict=True)]
     return RewardScorer(
         rewards,
-        workers=config.reward_workers,
-        deadline_s=config.reward_deadline,
-        correct_by=config.correct_by,
-        correct_at=config.correct_at,
+        workers=options.reward_workers,
+        deadline_s=options.reward_deadline,
+        correct_by=options.correct_by,
+        correct_at=options.correct_at,
         poll=poll,
     )
 
 
 def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt]) -> None:
-    """Call each reward once on made-up completions: what it returns must be one value per completion.
+    """Check that each reward finds its columns, and call it once: it must return one value per completion.
 
-    The values do not matter, nor does an error on such completions; that is for the first step to judge.
+    The completions are made up. Their values do not matter, nor does an error on them: the first step judges those.
     """
-    prompt = prompts[0]  # twice the same: a group goes to one call, so that a value too few is seen
     names = {name for p in prompts for name in p.columns}
+    scorer.check_columns(sorted(names))
+    prompt = prompts[0]  # twice the same: a group goes to one call, so that a value too few is seen
     scorer.score(
         [prompt.source] * 2,
         ["", "0"],
@@ -186,7 +196,7 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
 
     model = TransformersModel(
         config.model,
-        lora=_new_adapter(config),
+        lora=_new_adapter(config, config.seed),
         dtype=config.dtype,
         tokens_per_microbatch=config.tokens_per_microbatch,
         temperature=config.temperature,
@@ -204,25 +214,25 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
     return model
 
 
-def _new_adapter(config: TrainConfig) -> "LoraSpec | None":
+def _new_adapter(options: ModelOptions, seed: int) -> "LoraSpec | None":
     """The adapter to put on the model; None for full weights, and for a folder that brings its own."""
     from gruppo.model import LoraSpec
 
-    own = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.lora_targets}
+    own = {"rank": options.lora_rank, "alpha": options.lora_alpha, "targets": options.lora_targets}
     given = {name: value for name, value in own.items() if value is not None}
-    if holds_adapter(config.model):
+    if holds_adapter(options.model):
         if given:
             name = next(iter(given))
             raise InputError(
-                f"lora_{name}={given[name]!r} is for a new adapter, and model {config.model!r} holds one already: "
-                f"leave it out to go on with that one, or start from `gruppo export {config.model} FOLDER --merge`"
+                f"lora_{name}={given[name]!r} is for a new adapter, and model {options.model!r} holds one already: "
+                f"leave it out to go on with that one, or start from `gruppo export {options.model} FOLDER --merge`"
             )
         return None
-    if not config.lora:
+    if not options.lora:
         return None
     if given.get("targets") == ("all-linear",):
         given["targets"] = "all-linear"
-    return LoraSpec(**given, seed=config.seed)
+    return LoraSpec(**given, seed=seed)
 
 
 def build_advantage(config: TrainConfig) -> Advantage:
@@ -326,4 +336,56 @@ def build_source(
         group_size=config.group_size,
         max_batches=config.dynamic_sampling,
         seed=config.seed,
+    )
+
+
+def sampling_params(config: TrainConfig, step: int) -> SamplingParams:
+    """How the completions of a step are drawn; step 0 is evaluation."""
+    return SamplingParams(
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        stop=config.stop,
+        seed=config.seed,
+        step=step,
+    )
+
+
+def open_run(config: TrainConfig, *, resume: bool) -> RunDirectory:
+    if resume:
+        return RunDirectory.reopen(config.output)
+    return RunDirectory.create(config.output, config.to_yaml())
+
+
+def build_snapshots(options: RunOptions, run: RunDirectory, model: "TransformersModel", state: RunState) -> Snapshots:
+    checkpoints = Checkpoints(
+        run.checkpoints, keep=options.keep_checkpoints, commit=commit_folder, verify=read_manifest
+    )
+    return Snapshots(checkpoints, model, state)
+
+
+def build_recorder(config: TrainConfig, run: RunDirectory, *, quiet: bool) -> Recorder:
+    return Recorder(
+        run,
+        Trackers(config.trackers, run.path, config.model_dump(mode="json")),
+        steps=config.steps,
+        completions_every=config.completions_every,
+        completions_limit=config.completions_limit,
+        quiet=quiet,
+    )
+
+
+def build_plan(config: TrainConfig, model: "TransformersModel", prompts: Prompts) -> Plan:
+    """What the run will do, in numbers."""
+    inner, train = model.model, prompts.train.prompts
+    shape = inner.config.get_text_config() if hasattr(inner, "config") else None
+    return make_plan(
+        config,
+        num_prompts=len(train),
+        mean_prompt_tokens=sum(len(p.token_ids) for p in train) / len(train),
+        parameters=sum(p.numel() for p in inner.parameters()),
+        trainable=sum(p.numel() for p in inner.parameters() if p.requires_grad),
+        hidden_size=getattr(shape, "hidden_size", 0),
+        num_layers=getattr(shape, "num_hidden_layers", 0),
+        vocabulary=getattr(shape, "vocab_size", 0),
+        is_cuda=model.device.type == "cuda",
     )

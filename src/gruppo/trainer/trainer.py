@@ -1,31 +1,23 @@
 """GRPOTrainer: the algorithm, one method per stage."""
 
-import logging
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from math import fsum
-from pathlib import Path
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from gruppo.sampler.params import SamplingParams
-from gruppo.trainer import build
-from gruppo.trainer.advantages import kl_to_reference
-from gruppo.trainer.advice import advice
-from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.console import RunConsole
-from gruppo.trainer.evaluate import Evaluation, evaluate
-from gruppo.trainer.plan import Plan, make_plan
-from gruppo.trainer.rollout import RolloutBatch
-from gruppo.trainer.run_dir import RunDir
-from gruppo.trainer.signals import Interrupted, StopFlag
-from gruppo.trainer.tracker import Trackers
-from gruppo.types import Group, Rollout
+import torch
 
-logger = logging.getLogger(__name__)
+from gruppo.model.source import load_tokenizer
+from gruppo.run.signals import Interrupted, StopFlag
+from gruppo.run.trackers import check_installed
+from gruppo.trainer import build
+from gruppo.trainer.assign import assign_advantages
+from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.evaluate import Evaluation, evaluate
+from gruppo.trainer.plan import Plan
+from gruppo.trainer.rollout import RolloutBatch
 
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
 """Called after each step with (trainer, step, metrics); returning True ends the run."""
@@ -36,9 +28,9 @@ class TrainResult:
     """How a run ended."""
 
     step: int
-    before: Evaluation | None
-    after: Evaluation | None
-    status: str
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    status: str = "running"
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -58,71 +50,65 @@ class GRPOTrainer:
         resume: bool = False,
         quiet: bool = False,
     ) -> None:
-        import torch
-
-        from gruppo.model.source import load_tokenizer
-
         self.config = config
         self.callbacks = list(callbacks)
-        self.quiet = quiet
         self.stop = StopFlag()
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
-        loss = build.build_loss(config)
-        estimate = build.build_advantage(config)
-        self.scorer = build.build_rewards(config, poll=self.stop.poll)
-        tokenizer = load_tokenizer(config.model)
-        self.prompts = build.build_prompts(config, tokenizer)
-        self.scorer.check_columns(sorted({name for p in self.prompts.train for name in p.columns}))
+        self.step_number = 0
         self.unfinished: dict[str, float] | None = None
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
         self.batch: RolloutBatch | None = None
         """What the last step sampled, with its advantages."""
         self.seconds: dict[str, float] = {}
         self.synced: dict[str, float] = {}
-        try:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
+        check_installed(config.trackers)
+        loss = build.build_loss(config)
+        estimate = build.build_advantage(config)
+        with ExitStack() as stack:
+            self.scorer = stack.enter_context(build.build_rewards(config, poll=self.stop.poll))
+            tokenizer = load_tokenizer(config.model)
+            self.prompts = build.build_prompts(config, tokenizer)
             build.try_rewards(self.scorer, self.prompts.train.prompts)
-            self.run = RunDir.reopen(Path(config.output)) if resume else RunDir.create(config)
-        except BaseException:
-            self.scorer.close()
-            raise
-        try:
+            self.run = stack.enter_context(build.open_run(config, resume=resume))
             self.scorer.start()
             self.model = build.build_model(config, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
-            self.step_number = self._restore() if resume else 0
-            self.trackers = Trackers(config, self.run.path)
+            self.snapshots = build.build_snapshots(config, self.run, self.model, self.state)
+            if resume:
+                self._restore()
             folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
             self.sampler = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
+            stack.enter_context(closing(self.sampler))
             self.model.measures_gap = not self.sampler.is_exact or loss.reads_sampler
             self.learner = build.build_learner(config, self.model)
             self.stage = build.build_stage(config, estimate, self.scorer)
             self.source = build.build_source(
                 config, self.prompts.train.prompts, self.sampler, self.scorer, self.stage, self.state
             )
-        except BaseException:
-            self.scorer.close()
-            if resume:
-                self.run.release_lock()
-            else:
-                self.run.withdraw()  # else the next try would find its output used
-            raise
+            # Last: a board leaves files behind, and a run that cannot begin must not.
+            self.recorder = stack.enter_context(closing(build.build_recorder(config, self.run, quiet=quiet)))
+            self._open = stack.pop_all()
 
     # --- one step: the algorithm ----------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
         """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step."""
-        number = self.step_number + 1
+        config, number = self.config, self.step_number + 1
         self._sync()
-        rollouts = self.source.next(number, self._sampling(number), self._timed)
+        rollouts = self.source.next(number, build.sampling_params(config, number), self._timed)
         metrics = self.synced | rollouts.metrics
-        if self.config.dynamic_sampling:
+        if config.dynamic_sampling:
             metrics |= rollouts.counts
         if "reward/mean" not in metrics:
-            self._warn_of_no_reward(number)
+            text = "every reward function abstained (None) on every completion: the step teaches nothing"
+            self.recorder.warned(number, "no_reward", text)
+        kl_coef = self.state.kl.coefficient if config.kl_in_reward else None
         with self._timed("reward"):
-            groups, measured = self.assign_advantages(rollouts.kept)
+            groups, measured = assign_advantages(
+                rollouts.kept, self.stage, self.model, kl_coef=kl_coef, mask_truncated=config.mask_truncated
+            )
         metrics |= measured
         entropy = metrics.get("rollout/entropy")
         self.model.set_loss(self.model.loss.replace(entropy_coef=self.state.entropy.at(entropy)))
@@ -131,157 +117,83 @@ class GRPOTrainer:
         self.batch = rollouts.with_kept(groups)
         metrics |= {"group/dead_frac": self.batch.dead_frac} | self._observe(self.batch, number, metrics)
         self.step_number = number
-        if self.config.completions_every and number % self.config.completions_every == 0:
-            with self._timed("write"):
-                self.run.write_completions(number, self.batch.groups)
+        with self._timed("write"):
+            self.recorder.sampled(number, self.batch.groups)
         return metrics
-
-    def assign_advantages(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-        """The groups of a step with their advantages, and what was measured on the way."""
-        config, metrics = self.config, {}
-        kl_coef = self.state.kl.coefficient if config.kl_in_reward else 0.0
-        if config.kl_in_reward:
-            groups = self._score(groups)
-            kls = [kl_to_reference(rollout) for group in groups for rollout in group.rollouts]
-            metrics |= {"reward/kl": fsum(kls) / max(len(kls), 1), "reward/kl_coef": kl_coef}
-        assigned = self.stage.assign(groups, kl_coef)
-        if config.kl_in_reward or not self.stage.shape.does_nothing:
-            shaped = [r.shaped for group in assigned for r in group.rollouts if r.shaped is not None]
-            if shaped:
-                metrics["reward/shaped_mean"] = fsum(shaped) / len(shaped)
-        return assigned, metrics
 
     def evaluate(self) -> Evaluation | None:
         """The held-out score of the weights as they are; None without held-out prompts."""
         if not len(self.prompts.held_out):
             return None
         self._sync()
+        params = build.sampling_params(self.config, 0)
+        prompts = self.prompts.held_out.prompts
         with self._timed("eval"):
-            return evaluate(
-                self.prompts.held_out.prompts,
-                self.sampler,
-                self.scorer,
-                self._sampling(0),
-                num_samples=self.config.eval_samples,
-            )
+            return evaluate(prompts, self.sampler, self.scorer, params, num_samples=self.config.eval_samples)
 
     # --- the whole run --------------------------------------------------------------------------------------------
 
     def train(self) -> TrainResult:
         """Run to the last step (or a stop), save the model, return how it went."""
-        from gruppo.trainer.checkpoints import save_checkpoint
-
-        config, run = self.config, self.run
-        console = RunConsole(config.steps, first_step=self.step_number) if not self.quiet else None
-        recent: deque[dict[str, float]] = deque(maxlen=20)
-        result = TrainResult(self.step_number, None, None, "running")
-        first = self.step_number
-        run.set_status("running", first)
-        run.log_event("start", step=first)
+        first, recorder = self.step_number, self.recorder
+        result = TrainResult(first)
+        recorder.started(first)
         try:
             with self.stop.listening():
-                if self.step_number == 0:
+                if first == 0:
                     result.before = self.evaluate()
                     if result.before is not None:
-                        run.log_metrics(0, result.before.metrics)
-                        self.trackers.log(0, result.before.metrics)
-                while result.status == "running" and (self.unfinished is not None or self.step_number < config.steps):
-                    started = time.monotonic()
-                    self.seconds = {}
-                    if self.unfinished is None:
-                        self.unfinished = self.step()
-                    metrics = dict(self.unfinished)
-                    number = self.step_number
-                    is_last = number == config.steps
-                    if is_last or (config.eval_every and number % config.eval_every == 0):
-                        result.after = self.evaluate()
-                        metrics |= result.after.metrics if result.after else {}
-                    if self._should_end(number, metrics, result.after):
-                        result.status = "done"
-                    # The record before the checkpoint: a run that resumes after this step will not write it again.
-                    run.log_metrics(number, metrics)
-                    self.unfinished = None
-                    if number % config.save_every == 0 or is_last or result.status == "done":
-                        with self._timed("checkpoint"):
-                            save_checkpoint(run, self.model, number, config.keep_checkpoints, run_state=self.state)
-                        run.log_event("checkpoint", step=number)
-                    run.log_timings(number, self.seconds)
-                    self.trackers.log(number, metrics)
-                    recent.append(metrics)
-                    self._report(console, number, metrics, time.monotonic() - started, recent)
-                    self.stop.poll()
-                result.status = "done"
+                        recorder.evaluated(0, result.before.metrics)
+                while self.unfinished is not None or self.step_number < self.config.steps:
+                    if self._take_step(result):
+                        break
+            self._save_model(replace_it=self.step_number > first)
+            recorder.finished(self.step_number)
+            result.status = "done"
         except Interrupted as signal_name:
-            save_checkpoint(
-                run, self.model, self.step_number, config.keep_checkpoints, self.unfinished, run_state=self.state
-            )
-            run.log_event("stop", step=self.step_number, signal=str(signal_name))
+            self.snapshots.save(self.step_number, self.unfinished)
+            recorder.stopped(self.step_number, str(signal_name))
             result.status = "stopped"
         except BaseException as error:
-            run.log_event("failed", step=self.step_number, error=f"{type(error).__name__}: {error}")
-            run.set_status("failed", self.step_number, error=f"{type(error).__name__}: {error}")
+            recorder.failed(self.step_number, error)
             raise
         finally:
-            if console is not None:
-                console.close()
             self.close()
-        if result.status == "done":
-            if run.model.exists() and self.step_number > first:
-                shutil.rmtree(run.model)  # of the run as it ended before it was resumed; the checkpoint has the weights
-            if not run.model.exists():
-                self.model.save(run.model)
         result.step = self.step_number
-        result.metrics = run.metrics()
-        run.set_status("done" if result.status == "done" else "stopped", self.step_number)
+        result.metrics = self.run.metrics()
         return result
+
+    def _take_step(self, result: TrainResult) -> bool:
+        """A step with its evaluation, record and checkpoint; True ends the run."""
+        config, recorder = self.config, self.recorder
+        started, self.seconds = time.monotonic(), {}
+        if self.unfinished is None:
+            self.unfinished = self.step()
+        metrics, number = dict(self.unfinished), self.step_number
+        is_last = number == config.steps
+        if is_last or (config.eval_every and number % config.eval_every == 0):
+            result.after = self.evaluate()
+            metrics |= result.after.metrics if result.after else {}
+        is_over = self._is_over(number, metrics)
+        recorder.step(number, metrics)
+        self.unfinished = None
+        if number % config.save_every == 0 or is_last or is_over:
+            with self._timed("checkpoint"):
+                self.snapshots.save(number)
+            recorder.checkpointed(number)
+        recorder.timed(number, self.seconds, time.monotonic() - started)
+        self.stop.poll()
+        return is_over
 
     def plan(self) -> Plan:
         """What the run will do, in numbers."""
-        model = self.model.model
-        config = model.config.get_text_config() if hasattr(model, "config") else None
-        prompts = self.prompts.train.prompts
-        return make_plan(
-            self.config,
-            num_prompts=len(prompts),
-            mean_prompt_tokens=sum(len(p.token_ids) for p in prompts) / len(prompts),
-            parameters=sum(p.numel() for p in model.parameters()),
-            trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            hidden_size=getattr(config, "hidden_size", 0),
-            num_layers=getattr(config, "num_hidden_layers", 0),
-            vocabulary=getattr(config, "vocab_size", 0),
-            is_cuda=self.model.device.type == "cuda",
-        )
+        return build.build_plan(self.config, self.model, self.prompts)
 
     def close(self) -> None:
         """End the reward workers and the sampler, and give the run directory back."""
-        self.scorer.close()
-        self.sampler.close()
-        self.trackers.close()
-        self.run.release_lock()
+        self._open.close()
 
     # --- inside ---------------------------------------------------------------------------------------------------
-
-    def _score(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with the log-probs of policy and reference, both by the code that trains.
-
-        Equal completions of a group get the same numbers, whichever forward they came from.
-        """
-        rollouts = {(g.prompt.index, r.trajectory.tokens): r for g in groups for r in g.rollouts}
-        policy = self.model.forward_only(list(rollouts.values()))["logps"]
-        reference = self.model.reference_logps(list(rollouts.values()))
-        pairs = ((tuple(p.tolist()), tuple(r.tolist())) for p, r in zip(policy, reference, strict=True))
-        scored = dict(zip(rollouts, pairs, strict=True))
-
-        def with_logps(group: Group, rollout: Rollout) -> Rollout:
-            old, ref = scored[group.prompt.index, rollout.trajectory.tokens]
-            return replace(rollout, old_logps=old, ref_logps=ref)
-
-        return [replace(g, rollouts=tuple(with_logps(g, r) for r in g.rollouts)) for g in groups]
-
-    def _warn_of_no_reward(self, number: int) -> None:
-        text = "every reward function abstained (None) on every completion: the step teaches nothing"
-        self.run.log_event("no_reward", step=number, text=text)
-        logger.warning("step %d: %s", number, text)
 
     def _observe(self, rollouts: RolloutBatch, number: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Move what later steps depend on besides the weights. After the update: a stopped step leaves no trace."""
@@ -303,47 +215,24 @@ class GRPOTrainer:
         with self._timed("sync"):
             self.synced = self.sampler.sync(self.model) or self.synced
 
-    def _sampling(self, step: int) -> SamplingParams:
-        config = self.config
-        return SamplingParams(
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
-            stop=config.stop,
-            seed=config.seed,
-            step=step,
-        )
-
-    def _restore(self) -> int:
-        from gruppo.trainer.checkpoints import load_newest
-
-        step, self.unfinished = load_newest(self.run, self.model, self.state)
+    def _restore(self) -> None:
+        self.step_number, self.unfinished = self.snapshots.load_newest()
         # The first evaluation is made again too, if there was no step after it.
-        self.run.forget_after(step, redo_line=step == 0 or self.unfinished is not None)
-        self.run.write_config(self.config)  # it may go on to another last step
-        changes = self.run.environment_changes()
-        if changes:
-            logger.warning("resuming elsewhere, so not bit for bit: %s", ", ".join(changes))
-            self.run.log_event("environment", step=step, changes=changes)
-        return step
+        redo_line = self.step_number == 0 or self.unfinished is not None
+        self.run.go_on_after(self.step_number, self.config.to_yaml(), redo_line=redo_line)
 
-    def _should_end(self, number: int, metrics: dict[str, float], evaluation: Evaluation | None) -> bool:
+    def _save_model(self, *, replace_it: bool) -> None:
+        folder = self.run.model
+        if folder.exists() and replace_it:
+            shutil.rmtree(folder)  # of the run as it ended before it was resumed; the checkpoint has the weights
+        if not folder.exists():
+            self.model.save(folder)
+
+    def _is_over(self, number: int, metrics: dict[str, float]) -> bool:
+        """Whether a callback asks for the end, or the score that was asked for is reached."""
         asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
         target = self.config.stop_at_score
-        reached = target is not None and "eval/accuracy" in metrics and metrics["eval/accuracy"] >= target
-        return any(asked) or reached
-
-    def _report(
-        self, console: RunConsole | None, number: int, metrics: dict[str, float], seconds: float, recent: Any
-    ) -> None:
-        if number % 20 == 0:
-            for sentence in advice(list(recent)):
-                self.run.log_event("advice", step=number, text=sentence)
-                if console is not None:
-                    console.say(f"note: {sentence}")
-        if console is not None:
-            console.step(number, metrics, seconds)
-            if self.batch is not None and (number == 1 or number % max(self.config.steps // 4, 1) == 0):
-                console.completions(f"step {number}: best and worst of some groups", self.batch.kept, limit=3)
+        return any(asked) or (target is not None and metrics.get("eval/accuracy", target - 1) >= target)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

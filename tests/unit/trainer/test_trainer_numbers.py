@@ -1,4 +1,4 @@
-"""Numbers that a person reads: evaluation, plan, advice, rollout metrics, each by hand."""
+"""Numbers that a person reads: evaluation, plan, rollout metrics, each by hand."""
 
 from dataclasses import replace
 from math import sqrt
@@ -8,7 +8,6 @@ import pytest
 
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
-from gruppo.trainer.advice import advice
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.plan import make_plan
@@ -288,55 +287,6 @@ def test_the_plan_says_that_dynamic_sampling_takes_further_prompts() -> None:
     config = CONFIG.model_copy(update={"dynamic_sampling": 10})
     assert any("at most 10 batch(es) of prompts per step" in line for line in make_plan(config, **PLAN).lines(config))
     assert not any("dynamic" in line for line in make_plan(CONFIG, **PLAN).lines(CONFIG))
-
-
-# --- advice -------------------------------------------------------------------------------------------------------
-
-HEALTHY = {
-    "reward/mean": 0.5,
-    "group/dead_frac": 0.2,
-    "group/all_right_frac": 0.1,
-    "completion/truncated_frac": 0.0,
-    "completion/empty_frac": 0.0,
-    "live/approx_kl": 0.01,
-    "sampler/logp_gap_max": 1e-6,
-}
-
-
-def test_a_healthy_run_gets_no_advice() -> None:
-    assert advice([HEALTHY] * 20) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"completion/truncated_frac": 0.6}, "over half of the completions hit max_new_tokens: raise it"),
-        ({"group/dead_frac": 1.0, "reward/mean": 0.0}, "all groups are dead at reward 0"),
-        (
-            {"group/dead_frac": 0.9},
-            "most groups have no signal: their completions all earn the same. Raise group_size",
-        ),
-        ({"completion/empty_frac": 0.6}, "over half of the completions are empty: the model ends at once"),
-        ({"live/approx_kl": 1.5}, "the policy moves far within one batch (approx_kl > 1): lower lr"),
-        ({"sampler/logp_gap_max": 2.0}, "sampler and trainer disagree on log-probs by more than 1"),
-    ],
-)
-def test_each_symptom_is_named_with_its_cause(changes: dict[str, float], sentence: str) -> None:
-    (said,) = advice([HEALTHY | changes] * 20)
-    assert said.startswith(sentence)
-
-
-def test_groups_that_are_all_right_are_no_reason_for_advice() -> None:
-    assert advice([HEALTHY | {"group/dead_frac": 0.95, "group/all_right_frac": 0.9, "reward/mean": 0.97}] * 20) == []
-
-
-def test_a_few_steps_are_too_few_for_advice() -> None:
-    assert advice([HEALTHY | {"completion/truncated_frac": 1.0}] * 4) == []
-
-
-def test_advice_looks_at_the_mean_of_the_steps() -> None:
-    mixed = [HEALTHY | {"completion/truncated_frac": x} for x in (1.0, 0.0, 0.0, 0.0, 1.0)]
-    assert advice(mixed) == []
 
 
 def test_a_rollout_can_be_replaced() -> None:

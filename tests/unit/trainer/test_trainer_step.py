@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gruppo.errors import MissingExtraError, NumericError
+from gruppo.errors import CheckpointError, MissingExtraError, NumericError
 from gruppo.trainer import GRPOTrainer
 from gruppo.trainer.learner import MAX_SKIPPED
 from gruppo.types import InputFeature
@@ -386,7 +386,7 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(
             raise ConnectionError("still none")
 
     trainer = make_trainer(steps=2)
-    trainer.trackers.trackers["wandb"] = Broken()
+    trainer.recorder.trackers.trackers["wandb"] = Broken()
     assert trainer.train().status == "done"
     assert caplog.text.count("wandb failed and is switched off: no route to board") == 1
 
@@ -395,6 +395,33 @@ def test_a_tracker_that_is_not_installed_is_refused_and_leaves_no_trace(make_tra
     with pytest.raises(MissingExtraError, match=r"wandb=true needs 'wandb'.*pip install 'gruppo\[wandb\]'"):
         make_trainer(wandb=True)
     assert not (tmp_path / "run").exists()  # so that the next try finds its output free
+
+
+def test_a_sampler_that_cannot_start_leaves_no_trace(make_trainer: Make, tmp_path: Path) -> None:
+    with pytest.raises(MissingExtraError, match="vllm"):
+        make_trainer(sampler="vllm", tensorboard=True)
+    assert not (tmp_path / "run").exists()  # no file of a board's either
+
+
+def test_closing_twice_does_not_take_the_lock_of_the_next_owner(make_trainer: Make) -> None:
+    first = make_trainer(steps=1)
+    first.train()
+    second = make_trainer(steps=2, resume=True)
+    first.close()
+    assert (second.run.path / "lock").exists()
+
+
+def test_a_model_that_cannot_be_saved_is_a_run_that_failed(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(steps=1)
+
+    def full(folder: Path) -> None:
+        raise CheckpointError("disk full")
+
+    monkeypatch.setattr(trainer.model, "save", full)
+    with pytest.raises(CheckpointError, match="disk full"):
+        trainer.train()
+    assert trainer.run.status() == {"status": "failed", "step": 1, "error": "CheckpointError: disk full"}
+    assert trainer.run.checkpoint_steps() == [1]
 
 
 # --- resuming in this process -------------------------------------------------------------------------------------
@@ -524,21 +551,21 @@ def test_a_run_killed_between_record_and_checkpoint_has_each_step_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever is written first, the other is missing after a kill: neither order may lose or double a line."""
-    import gruppo.trainer.checkpoints as checkpoints
+    from gruppo.trainer.snapshot import Snapshots
 
-    save = checkpoints.save_checkpoint
+    save = Snapshots.save
     for when in ("before", "after"):
         trainer = make_trainer(**RUN) if when == "before" else make_trainer(**RUN, resume=True)
 
-        def dying(run: Any, model: Any, step: int, keep: int, when: str = when, **rest: Any) -> None:
+        def dying(self: Snapshots, step: int, unfinished: Any = None, when: str = when) -> None:
             if when == "after":
-                save(run, model, step, keep, **rest)
+                save(self, step, unfinished)
             if step == 4:
                 raise Crash
             if when == "before":
-                save(run, model, step, keep, **rest)
+                save(self, step, unfinished)
 
-        monkeypatch.setattr(checkpoints, "save_checkpoint", dying)
+        monkeypatch.setattr(Snapshots, "save", dying)
         with pytest.raises(Crash):
             trainer.train()
         monkeypatch.undo()
@@ -562,8 +589,6 @@ def test_a_finished_run_resumed_changes_nothing(make_trainer: Make) -> None:
 def test_a_finished_run_that_goes_on_replaces_its_model(make_trainer: Make) -> None:
     from safetensors.torch import load_file
 
-    from gruppo.trainer.run_dir import RunDir
-
     make_trainer(**RUN).train()
     longer = make_trainer(**(RUN | {"steps": 8}), resume=True)
     assert longer.step_number == 6
@@ -571,7 +596,7 @@ def test_a_finished_run_that_goes_on_replaces_its_model(make_trainer: Make) -> N
     assert [m["step"] for m in longer.run.metrics()] == list(range(9))
     saved = load_file(longer.run.model / "model.safetensors")
     assert all(torch.equal(saved[n], p) for n, p in weights(longer).items())
-    assert RunDir(longer.run.path).config().steps == 8  # a further resume knows where it ends
+    assert longer.run.config()["steps"] == 8  # a further resume knows where it ends
 
 
 def test_the_reference_of_a_resumed_run_is_that_of_its_start(make_trainer: Make, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on: a bar with the time left and one line per step; plain lines without a
-terminal. Model text is shown without control characters or markup."""
+"""RunConsole: a bar with the time left and one line per step; plain lines without a terminal. Model text is shown
+without control characters or markup."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +11,21 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.text import printable
-from gruppo.types import Group
+from gruppo.types import Group, Rollout
+
+SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("reward", "reward/mean", "{:.3f}".format),
+    ("held-out", "eval/accuracy", "{:.3f}".format),
+    ("signal", "group/dead_frac", lambda dead: f"{1 - dead:.0%} of groups"),
+    ("grad", "optim/grad_norm", "{:.2g}".format),
+    ("clip", "live/clip_ratio", "{:.1%}".format),
+    ("entropy", "rollout/entropy", "{:.2f}".format),
+    ("length", "completion/len_mean", "{:.0f}".format),
+)
+"""Metrics on the line of a step: word, key, form. The loss is not among them, since its value says little."""
+
+ALWAYS = ("reward/mean", "optim/grad_norm")
+"""Keys whose absence is shown: nothing was scored, or nothing trained."""
 
 
 class RunConsole:
@@ -41,7 +55,9 @@ class RunConsole:
         """One readable line; on a terminal every tenth step, since the bar shows the rest."""
         line = step_line(step, self.total, metrics, seconds)
         if self.progress is not None:
-            self.progress.update(self.task, completed=step, state=f"reward {_number(metrics, 'reward/mean')}")
+            reward = metrics.get("reward/mean")
+            state = "reward none" if reward is None else f"reward {reward:.3f}"
+            self.progress.update(self.task, completed=step, state=state)
             if step % max(self.total // 20, 1) == 0 or step == self.total:
                 self.progress.console.print(line, soft_wrap=True)
             return
@@ -63,7 +79,7 @@ class RunConsole:
                     visible(group.prompt.text),
                     visible(rollout.trajectory.text),
                     "-" if rollout.reward is None else f"{rollout.reward:g}",
-                    f"{rollout.advantage:+.2f}",
+                    f"{_mean_advantage(rollout):+.2f}",
                 )
         (self.progress.console if self.progress else self.console).print(table)
 
@@ -73,23 +89,17 @@ class RunConsole:
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], seconds: float) -> str:
-    """The state of a step in plain words; the loss is not among them, since its value says little."""
-    parts = [f"step {step:>{len(str(total))}}/{total}", f"reward {_number(metrics, 'reward/mean')}"]
-    if "eval/accuracy" in metrics:
-        parts.append(f"held-out {metrics['eval/accuracy']:.3f}")
-    parts.append(f"signal {1 - metrics.get('group/dead_frac', 1.0):.0%} of groups")
-    parts.append(f"grad {_number(metrics, 'optim/grad_norm', '.2g')}")
-    if "live/clip_ratio" in metrics:
-        parts.append(f"clip {metrics['live/clip_ratio']:.1%}")
-    if "rollout/entropy" in metrics:
-        parts.append(f"entropy {metrics['rollout/entropy']:.2f}")
-    parts.append(f"length {metrics['completion/len_mean']:.0f}")
-    parts.append(readable_time(seconds))
-    return "  ".join(parts)
+    """The state of a step in plain words."""
+    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    for word, key, form in SHOWN:
+        if key in metrics or key in ALWAYS:
+            parts.append(f"{word} {form(metrics[key]) if key in metrics else 'none'}")
+    return "  ".join([*parts, readable_time(seconds)])
 
 
-def _number(metrics: Mapping[str, float], name: str, form: str = ".3f") -> str:
-    return format(metrics[name], form) if name in metrics else "none"
+def _mean_advantage(rollout: Rollout) -> float:
+    advantage = rollout.advantage
+    return sum(advantage) / max(len(advantage), 1) if isinstance(advantage, tuple) else advantage
 
 
 def readable_time(seconds: float) -> str:

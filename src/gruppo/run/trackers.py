@@ -2,12 +2,14 @@
 one that fails later is dropped with a warning, and the run goes on."""
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from gruppo.errors import require
-from gruppo.trainer.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -18,15 +20,22 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class Trackers:
-    """All boards of a run."""
+def check_installed(names: Sequence[str]) -> None:
+    """Raise for a tracker that cannot be used, before anything of the run exists."""
+    for name in names:
+        if find_spec(name) is None:
+            raise require(name, name, f"{name}=true")
 
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
-        makers = {"tensorboard": _TensorBoard, "wandb": _Module, "trackio": _Module}
-        self.trackers: dict[str, Tracker] = {}
-        for name, maker in makers.items():
-            if getattr(config, name):
-                self.trackers[name] = maker(name, config, folder)
+
+class Trackers:
+    """All boards of a run: `names` of tensorboard, wandb, trackio."""
+
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
+        check_installed(names)
+        self.trackers: dict[str, Tracker] = {
+            name: _TensorBoard(folder) if name == "tensorboard" else _Module(name, folder.name, config)
+            for name in names
+        }
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, tracker in list(self.trackers.items()):
@@ -45,14 +54,12 @@ class Trackers:
 
 
 class _TensorBoard:
-    def __init__(self, name: str, config: TrainConfig, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.writer = EventFileWriter(str(folder / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        import time
-
         # Generated modules, whose names no type checker sees
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -65,14 +72,11 @@ class _TensorBoard:
 
 
 class _Module:
-    """W&B and trackio share their calls."""
+    """W&B and trackio, which share their calls."""
 
-    def __init__(self, name: str, config: TrainConfig, folder: Path) -> None:
-        try:
-            self.module: Any = __import__(name)
-        except ImportError:
-            raise require(name, name, f"{name}=true") from None
-        self.module.init(project="gruppo", name=folder.name, config=config.model_dump(mode="json"))
+    def __init__(self, name: str, run: str, config: Mapping[str, Any]) -> None:
+        self.module: Any = import_module(name)
+        self.module.init(project="gruppo", name=run, config=dict(config))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.module.log(dict(metrics), step=step)

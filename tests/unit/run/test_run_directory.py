@@ -6,115 +6,109 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.trainer import TrainConfig
-from gruppo.trainer.run_dir import RunDir
+from gruppo.run.directory import RunDirectory
 from gruppo.types import Group, Prompt, Rollout, Trajectory
+
+CONFIG = "steps: 3\nstop: [END]\n"
 
 
 @pytest.fixture
-def run(small_config: Callable[..., TrainConfig]) -> RunDir:
-    return RunDir.create(small_config())
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(str(tmp_path / "run"), CONFIG)
 
 
-def test_a_new_run_holds_its_config_and_environment(run: RunDir) -> None:
-    assert TrainConfig.from_yaml(run.path / "config.yaml").output == str(run.path)
+def test_a_new_run_holds_its_config_and_environment(run: RunDirectory) -> None:
+    assert run.config() == {"steps": 3, "stop": ["END"], "output": str(run.path)}
     environment = json.loads((run.path / "env.json").read_text())
     assert environment["packages"].keys() >= {"gruppo", "torch", "transformers", "peft", "safetensors", "numpy"}
     assert environment["threads"] == 1
 
 
-def test_the_environment_names_no_person_machine_or_secret(
-    small_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_names_no_person_machine_or_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
-    run = RunDir.create(small_config())
+    run = RunDirectory.create(str(tmp_path / "run"), CONFIG)
     text = (run.path / "env.json").read_text()
     assert "hf_secretsecret" not in text and socket.gethostname() not in text and str(Path.home()) not in text
 
 
-def test_a_used_directory_is_refused_and_left_alone(small_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_a_used_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"exists already; nothing was touched\. Go on with `gruppo resume"):
-        RunDir.create(small_config())
+        RunDirectory.create(str(tmp_path / "run"), CONFIG)
     assert [p.name for p in folder.iterdir()] == ["notes.txt"]
 
 
-def test_an_empty_directory_is_used(small_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_an_empty_directory_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    assert RunDir.create(small_config()).path == tmp_path / "run"
+    assert RunDirectory.create(str(tmp_path / "run"), CONFIG).path == tmp_path / "run"
 
 
 @pytest.mark.parametrize("name", ["file/below", "n" * 300, "nul\0byte"])
-def test_a_name_that_cannot_be_a_directory_is_an_input_error(
-    name: str, small_config: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
+def test_a_name_that_cannot_be_a_directory_is_an_input_error(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="output="):
-        RunDir.create(small_config(output=f"{tmp_path}/{name}"))
+        RunDirectory.create(f"{tmp_path}/{name}", CONFIG)
 
 
-def test_a_second_owner_is_refused_while_the_first_lives(run: RunDir) -> None:
+def test_a_second_owner_is_refused_while_the_first_lives(run: RunDirectory) -> None:
     with pytest.raises(InputError, match=rf"is in use by process {os.getpid()} on {socket.gethostname()}"):
-        RunDir.reopen(run.path)
+        RunDirectory.reopen(run.path)
 
 
-def test_a_lock_given_back_can_be_taken(run: RunDir) -> None:
+def test_a_lock_given_back_can_be_taken(run: RunDirectory) -> None:
     run.release_lock()
-    assert RunDir.reopen(run.path).path == run.path
+    assert RunDirectory.reopen(run.path).path == run.path
     assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
 
 
-def test_the_lock_of_a_dead_process_is_taken_over(run: RunDir) -> None:
+def test_the_lock_of_a_dead_process_is_taken_over(run: RunDirectory) -> None:
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     (run.path / "lock").write_text(json.dumps({"pid": int(dead.stdout), "host": socket.gethostname()}))
-    RunDir.reopen(run.path)
+    RunDirectory.reopen(run.path)
     assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
 
 
-def test_the_lock_of_another_machine_is_respected(run: RunDir) -> None:
+def test_the_lock_of_another_machine_is_respected(run: RunDirectory) -> None:
     (run.path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
     with pytest.raises(InputError, match=r"in use by process 1 on elsewhere; stop it first \(or delete .*lock"):
-        RunDir.reopen(run.path)
+        RunDirectory.reopen(run.path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null"])
-def test_a_lock_that_says_nothing_is_refused_with_a_way_out(content: str, run: RunDir) -> None:
+def test_a_lock_that_says_nothing_is_refused_with_a_way_out(content: str, run: RunDirectory) -> None:
     (run.path / "lock").write_text(content)
     with pytest.raises(InputError, match=r"delete .*lock if it no longer runs"):
-        RunDir.reopen(run.path)
+        RunDirectory.reopen(run.path)
 
 
 def test_a_directory_without_a_config_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is not a run directory: it has no config\.yaml"):
-        RunDir.reopen(tmp_path)
+        RunDirectory.reopen(tmp_path)
 
 
-def test_a_run_that_was_moved_knows_where_it_lies(run: RunDir, tmp_path: Path) -> None:
+def test_a_run_that_was_moved_knows_where_it_lies(run: RunDirectory, tmp_path: Path) -> None:
     run.release_lock()
     run.path.rename(tmp_path / "moved")
-    assert RunDir.reopen(tmp_path / "moved").config().output == str(tmp_path / "moved")
+    assert RunDirectory.reopen(tmp_path / "moved").config()["output"] == str(tmp_path / "moved")
 
 
 # --- records ------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_one_sorted_line_per_step(run: RunDir) -> None:
+def test_metrics_are_one_sorted_line_per_step(run: RunDirectory) -> None:
     run.log_metrics(1, {"b": 0.1, "a": 2.0})
     run.log_metrics(2, {"a": 3.0})
     assert (run.path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0, "b": 0.1}\n{"step": 2, "a": 3.0}\n'
 
 
-def test_forgetting_keeps_the_bytes_of_what_stays(run: RunDir) -> None:
+def test_forgetting_keeps_the_bytes_of_what_stays(run: RunDirectory) -> None:
     for step in range(4):
         run.log_metrics(step, {"x": 0.1 + 0.2 + step, "tiny": 1e-300, "third": 1 / 3})
         run.log_timings(step, {"sample": 0.123456789})
@@ -124,7 +118,7 @@ def test_forgetting_keeps_the_bytes_of_what_stays(run: RunDir) -> None:
     assert len((run.path / "timings.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_last_line_cut_off_by_a_crash_is_left_out(run: RunDir) -> None:
+def test_a_last_line_cut_off_by_a_crash_is_left_out(run: RunDirectory) -> None:
     run.log_metrics(1, {"x": 1.0})
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "x"')
@@ -133,7 +127,7 @@ def test_a_last_line_cut_off_by_a_crash_is_left_out(run: RunDir) -> None:
     assert (run.path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
 
 
-def test_forgetting_drops_the_completions_of_later_steps(run: RunDir) -> None:
+def test_forgetting_drops_the_completions_of_later_steps(run: RunDirectory) -> None:
     for step in (1, 2, 10):
         run.write_completions(step, groups("x"))
     run.forget_after(2)
@@ -143,7 +137,7 @@ def test_forgetting_drops_the_completions_of_later_steps(run: RunDir) -> None:
     ]
 
 
-def test_a_metric_that_is_not_a_number_does_not_end_the_run(run: RunDir) -> None:
+def test_a_metric_that_is_not_a_number_does_not_end_the_run(run: RunDirectory) -> None:
     # JSON has no NaN; a reader in a browser would refuse the whole file.
     run.log_metrics(1, {"policy/loss": float("nan"), "optim/grad_norm": float("inf"), "reward/mean": 0.5})
     line = json.loads((run.path / "metrics.jsonl").read_text(), parse_constant=lambda c: pytest.fail(c))
@@ -167,49 +161,7 @@ def groups(text: str) -> tuple[Group, ...]:
     return (Group(prompt=Prompt(token_ids=(1, 5), text="p", index=4), rollouts=rollouts),)
 
 
-def test_completions_are_written_with_tokens_and_logps(run: RunDir) -> None:
-    run.write_completions(3, groups("seven"))
-    rows = pq.read_table(run.path / "completions" / "step-000003.parquet").to_pylist()
-    assert rows[0] == {
-        "step": 3,
-        "prompt_index": 4,
-        "sample": 0,
-        "prompt": "p",
-        "completion": "seven",
-        "status": "kept",
-        "reward": 1.0,
-        "correct": True,
-        "shaped": 0.75,
-        "advantage": 0.5,
-        "stop_reason": "stop",
-        "policy_version": 3,
-        "tokens": [8, 2],
-        "logps": [-0.5, -0.25],
-        "reward/form": None,
-        "reward/match": 1.0,
-        "error/form": None,
-    }
-    assert (rows[1]["sample"], rows[1]["reward"], rows[1]["correct"], rows[1]["error/form"]) == (
-        1, None, None, "KeyError: 7"
-    )  # fmt: skip
-
-
-def test_what_rewards_logged_is_written_whatever_its_type(run: RunDir) -> None:
-    (group,) = groups("x")
-    logged = ({"n": 1, "text": "a", "mixed": 2}, {"n": 0.5, "text": None, "mixed": "b\ud800"})
-    rollouts = tuple(replace(r, extras=extras) for r, extras in zip(group.rollouts, logged, strict=True))
-    run.write_completions(1, [replace(group, rollouts=rollouts)])
-    rows = pq.read_table(run.path / "completions" / "step-000001.parquet").to_pylist()
-    assert [(r["extra/n"], r["extra/text"], r["extra/mixed"]) for r in rows] == [(1.0, "a", "2"), (0.5, None, "b?")]
-
-
-def test_a_lone_surrogate_is_written_with_a_replacement(run: RunDir) -> None:
-    run.write_completions(1, groups("a\ud800b</script>\x1b[2J"))
-    (row, _) = pq.read_table(run.path / "completions" / "step-000001.parquet").to_pylist()
-    assert row["completion"] == "a?b</script>\x1b[2J"
-
-
-def test_the_status_is_replaced_as_a_whole(run: RunDir) -> None:
+def test_the_status_is_replaced_as_a_whole(run: RunDirectory) -> None:
     run.set_status("running", 0)
     run.set_status("done", 20)
     assert json.loads((run.path / "status.json").read_text()) == {"status": "done", "step": 20}
@@ -220,7 +172,7 @@ def test_the_status_is_replaced_as_a_whole(run: RunDir) -> None:
 
 
 def test_records_that_cannot_be_written_are_counted_and_stop_nothing(tmp_path: Path, caplog) -> None:
-    run = RunDir(tmp_path)
+    run = RunDirectory(tmp_path)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     run.log_metrics(1, {"a": 1.0})
     run.log_metrics(2, {"a": 2.0})
@@ -232,7 +184,7 @@ def test_records_that_cannot_be_written_are_counted_and_stop_nothing(tmp_path: P
 
 
 def test_half_a_line_does_not_hide_the_next(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = RunDirectory(tmp_path)
     run.log_metrics(1, {"a": 1.0})
     size = (tmp_path / "metrics.jsonl").stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -247,7 +199,7 @@ def test_half_a_line_does_not_hide_the_next(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_an_earlier_process_with_our_number_is_not_ours(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = RunDirectory(tmp_path)
     run.take_lock()
     mine = json.loads((tmp_path / "lock").read_text())
     with pytest.raises(InputError, match=f"in use by process {mine['pid']}"):
@@ -258,7 +210,7 @@ def test_a_lock_of_an_earlier_process_with_our_number_is_not_ours(tmp_path: Path
 
 
 def test_what_changed_since_the_run_began_is_named(tmp_path: Path) -> None:
-    run = RunDir.create(TrainConfig(output=str(tmp_path / "run")))
+    run = RunDirectory.create(str(tmp_path / "run"), CONFIG)
     assert run.environment_changes() == []
     file = run.path / "env.json"
     env = json.loads(file.read_text())

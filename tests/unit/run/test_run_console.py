@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gruppo.trainer.console import RunConsole, readable_time, step_line, visible
+from gruppo.run.console import RunConsole, readable_time, step_line, visible
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 METRICS = {
@@ -115,3 +115,11 @@ def test_a_narrow_terminal_shows_the_table() -> None:
     RunConsole(10, console).completions("t", hostile_groups())
     lines = raw.getvalue().decode().splitlines()
     assert len(lines) > 5 and all(len(line) <= 20 for line in lines)
+
+
+def test_an_advantage_per_token_is_shown_as_its_mean() -> None:
+    console, raw = printed(width=80)
+    trajectory = Trajectory(prompt=Prompt(token_ids=(1,)), tokens=(3, 4), text="x")
+    group = Group(prompt=Prompt(token_ids=(1,)), rollouts=(Rollout(trajectory=trajectory, advantage=(0.5, -1.0)),))
+    RunConsole(10, console).completions("t", [group])
+    assert "-0.25" in raw.getvalue().decode()

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the run finishes what cannot be cut, saves, and leaves. A second one leaves at once."""
+"""StopFlag: on Ctrl-C or SIGTERM the run finishes the current critical section, saves and exits; a second signal exits
+immediately."""
 
 import os
 import signal

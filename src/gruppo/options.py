@@ -1,0 +1,277 @@
+"""Options of a run in groups, one per part of it. `TrainConfig` is all of them together, flat.
+
+Not in the packages that they configure: those import torch, and `gruppo train --help` should not have to. Checks that
+concern one group are here, those between groups in `trainer/config.py`.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Plain = bool | int | float | str  # in this order: a flag's "False" is a truth value before it is a text
+
+
+class Options(BaseModel):
+    """Frozen values; unknown names, NaN and infinity are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelOptions(Options):
+    """The model, and how it computes."""
+
+    model: str = "builtin"
+    """Folder, hf://org/name, ms://org/name, hub id, or 'builtin' (0.15 M parameters, adds two numbers, badly)."""
+    lora: bool = False
+    """Train an adapter instead of the weights. A model folder that holds an adapter continues with that one."""
+    lora_rank: Positive | None = None
+    """Rank of the adapter. Unset: 8."""
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """The adapter is scaled by lora_alpha / lora_rank. Unset: 16."""
+    lora_targets: tuple[str, ...] | None = None
+    """Layers that get the adapter. Unset: all linear layers except the head."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format the model computes in. Master weights, optimizer state, log-probs and losses are always float32."""
+    layout: Literal["auto", "padded", "packed", "shared"] = "auto"
+    """Batch layout. `shared` computes each prompt once per group; `auto` uses it when repeating the prompts would cost
+    at least 20 % more, otherwise `padded`; `packed` puts all sequences into one row. It affects speed only: a model
+    that scores differently in such a row runs padded, and the log says so."""
+    tokens_per_microbatch: Positive | None = None
+    """Tokens of one forward pass. It affects memory only, never the result. Unset: the whole step at once."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+
+class DataOptions(Options):
+    """Prompts."""
+
+    data: str = "builtin:carries"
+    """Prompts: a .jsonl, .csv or .parquet file, hf://org/name, gsm8k:FILE, reasoning_gym:NAME, builtin:carries."""
+    eval_data: str | None = None
+    """Prompts to evaluate on. Unset: `eval_prompts` prompts are held out of `data`."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    system: str | None = None
+    """System message put before every chat prompt."""
+    chat_template_kwargs: dict[str, Plain] = Field(default_factory=dict)
+    """Further variables of the model's chat template, e.g. enable_thinking False."""
+    max_prompt_tokens: Positive | None = None
+    """Longer prompts are dropped and counted, never cut."""
+
+
+class RewardOptions(Options):
+    """Reward functions, and which of them decides what is right."""
+
+    rewards: tuple[str, ...] = ("exact_match",)
+    """Reward functions: built-in names or module:function."""
+    reward_weights: tuple[float, ...] | None = None
+    """One weight per reward. Unset: all 1."""
+    reward_deadline: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds that a reward may take for one completion before its process is killed."""
+    reward_workers: Positive = 2
+    """Number of processes that run your own reward functions."""
+    correct_by: str | None = None
+    """Name of the reward that decides which answers are correct. Unset: the first verifier, else the first reward."""
+    correct_at: float = 1.0
+    """Lowest value of that reward, before weights and penalties, that counts as correct."""
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        if not self.rewards:
+            raise ValueError("rewards needs at least one function, e.g. exact_match")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} entries for {len(self.rewards)} rewards; give one each"
+            )
+        return self
+
+
+class RolloutOptions(Options):
+    """Which completions are sampled for a step, and by what."""
+
+    prompts_per_step: Positive = 32
+    """Prompts per step."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Completions per prompt; at least 2, since a group is compared with itself."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of sampling, and of scoring what was sampled."""
+    max_new_tokens: Positive = 256
+    """Token limit of a completion."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
+    dynamic_sampling: Count = 0
+    """Dynamic sampling: replace groups with identical rewards, sampling at most this many batches of prompts per step.
+    0 disables it."""
+    retire_solved: Count = 0
+    """Retire a prompt after this many consecutive visits on which every completion was correct. 0 disables it."""
+    sampler: str = "torch"
+    """torch; vllm (an engine in this process); vllm:start (a server started for the run); vllm:http://host:8000,...
+    (running servers)."""
+    sampler_deadline: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that vLLM may take for a step's rollouts before it counts as lost."""
+    vllm_options: dict[str, Plain] = Field(default_factory=dict)
+    """Further arguments for a vLLM that the run starts, e.g. gpu_memory_utilization 0.5."""
+
+    @model_validator(mode="after")
+    def _check_sampler(self) -> Self:
+        read_sampler(self.sampler)
+        if self.vllm_options and self.sampler not in ("vllm", "vllm:start"):
+            raise ValueError(f"vllm_options are for sampler=vllm or vllm:start, not for sampler={self.sampler!r}")
+        return self
+
+
+class AdvantageOptions(Options):
+    """How rewards become advantages."""
+
+    advantage: str = "grpo"
+    """grpo, rloo, drgrpo, lite_ppo, reinforce_pp, reinforce_pp_baseline, remax, gdpo, opo, gpg, maxrl, beta_norm,
+    pass_at_k, best_of_group, length_shaped, lead, or your.module:YourAdvantage."""
+    advantage_options: dict[str, int | float | str] = Field(default_factory=dict)
+    """Options of the estimator by name, such as k of pass_at_k, or eps."""
+    normalization: Literal["standard", "centered"] | None = None
+    """For grpo, rloo and best_of_group: whether to divide by a standard deviation. Unset: standard."""
+    scale: Literal["group", "batch", "none"] | None = None
+    """For grpo and rloo: which standard deviation to divide by. Unset: the group's."""
+    overlong_cache: Count = 0
+    """Width in tokens of DAPO's soft overlong penalty, which rises from 0 to 1 over the last tokens before
+    `max_new_tokens`. 0 disables it."""
+    truncated_factor: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Factor on the reward of a completion that hit the token limit, unless it would raise the reward."""
+    kl_in_reward: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the log-ratio to the reference, summed over a completion and subtracted from its reward."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """Target KL per completion; `kl_in_reward` is adjusted to track it. Unset: fixed coefficient."""
+    kl_horizon: Positive = 10_000
+    """Number of completions over which kl_in_reward may change by a fifth."""
+
+    @model_validator(mode="after")
+    def _check_kl_target(self) -> Self:
+        if self.kl_target is not None and not self.kl_in_reward:
+            raise ValueError("kl_target needs kl_in_reward above 0: the coefficient that it starts from")
+        return self
+
+
+class LossOptions(Options):
+    """The loss, and the reference that it may compare with."""
+
+    loss: str = "grpo"
+    """grpo, gspo, sapo, cispo, bnpo, drgrpo, dapo, ... (`gruppo losses` lists all), or your.module:YourLoss."""
+    loss_options: dict[str, Plain] = Field(default_factory=dict)
+    """Options of the loss by name, such as threshold of m2po, or share of top_entropy."""
+    clip_range: float | tuple[float, float] | None = None
+    """How far the ratio may move from 1: one number, or low and high. Unset: the loss's own default."""
+    tau: float | tuple[float, float] | None = None
+    """Temperature of SAPO's gate, or one for each sign of the advantage."""
+    correction: str = "auto"
+    """Importance correction for the sampler-trainer mismatch: none, truncate, mask, and more (docs/losses.md), or
+    your.module:your_function. `auto` is truncate with vllm, unless the loss corrects itself."""
+    mask_truncated: bool = False
+    """Leave completions that hit the token limit out of the loss. They still count in their group's mean."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the KL penalty towards the reference, which is the model at the start."""
+    kl_estimator: int | str = 2
+    """0 k1, 1 k2, 2 k3, 3 ratio*k1, or a name: abs_kl, ratio_k3, k3_straight_through."""
+    ref_every: Count = 0
+    """Move the reference towards the policy every N steps. 0: it stays the model at the start."""
+    ref_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the policy that is mixed into the reference when it moves. 1 copies the policy."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Target entropy. While the policy's entropy is at or below it, the bonus is active and its coefficient grows;
+    above it the bonus is off. Unset: fixed coefficient."""
+    entropy_change: Annotated[float, Field(gt=0)] = 0.005
+    """Amount by which entropy_coef grows or shrinks per step under entropy_target."""
+
+
+class OptimOptions(Options):
+    """How long a run trains, and with what optimizer."""
+
+    steps: Positive = 200
+    """Number of steps; each samples one batch of rollouts."""
+    epochs_per_batch: Positive = 1
+    """Passes over each batch of rollouts."""
+    minibatches: Positive = 1
+    """Optimizer steps per pass; each takes whole groups."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate. Unset: 1e-6, with LoRA 1e-5."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up: constant, or falling towards 0 by the last step."""
+    warmup_steps: Count = 0
+    """Optimizer steps over which the learning rate rises to its value."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay of AdamW."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients with a larger norm are scaled down to it."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps * self.epochs_per_batch * self.minibatches
+
+
+class EvalOptions(Options):
+    """Held-out evaluation."""
+
+    eval_every: Count = 0
+    """Evaluate every N steps, and always before the first and after the last. 0: only then."""
+    eval_prompts: Count = 128
+    """Number of held-out prompts. 0 disables evaluation."""
+    eval_samples: Count = 0
+    """Sampled completions per held-out prompt, for pass@k. 0: the greedy completion only."""
+    stop_at_score: float | None = None
+    """Stop early once the held-out accuracy reaches this value."""
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> Self:
+        if self.eval_samples and not self.eval_prompts:
+            raise ValueError("eval_samples needs eval_prompts of at least 1")
+        return self
+
+
+class RunOptions(Options):
+    """What a run leaves behind, and what makes it repeatable."""
+
+    output: str = "runs/run"
+    """Run directory: config, metrics, completions, checkpoints, the model. It must not exist."""
+    seed: Count = 0
+    """Seed of everything random: prompts, samples, a new adapter."""
+    threads: Count = 0
+    """CPU threads; a run is bitwise repeatable with the same number of them. 0: torch's choice."""
+    save_every: Positive = 50
+    """Save a checkpoint every N steps, and at the end."""
+    keep_checkpoints: Positive = 2
+    """Number of checkpoints to keep; older ones are deleted once a newer one is safe on disk."""
+    completions_every: Count = 1
+    """Write the completions of every Nth step to Parquet. 0 disables it."""
+    completions_limit: Positive = 4096
+    """Most completions in the file of one step: whole groups, those that are trained on before others."""
+    tensorboard: bool = True
+    """Write a TensorBoard file into the run directory."""
+    wandb: bool = False
+    """Log to Weights & Biases."""
+    trackio: bool = False
+    """Log to trackio."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The boards that are switched on."""
+        return tuple(name for name in ("tensorboard", "wandb", "trackio") if getattr(self, name))
+
+
+def read_sampler(sampler: str) -> tuple[str, tuple[str, ...]]:
+    """The kind of sampler and, for vLLM, its servers: () means an engine in this process.
+
+    >>> read_sampler("vllm:http://a:8000,http://b:8000")
+    ('vllm', ('http://a:8000', 'http://b:8000'))
+    """
+    if sampler in ("torch", "vllm"):
+        return sampler, ()
+    kind, _, servers = sampler.partition(":")
+    addresses = tuple(servers.split(","))
+    if kind != "vllm" or not all(a == "start" or a.startswith("http://") for a in addresses):
+        raise ValueError(
+            f"sampler={sampler!r} is unknown; use torch, vllm, vllm:start or vllm:http://host:port[,http://...]"
+        )
+    return kind, addresses

@@ -1,0 +1,58 @@
+"""Checkpoints of a run: which one to resume from, and which to prune. What is in one is the caller's."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gruppo.errors import CheckpointError, InputError
+from gruppo.run.reader import numbered
+
+logger = logging.getLogger(__name__)
+
+Commit = Callable[[Path, Callable[[Path], None], dict[str, Any]], None]
+"""Lets a function fill a folder and makes that appear under its name at once, with a manifest of these facts."""
+
+
+class Checkpoints:
+    """The folders `step-000050/` of one run.
+
+    `commit` writes one; `verify` raises CheckpointError for one that is not whole.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, commit: Commit, verify: Callable[[Path], object]) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.commit = commit
+        self.verify = verify
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """The state after `step`, unless it is there already; once it is safe, all but the newest `keep` go."""
+        folder = self.folder / f"step-{step:06d}"
+        if folder.exists():
+            try:
+                self.verify(folder)
+                return
+            except CheckpointError:
+                shutil.rmtree(folder)  # a damaged one of the same step; its replacement is about to be written
+        self.commit(folder, write, {"kind": "training", "step": step})
+        for _, old in sorted(numbered(self.folder).items())[: -self.keep]:
+            shutil.rmtree(old)
+
+    def newest(self) -> Path:
+        """The newest folder that is whole. Never starts over silently."""
+        folders = numbered(self.folder)
+        for _, folder in sorted(folders.items(), reverse=True):
+            try:
+                self.verify(folder)
+                return folder
+            except CheckpointError as error:
+                logger.warning("skipping a checkpoint: %s", error)
+        if folders:
+            raise CheckpointError(
+                f"none of the {len(folders)} checkpoints in {self.folder} is whole; nothing was changed"
+            )
+        raise InputError(
+            f"{self.folder.parent} has no checkpoint to resume from: it stopped before its first one; start it anew"
+        )

@@ -1,0 +1,268 @@
+"""Completions of a step as a table: one row per rollout, in the order in which they were drawn.
+
+| column | |
+|---|---|
+| `step`, `prompt_index`, `sample` | which step, row of the data set, and completion of its group |
+| `status` | of the group: kept, no_signal, surplus |
+| `prompt`, `prompt_ids`, `columns` | what the model saw, as text and as tokens; the row's other columns, as JSON |
+| `completion`, `stop_reason`, `versions` | its text; why it ended; oldest and newest policy that wrote in it |
+| `reward`, `correct`, `shaped` | weighted sum; is the answer right; the reward as it was compared |
+| `advantage`, `token_advantages` | one of the two: a number per rollout, or one per token |
+| `reward/<name>`, `extra/<name>`, `error/<name>` | of each function: value, what it logged, why it failed |
+| `tokens`, `sampled` | tokens after the prompt; whether the policy wrote each (null: all) |
+| `logps`, `old_logps` | log-probs: the sampler's, and the trainer's before the step |
+| `policy_logps`, `ref_logps` | the trainer's in the last update, and the reference's |
+| `entropies` | in the last update, else of the sampler |
+| `untrained` | why a token is not trained on: see `UNTRAINED` |
+
+Lists of the last five lines, and `token_advantages`, have one entry per token; numbers are null at tokens that somebody
+else wrote. A list that is not known is null. The key `rows_left_out` of the schema's metadata is the number of rollouts
+beyond the limit.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gruppo.types import Group, Rollout
+
+UNTRAINED = ("", "other", "left_out", "masked", "no_advantage", "rejected")
+"""Reasons why a token is not trained on; the first that holds counts. Empty: it is. `other`: the policy did not sample
+it. `left_out`: its group was not kept. `masked`: its rollout is. `no_advantage`: that is 0. `rejected`: by the loss."""
+
+OTHER, LEFT_OUT, MASKED, NO_ADVANTAGE, REJECTED = range(1, len(UNTRAINED))
+
+ROWS_LEFT_OUT = b"rows_left_out"
+
+LOGPS = ("logps", "old_logps", "policy_logps", "ref_logps", "entropies")
+IDS, NUMBERS = pa.list_(pa.int32()), pa.list_(pa.float64())
+NAMES = pa.dictionary(pa.int32(), pa.string())
+
+SCHEMA = pa.schema(
+    {
+        "step": pa.int64(),
+        "prompt_index": pa.int64(),
+        "sample": pa.int32(),
+        "status": NAMES,
+        "prompt": NAMES,
+        "prompt_ids": IDS,
+        "columns": NAMES,
+        "completion": pa.string(),
+        "stop_reason": NAMES,
+        "versions": IDS,
+        "reward": pa.float64(),
+        "correct": pa.bool_(),
+        "shaped": pa.float64(),
+        "advantage": pa.float64(),
+        "token_advantages": NUMBERS,
+        "tokens": IDS,
+        "sampled": pa.list_(pa.bool_()),
+        **dict.fromkeys(LOGPS, NUMBERS),
+        "untrained": pa.list_(NAMES),
+    }
+)
+"""The columns that every file has; those of reward functions come after them."""
+
+
+def completions_table(step: int, groups: Sequence[Group], limit: int | None = None) -> pa.Table:
+    """The rollouts of the groups, at most `limit`: whole groups, those that are trained on before others."""
+    total = sum(len(group.rollouts) for group in groups)
+    groups = groups if limit is None or total <= limit else _within(groups, limit)
+    rows = [rollout for group in groups for rollout in group.rollouts]
+    trajectories = [row.trajectory for row in rows]
+    sizes = [len(group.rollouts) for group in groups]
+    owner_N = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
+    tokens = _Tokens(rows)
+    advantages = [row.advantage for row in rows]
+    columns = {
+        "step": pa.array(np.full(len(rows), step)),
+        "prompt_index": pa.array(np.array([group.prompt.index for group in groups], np.int64)[owner_N]),
+        "sample": pa.array(np.fromiter(chain.from_iterable(map(range, sizes)), np.int32, len(rows))),
+        "status": _names(owner_N, [group.status for group in groups]),
+        "prompt": _names(owner_N, [group.prompt.text for group in groups]),
+        "prompt_ids": pa.array([group.prompt.token_ids for group in groups], IDS).take(pa.array(owner_N)),
+        "columns": _names(owner_N, [_json(group.prompt.columns) for group in groups]),
+        "completion": _texts([each.text for each in trajectories]),
+        "stop_reason": pa.array([each.stop_reason for each in trajectories]).dictionary_encode(),
+        "versions": pa.array([each.versions for each in trajectories], IDS),
+        "reward": pa.array([row.reward for row in rows], pa.float64()),
+        "correct": pa.array([row.correct for row in rows], pa.bool_()),
+        "shaped": pa.array([row.shaped for row in rows], pa.float64()),
+        "advantage": pa.array([None if isinstance(a, tuple) else a for a in advantages], pa.float64()),
+        "token_advantages": tokens.lists([a if isinstance(a, tuple) else None for a in advantages]),
+        "tokens": pa.ListArray.from_arrays(tokens.offsets, _flat((each.tokens for each in trajectories), np.int32)),
+        "sampled": pa.array([each.sampled for each in trajectories], SCHEMA.field("sampled").type),
+        "logps": tokens.lists([each.logps for each in trajectories]),
+        "old_logps": tokens.lists([row.old_logps for row in rows]),
+        "policy_logps": tokens.lists([row.policy_logps for row in rows]),
+        "ref_logps": tokens.lists([row.ref_logps for row in rows]),
+        "entropies": tokens.lists(
+            [
+                each.entropies if row.entropies is None else row.entropies
+                for row, each in zip(rows, trajectories, strict=True)
+            ]
+        ),
+        "untrained": tokens.untrained([group.status == "kept" for group in groups for _ in group.rollouts]),
+    }
+    for name in _keys(row.rewards for row in rows):
+        columns[f"reward/{name}"] = pa.array([row.rewards.get(name) for row in rows], pa.float64())
+    for name in _keys(row.extras for row in rows):
+        columns[f"extra/{name}"] = _logged([row.extras.get(name) for row in rows])
+    for name in _keys(row.errors for row in rows):
+        columns[f"error/{name}"] = _texts([row.errors.get(name) for row in rows])
+    schema = SCHEMA
+    for name in list(columns)[len(SCHEMA) :]:
+        schema = schema.append(pa.field(name, columns[name].type))
+    schema = schema.with_metadata({ROWS_LEFT_OUT: str(total - len(rows))})
+    return pa.Table.from_arrays(list(columns.values()), schema=schema)
+
+
+def parquet_bytes(table: pa.Table) -> pa.Buffer:
+    """The table as a Parquet file."""
+    lists = [field.name for field in table.schema if field.type == NUMBERS]
+    named = [field.name for field in table.schema if field.type == NAMES]
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        use_dictionary=[*named, "untrained.list.element"],  # pyright: ignore[reportArgumentType]  # names do as well
+        # Log-probs are mostly float32 numbers: bytes of equal significance side by side compress to that size.
+        use_byte_stream_split=[f"{name}.list.element" for name in lists],  # pyright: ignore[reportArgumentType]
+        write_statistics=False,
+    )
+    return sink.getvalue()
+
+
+def _within(groups: Sequence[Group], limit: int) -> list[Group]:
+    chosen: set[int] = set()
+    for i in sorted(range(len(groups)), key=lambda i: groups[i].status != "kept"):
+        limit -= len(groups[i].rollouts)
+        if limit < 0:
+            break
+        chosen.add(i)
+    return [group for i, group in enumerate(groups) if i in chosen]
+
+
+class _Tokens:
+    """The tokens of all rows, one after the other: N rows, T tokens."""
+
+    def __init__(self, rows: Sequence[Rollout]) -> None:
+        self.rows = rows
+        self.length_N = np.array([len(row.trajectory.tokens) for row in rows], np.int64)
+        self.offsets = _offsets(self.length_N)
+        self.sampled_T: np.ndarray | None = None
+        if any(row.trajectory.sampled is not None for row in rows):
+            flags = (row.trajectory.sampled or (True,) * len(row.trajectory.tokens) for row in rows)
+            self.sampled_T = _flat(flags, np.bool_)
+
+    def lists(self, values: Sequence[Sequence[float] | None]) -> pa.Array:
+        """A list per row from one value per sampled token, null where there are none."""
+        if self.sampled_T is None:
+            return pa.array(values, NUMBERS)
+        known_N = np.array([v is not None for v in values], np.bool_)
+        sampled_T = self.sampled_T[np.repeat(known_N, self.length_N)]
+        spread_T = np.zeros(len(sampled_T))
+        spread_T[sampled_T] = _flat((v for v in values if v is not None), np.float64)
+        offsets = _offsets(np.where(known_N, self.length_N, 0))
+        return pa.ListArray.from_arrays(offsets, pa.array(spread_T, mask=~sampled_T), mask=pa.array(~known_N))
+
+    def untrained(self, is_kept: Sequence[bool]) -> pa.Array:
+        """Why each token is not trained on."""
+        reason_N = [_reason(row, kept) for row, kept in zip(self.rows, is_kept, strict=True)]
+        reason_T = np.repeat(np.array(reason_N, np.int32), self.length_N)
+        for i, row in enumerate(self.rows):
+            if not reason_N[i] and (row.rejected is not None or isinstance(row.advantage, tuple)):
+                where = slice(self.offsets[i].as_py(), self.offsets[i + 1].as_py())
+                sampled = slice(None) if self.sampled_T is None else self.sampled_T[where]
+                reason_T[where][sampled] = _reasons_by_token(row)
+        if self.sampled_T is not None:
+            reason_T[~self.sampled_T] = OTHER
+        return pa.ListArray.from_arrays(self.offsets, pa.DictionaryArray.from_arrays(reason_T, pa.array(UNTRAINED)))
+
+
+def _reason(row: Rollout, is_kept: bool) -> int:
+    if not is_kept:
+        return LEFT_OUT
+    if row.is_masked:
+        return MASKED
+    return 0 if row.has_advantage else NO_ADVANTAGE
+
+
+def _reasons_by_token(row: Rollout) -> np.ndarray:
+    """Reasons at the sampled tokens of a rollout that is trained on."""
+    reasons = np.zeros(row.trajectory.num_sampled, np.int32)
+    if row.rejected is not None:
+        reasons[np.array(row.rejected, np.bool_)] = REJECTED
+    if isinstance(row.advantage, tuple):
+        reasons[np.array(row.advantage) == 0] = NO_ADVANTAGE
+    return reasons
+
+
+def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    return sorted(set().union(*mappings))
+
+
+def _flat(lists: Iterable[Sequence[Any]], kind: Any) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(lists), kind)
+
+
+def _offsets(length_N: np.ndarray) -> pa.Array:
+    offsets = np.zeros(len(length_N) + 1, np.int32)
+    np.cumsum(length_N, out=offsets[1:])
+    return pa.array(offsets)
+
+
+def _names(index_N: np.ndarray, texts: list[str]) -> pa.Array:
+    """A text per row out of few texts. Parquet wants each of them once."""
+    places: dict[str, int] = {}
+    place = np.array([places.setdefault(text, len(places)) for text in texts], np.int32)
+    return pa.DictionaryArray.from_arrays(pa.array(place[index_N]), _texts(list(places)))
+
+
+def _texts(texts: Sequence[str | None]) -> pa.Array:
+    try:
+        return pa.array(texts, pa.string())
+    except UnicodeEncodeError:  # a lone surrogate, which a model may well produce
+        return pa.array([None if t is None else t.encode("utf-8", "replace").decode() for t in texts], pa.string())
+
+
+def _logged(values: list[Any]) -> pa.Array:
+    """What reward functions logged. Whole numbers beside fractions become fractions; what has no common type that a
+    table knows becomes text, objects JSON."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int, float}:
+        values, kinds = [None if value is None else float(value) for value in values], {float}
+    if len(kinds) <= 1 and kinds <= {int, float, bool, list}:
+        try:
+            array = pa.array(values)
+            if not pa.types.is_nested(getattr(array.type, "value_type", pa.null())):
+                return array
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+            pass
+    texts = (value if isinstance(value, str | None) else _json(value) for value in values)
+    return _texts(list(texts))
+
+
+def _json(value: Any) -> str:
+    """JSON text; numbers that JSON does not know become null, other objects text."""
+    try:
+        return _ENCODER.encode(value)
+    except ValueError:
+        return _ENCODER.encode(_finite(value))
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,0 +1,265 @@
+"""RunDirectory: writes the records of one run, and is owned by one process."""
+
+import json
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from gruppo import __version__
+from gruppo.errors import InputError
+from gruppo.run.reader import RunReader, numbered, read_lines
+from gruppo.types import Group
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["running", "done", "stopped", "failed"]
+
+
+class RunDirectory(RunReader):
+    """A run directory to write to. `create` makes a new one, `reopen` goes on in an old one; both take its lock.
+
+    As a context manager it gives the lock back, and takes a new run back that fails before it is `running`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.dropped = 0
+        """Records that could not be written. A full disk does not stop a run; only a failed checkpoint does."""
+        self._has_begun = True
+
+    @classmethod
+    def create(cls, output: str, config: str) -> Self:
+        """A new run in `output`, which must not exist or be empty, with its options as YAML."""
+        path = Path(output)
+        run = cls(path)
+        run._has_begun = False
+        try:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise InputError(
+                    f"output={output!r} exists already; nothing was touched. Go on with "
+                    f"`gruppo resume {output}`, or choose another output"
+                )
+            path.mkdir(parents=True, exist_ok=True)
+        except InputError:
+            raise
+        except (OSError, ValueError) as error:  # a file in the way, no permission, a name that is none
+            raise InputError(f"output={output!r} cannot be a directory: {error}; choose another") from error
+        run.take_lock()
+        run.write_config(config)
+        (path / "env.json").write_text(json.dumps(current_environment(), indent=1))
+        return run
+
+    @classmethod
+    def reopen(cls, path: str | Path) -> Self:
+        run = cls(path)
+        run.check()
+        run.take_lock()
+        return run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or self._has_begun:
+            self.release_lock()
+        else:
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Take back what `create` wrote, or the next try would find its output used."""
+        for name in ("config.yaml", "env.json", "lock"):
+            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):  # not empty: somebody else's
+            self.path.rmdir()
+
+    # --- ownership ------------------------------------------------------------------------------------------------
+
+    def take_lock(self) -> None:
+        """Own the directory, unless a living process does."""
+        lock = self.path / "lock"
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
+        try:
+            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            try:
+                owner = json.loads(lock.read_text())
+            except ValueError:
+                owner = None
+            if not isinstance(owner, dict):
+                owner = {}
+            if owner.get("host") == mine["host"] and not _is_alive(owner.get("pid"), owner.get("started")):
+                lock.unlink(missing_ok=True)  # its process is gone
+                return self.take_lock()
+            raise InputError(
+                f"{self.path} is in use by process {owner.get('pid')} on {owner.get('host')}; stop it first "
+                f"(or delete {lock} if it no longer runs)"
+            ) from None
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(mine, file)
+
+    def release_lock(self) -> None:
+        (self.path / "lock").unlink(missing_ok=True)
+
+    # --- a run that goes on ---------------------------------------------------------------------------------------
+
+    def go_on_after(self, step: int, config: str, *, redo_line: bool = False) -> None:
+        """Make ready for the steps after `step`: later records go, `config` may have another last step.
+
+        `redo_line`: the metrics of `step` itself are written again, too.
+        """
+        self.forget_after(step, redo_line=redo_line)
+        self.write_config(config)
+        changes = self.environment_changes()
+        if changes:
+            logger.warning(
+                "the environment has changed since this run started, so it will not be bitwise identical: %s",
+                ", ".join(changes),
+            )
+            self.log_event("environment", step=step, changes=changes)
+
+    def forget_after(self, step: int, *, redo_line: bool = False) -> None:
+        """Drop the records of steps that a resumed run will take again, and what a crash left half-written."""
+        for name in ("metrics.jsonl", "timings.jsonl", "events.jsonl"):
+            path = self.path / name
+            if path.exists():
+                kept = read_lines(path)
+                if name != "events.jsonl":  # what happened has happened
+                    kept = [line for line in kept if line["step"] <= step - redo_line]
+                aside = path.with_suffix(".tmp")
+                aside.write_text("".join(_line(record) for record in kept))
+                aside.replace(path)
+        for at, file in numbered(self.path / "completions").items():
+            if at > step:
+                file.unlink()
+        for file in (self.path / "completions").glob("*.tmp"):
+            file.unlink()
+
+    def environment_changes(self) -> list[str]:
+        """What is not as it was when the run began, where it could change the last digits."""
+        try:
+            then, now = _flat(self.environment()), _flat(current_environment())
+        except InputError:
+            return ["env.json cannot be read"]
+        return [f"{name} {then.get(name)} -> {now.get(name)}" for name in sorted(then.keys() | now.keys())
+                if then.get(name) != now.get(name)]  # fmt: skip
+
+    # --- records --------------------------------------------------------------------------------------------------
+
+    def write_config(self, config: str) -> None:
+        aside = self.path / "config.yaml.tmp"
+        aside.write_text(config, encoding="utf-8")
+        aside.replace(self.path / "config.yaml")
+
+    def set_status(self, status: Status, step: int, **facts: Any) -> None:
+        self._has_begun = True
+        aside = self.path / "status.json.tmp"
+        with self._dropping("status.json"):
+            aside.write_text(json.dumps({"status": status, "step": step, **facts}, indent=1))
+            aside.replace(self.path / "status.json")
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        # JSON has no NaN; null says that there was no number, and the run goes on to its own guard.
+        dropped = {"log/dropped": float(self.dropped)} if self.dropped else {}
+        metrics = {**metrics, **dropped}
+        values = {k: metrics[k] if isfinite(metrics[k]) else None for k in sorted(metrics)}
+        self._append("metrics.jsonl", {"step": step, **values})
+
+    def log_timings(self, step: int, seconds: Mapping[str, float]) -> None:
+        self._append("timings.jsonl", {"step": step, **{k: round(v, 6) for k, v in seconds.items()}})
+
+    def log_event(self, kind: str, **facts: Any) -> None:
+        self._append("events.jsonl", {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
+
+    def write_completions(self, step: int, groups: Sequence[Group], limit: int | None = None) -> int:
+        """The rollouts of a step, at most `limit` of them; returns how many were left out."""
+        from gruppo.run.completions import ROWS_LEFT_OUT, completions_table, parquet_bytes
+
+        table = completions_table(step, groups, limit)
+        file = self.path / "completions" / f"step-{step:06d}.parquet"
+        aside = file.with_suffix(".tmp")  # half a file would look like a whole one
+        with self._dropping(file.name):
+            file.parent.mkdir(exist_ok=True)
+            try:
+                aside.write_bytes(parquet_bytes(table))
+                aside.replace(file)
+            except OSError:
+                aside.unlink(missing_ok=True)
+                raise
+        return int(table.schema.metadata[ROWS_LEFT_OUT])
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        # Opened for each line: what was written is on its way to the disk whatever happens next.
+        path = self.path / name
+        with self._dropping(name):
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(_line(record))
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(path, size)  # half a line would hide all that follow
+                raise
+
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """A record that cannot be written is counted and dropped, with one warning."""
+        try:
+            yield
+        except OSError as error:
+            if not self.dropped:
+                logger.warning("%s cannot be written (%s); the run goes on without such records", name, error)
+            self.dropped += 1
+
+
+def current_environment() -> dict[str, Any]:
+    """Versions and the machine's shape, without names or paths."""
+    import torch
+
+    packages = ("torch", "transformers", "peft", "safetensors", "numpy")
+    return {
+        "python": platform.python_version(),
+        "packages": {"gruppo": __version__} | {name: metadata.version(name) for name in packages},
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cores": os.cpu_count(),
+    }
+
+
+def _flat(environment: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in environment.items() if k != "packages"} | environment.get("packages", {})
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _is_alive(pid: Any, started: Any) -> bool:
+    """Does the process still run, and is it the same one? Numbers are given out again, in containers soon."""
+    if not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return started is None or started == _started(pid)
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, as the kernel counts: boot and tick. None where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The name in parentheses may hold anything; the start is the 20th field after it.
+        return f"{boot}-{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except (OSError, IndexError):
+        return None

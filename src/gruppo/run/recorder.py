@@ -1,0 +1,116 @@
+"""Recorder: everything that a run tells about itself: to its directory, to the trackers, to the terminal."""
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gruppo.run.advice import advice
+from gruppo.run.console import RunConsole
+from gruppo.run.directory import RunDirectory
+from gruppo.run.trackers import Trackers
+from gruppo.types import Group
+
+logger = logging.getLogger(__name__)
+
+ADVICE_EVERY = 20
+"""Steps after which the numbers of as many steps are looked at."""
+
+
+class Recorder:
+    """Records one run. The methods are called in the order of a step: `sampled`, `step`, `checkpointed`, `timed`.
+
+    The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        trackers: Trackers,
+        *,
+        steps: int,
+        completions_every: int = 1,
+        completions_limit: int | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.run = run
+        self.trackers = trackers
+        self.steps = steps
+        self.completions_every = completions_every
+        self.completions_limit = completions_limit
+        self.quiet = quiet
+        self._console: RunConsole | None = None
+        self._recent: deque[dict[str, float]] = deque(maxlen=ADVICE_EVERY)
+        self._kept: list[Group] = []
+        self._has_said_limit = False
+
+    def started(self, step: int) -> None:
+        """The run begins, or goes on, after `step`."""
+        self.run.set_status("running", step)
+        self.run.log_event("start", step=step)
+        if not self.quiet:
+            self._console = RunConsole(self.steps, first_step=step)
+
+    def sampled(self, step: int, groups: Sequence[Group]) -> None:
+        """All groups of a step, with what it made of them."""
+        if self._console is not None:
+            self._kept = [group for group in groups if group.status == "kept"]
+        if self.completions_every and step % self.completions_every == 0:
+            left_out = self.run.write_completions(step, groups, self.completions_limit)
+            if left_out and not self._has_said_limit:
+                self._has_said_limit = True
+                text = (
+                    f"completions_limit={self.completions_limit} leaves {left_out} rollouts out of the file of a step"
+                )
+                self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The score of the weights between two steps."""
+        self.run.log_metrics(step, metrics)
+        self.trackers.log(step, metrics)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The numbers of a step."""
+        self.evaluated(step, metrics)
+        self._recent.append(dict(metrics))
+
+    def checkpointed(self, step: int) -> None:
+        self.run.log_event("checkpoint", step=step)
+
+    def timed(self, step: int, seconds: Mapping[str, float], total: float) -> None:
+        """Where the time of a step went, its checkpoint included; then it is shown."""
+        self.run.log_timings(step, seconds)
+        said = advice(self._recent) if step % ADVICE_EVERY == 0 else []
+        for sentence in said:
+            self.run.log_event("advice", step=step, text=sentence)
+        if self._console is None:
+            return
+        for sentence in said:
+            self._console.say(f"note: {sentence}")
+        self._console.step(step, self._recent[-1], total)
+        if self._kept and (step == 1 or step % max(self.steps // 4, 1) == 0):
+            self._console.completions(f"step {step}: best and worst of some groups", self._kept, limit=3)
+
+    def warned(self, step: int, kind: str, text: str) -> None:
+        """Something that the user should know, and that does not stop the run."""
+        self.run.log_event(kind, step=step, text=text)
+        logger.warning("step %d: %s", step, text)
+
+    def stopped(self, step: int, signal: str) -> None:
+        """A signal ended the run, which was saved."""
+        self.run.log_event("stop", step=step, signal=signal)
+        self.run.set_status("stopped", step)
+
+    def failed(self, step: int, error: BaseException) -> None:
+        facts: dict[str, Any] = {"step": step, "error": f"{type(error).__name__}: {error}"}
+        self.run.log_event("failed", **facts)
+        self.run.set_status("failed", **facts)
+
+    def finished(self, step: int) -> None:
+        """The last step was taken, and the model is saved."""
+        self.run.set_status("done", step)
+
+    def close(self) -> None:
+        if self._console is not None:
+            self._console.close()
+        self.trackers.close()

@@ -1,0 +1,317 @@
+"""Completions on disk: the numbers in the file are those of the rollouts, for every kind of rollout."""
+
+import json
+import resource
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gruppo.run.completions import ROWS_LEFT_OUT, SCHEMA, UNTRAINED, completions_table
+from gruppo.run.directory import RunDirectory
+from gruppo.types import Group, Prompt, Rollout, Trajectory
+
+PROMPT = Prompt(token_ids=(1, 5), text="1+6=", columns={"answer": "7", "level": 2}, index=4)
+
+
+def trajectory(**changes: Any) -> Trajectory:
+    made = Trajectory(
+        prompt=PROMPT,
+        tokens=(8, 2),
+        logps=(-0.1, -0.25),
+        entropies=(0.3, 0.7),
+        text="seven",
+        versions=(2, 3),
+    )
+    return replace(made, **changes)
+
+
+def group(*rollouts: Rollout, **changes: Any) -> Group:
+    return replace(Group(prompt=PROMPT, rollouts=rollouts), **changes)
+
+
+def rows(*groups: Group, step: int = 1, limit: int | None = None) -> list[dict[str, Any]]:
+    return completions_table(step, groups, limit).to_pylist()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def test_a_row_holds_everything_of_its_rollout(run: RunDirectory) -> None:
+    first = Rollout(
+        trajectory=trajectory(),
+        reward=1.0,
+        rewards={"match": 1.0, "form": None},
+        correct=True,
+        extras={"words": 3},
+        shaped=0.75,
+        advantage=0.5,
+        old_logps=(-0.11, -0.26),
+        ref_logps=(-0.4, -0.5),
+        policy_logps=(-0.12, -0.27),
+        entropies=(0.31, 0.71),
+    )
+    second = Rollout(
+        trajectory=trajectory(tokens=(9,), logps=None, entropies=None, text="", stop_reason="length"),
+        errors={"form": "KeyError: 7"},
+    )
+    run.write_completions(3, [group(first, second)])
+    found = run.completions(3).to_pylist()
+    assert found[0] == {
+        "step": 3,
+        "prompt_index": 4,
+        "sample": 0,
+        "status": "kept",
+        "prompt": "1+6=",
+        "prompt_ids": [1, 5],
+        "columns": '{"answer": "7", "level": 2}',
+        "completion": "seven",
+        "stop_reason": "stop",
+        "versions": [2, 3],
+        "reward": 1.0,
+        "correct": True,
+        "shaped": 0.75,
+        "advantage": 0.5,
+        "token_advantages": None,
+        "tokens": [8, 2],
+        "sampled": None,
+        "logps": [-0.1, -0.25],
+        "old_logps": [-0.11, -0.26],
+        "policy_logps": [-0.12, -0.27],
+        "ref_logps": [-0.4, -0.5],
+        "entropies": [0.31, 0.71],
+        "untrained": ["", ""],
+        "reward/form": None,
+        "reward/match": 1.0,
+        "extra/words": 3,
+        "error/form": None,
+    }
+    assert found[1] == {
+        "step": 3,
+        "prompt_index": 4,
+        "sample": 1,
+        "status": "kept",
+        "prompt": "1+6=",
+        "prompt_ids": [1, 5],
+        "columns": '{"answer": "7", "level": 2}',
+        "completion": "",
+        "stop_reason": "length",
+        "versions": [2, 3],
+        "reward": None,
+        "correct": None,
+        "shaped": None,
+        "advantage": 0.0,
+        "token_advantages": None,
+        "tokens": [9],
+        "sampled": None,
+        "logps": None,
+        "old_logps": None,
+        "policy_logps": None,
+        "ref_logps": None,
+        "entropies": None,
+        "untrained": ["no_advantage"],
+        "reward/form": None,
+        "reward/match": None,
+        "extra/words": None,
+        "error/form": "KeyError: 7",
+    }
+
+
+def test_entropies_of_the_sampler_stand_in_for_those_of_the_update() -> None:
+    assert rows(group(Rollout(trajectory=trajectory())))[0]["entropies"] == [0.3, 0.7]
+
+
+def test_every_file_has_the_same_columns_of_the_same_types_whatever_is_known(run: RunDirectory) -> None:
+    bare = Rollout(trajectory=Trajectory(prompt=Prompt(token_ids=()), tokens=()))
+    run.write_completions(1, [group(Rollout(trajectory=trajectory(), advantage=(0.5, 0.0), old_logps=(-1.0, -2.0)))])
+    run.write_completions(2, [group(bare)])
+    run.write_completions(3, [])
+    tables = [run.completions(step) for step in (1, 2, 3)]
+    assert [table.num_rows for table in tables] == [1, 1, 0]
+    assert all(table.schema.equals(SCHEMA) for table in tables)
+    assert pa.concat_tables(tables).num_rows == 2
+
+
+def test_tokens_of_others_hold_no_numbers_and_shift_none() -> None:
+    spoken = trajectory(
+        tokens=(8, 90, 91, 2),
+        sampled=(True, False, False, True),
+        logps=(-0.1, -0.25),
+        entropies=(0.3, 0.7),
+    )
+    told = Rollout(trajectory=spoken, advantage=(0.5, -0.5), ref_logps=(-1.0, -2.0))
+    alone = Rollout(trajectory=trajectory(), advantage=1.0, old_logps=(-3.0, -4.0))
+    first, second = rows(group(told, alone))
+    assert first["sampled"] == [True, False, False, True] and second["sampled"] is None
+    assert first["logps"] == [-0.1, None, None, -0.25] and second["logps"] == [-0.1, -0.25]
+    assert first["token_advantages"] == [0.5, None, None, -0.5] and first["advantage"] is None
+    assert second["token_advantages"] is None and second["advantage"] == 1.0
+    assert first["ref_logps"] == [-1.0, None, None, -2.0] and second["ref_logps"] is None
+    assert first["old_logps"] is None and second["old_logps"] == [-3.0, -4.0]
+    assert first["untrained"] == ["", "other", "other", ""] and second["untrained"] == ["", ""]
+
+
+# --- why a token is not trained on ------------------------------------------------------------------------------------
+
+MIXED = {"tokens": (8, 90, 2), "sampled": (True, False, True)}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "status", "expected"),
+    [
+        ({"advantage": 0.5}, "kept", ["", "other", ""]),
+        ({"advantage": 0.0}, "kept", ["no_advantage", "other", "no_advantage"]),
+        ({"advantage": 0.5, "is_masked": True}, "kept", ["masked", "other", "masked"]),
+        ({"advantage": 0.0, "is_masked": True}, "kept", ["masked", "other", "masked"]),
+        ({"advantage": 0.5, "rejected": (False, True)}, "kept", ["", "other", "rejected"]),
+        ({"advantage": 0.0, "rejected": (False, True)}, "kept", ["no_advantage", "other", "no_advantage"]),
+        ({"advantage": (0.0, 0.5)}, "kept", ["no_advantage", "other", ""]),
+        ({"advantage": (0.0, 0.0)}, "kept", ["no_advantage", "other", "no_advantage"]),
+        ({"advantage": (0.0, 0.5), "rejected": (True, True)}, "kept", ["no_advantage", "other", "rejected"]),
+        ({"advantage": 0.0}, "no_signal", ["left_out", "other", "left_out"]),
+        ({"advantage": 0.5}, "surplus", ["left_out", "other", "left_out"]),
+    ],
+)
+def test_the_reason_why_a_token_is_not_trained_on(rollout: dict[str, Any], status: Any, expected: list[str]) -> None:
+    made = Rollout(trajectory=trajectory(**MIXED), **rollout)
+    assert rows(group(made, status=status))[0]["untrained"] == expected
+    assert set(expected) <= set(UNTRAINED)
+
+
+def test_reasons_stay_with_their_rollouts() -> None:
+    plain = trajectory(tokens=(3, 4, 5), logps=None, entropies=None)
+    made = [
+        Rollout(trajectory=plain, advantage=1.0, rejected=(False, True, False)),
+        Rollout(trajectory=replace(plain, tokens=()), advantage=1.0),
+        Rollout(trajectory=plain, advantage=(0.0, 1.0, 0.0)),
+        Rollout(trajectory=plain, advantage=1.0),
+    ]
+    assert [row["untrained"] for row in rows(group(*made))] == [
+        ["", "rejected", ""],
+        [],
+        ["no_advantage", "", "no_advantage"],
+        ["", "", ""],
+    ]
+
+
+# --- what users bring -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("logged", "written"),
+    [
+        ((1, 0.5), [1.0, 0.5]),
+        ((1, None), [1, None]),
+        ((True, False), [True, False]),
+        (("a", None), ["a", None]),
+        ((2, "b\ud800"), ["2", "b?"]),
+        ((True, 1), ["true", "1"]),
+        (([0.5, 1.0], [2.0]), [[0.5, 1.0], [2.0]]),
+        (([1, "a"], [2]), ['[1, "a"]', "[2]"]),
+        (([[1], [2]], []), ["[[1], [2]]", "[]"]),
+        (({}, {}), ["{}", "{}"]),
+        (({"a": 1}, {"b": [float("nan")]}), ['{"a": 1}', '{"b": [null]}']),
+        ((2**70, 1), [str(2**70), "1"]),
+        (([["\ud800"]], [["x"]]), ['[["?"]]', '[["x"]]']),
+        ((None, None), [None, None]),
+    ],
+)
+def test_what_rewards_logged_is_written_whatever_its_type(
+    logged: tuple[Any, Any], written: list[Any], run: RunDirectory
+) -> None:
+    run.write_completions(1, [group(*(Rollout(trajectory=trajectory(), extras={"x": value}) for value in logged))])
+    assert run.completions(1)["extra/x"].to_pylist() == written
+    assert run.dropped == 0
+
+
+def test_a_column_that_one_rollout_lacks_is_null_there() -> None:
+    made = group(Rollout(trajectory=trajectory(), extras={"x": 1}), Rollout(trajectory=trajectory(), extras={"y": 2}))
+    assert [(row["extra/x"], row["extra/y"]) for row in rows(made)] == [(1, None), (None, 2)]
+
+
+def test_columns_of_the_row_are_json_whatever_they_hold() -> None:
+    columns: Mapping[str, Any] = {"day": date(2026, 1, 2), "score": float("nan"), "more": [1, {"é": float("inf")}]}
+    made = group(Rollout(trajectory=trajectory()), prompt=replace(PROMPT, columns=columns))
+    (row,) = rows(made)
+    assert json.loads(row["columns"]) == {"day": "2026-01-02", "score": None, "more": [1, {"é": None}]}
+
+
+def test_a_lone_surrogate_is_written_with_a_replacement(run: RunDirectory) -> None:
+    hostile = "a\ud800b</script>\x1b[2J"
+    prompt = replace(PROMPT, text=hostile, columns={"answer": hostile})
+    rollout = Rollout(trajectory=trajectory(text=hostile), extras={"x": hostile}, errors={"f": hostile})
+    run.write_completions(1, [group(rollout, prompt=prompt)])
+    (row,) = run.completions(1).to_pylist()
+    clean = "a?b</script>\x1b[2J"
+    assert [row[name] for name in ("completion", "prompt", "extra/x", "error/f")] == [clean] * 4
+    assert json.loads(row["columns"]) == {"answer": clean}
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def numbered_groups() -> list[Group]:
+    statuses = ("no_signal", "kept", "surplus", "kept", "no_signal")
+    rollout = Rollout(trajectory=trajectory())
+    return [
+        group(rollout, rollout, status=status, prompt=replace(PROMPT, index=i)) for i, status in enumerate(statuses)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    [
+        (None, [0, 1, 2, 3, 4]),
+        (10, [0, 1, 2, 3, 4]),
+        (9, [0, 1, 2, 3]),  # whole groups, in the order of the draw
+        (6, [0, 1, 3]),
+        (5, [1, 3]),  # those that are trained on before all others
+        (2, [1]),
+        (1, []),
+    ],
+)
+def test_a_limit_takes_whole_groups_and_those_that_are_trained_on_first(limit: int | None, kept: list[int]) -> None:
+    table = completions_table(1, numbered_groups(), limit)
+    assert table["prompt_index"].to_pylist() == [i for i in kept for _ in range(2)]
+    assert int(table.schema.metadata[ROWS_LEFT_OUT]) == 10 - 2 * len(kept)
+
+
+def test_the_number_of_rows_left_out_is_in_the_file(run: RunDirectory) -> None:
+    assert run.write_completions(1, numbered_groups(), limit=5) == 6
+    assert run.write_completions(2, numbered_groups(), limit=10) == 0
+    files = [run.path / "completions" / f"step-{step:06d}.parquet" for step in (1, 2)]
+    assert [pq.read_schema(file).metadata[ROWS_LEFT_OUT] for file in files] == [b"6", b"0"]
+    assert [run.completions(step).num_rows for step in (1, 2)] == [4, 10]
+
+
+def test_a_long_text_is_not_cut(run: RunDirectory) -> None:
+    run.write_completions(1, [group(Rollout(trajectory=trajectory(text="x" * 10_000_000)))])
+    assert len(run.completions(1)["completion"][0].as_py()) == 10_000_000
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_written_is_counted_and_leaves_nothing(run: RunDirectory) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        run.write_completions(1, numbered_groups())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert run.dropped == 1 and list((run.path / "completions").iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_no_file_of_a_step_and_goes_when_the_run_goes_on(run: RunDirectory) -> None:
+    run.write_completions(1, numbered_groups())
+    (run.path / "completions" / "step-000002.tmp").write_bytes(b"PAR1")
+    assert run.completion_steps() == [1]
+    run.forget_after(5)
+    assert [path.name for path in (run.path / "completions").iterdir()] == ["step-000001.parquet"]

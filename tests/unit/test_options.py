@@ -1,0 +1,97 @@
+"""Option groups: each option stands in one of them, with a sentence, and TrainConfig is all of them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import gruppo
+from gruppo import options
+from gruppo.cli.options import parse_run
+from gruppo.trainer import TrainConfig
+
+SOURCE = Path(gruppo.__file__).parent
+GROUPS = (
+    options.ModelOptions,
+    options.DataOptions,
+    options.RewardOptions,
+    options.RolloutOptions,
+    options.AdvantageOptions,
+    options.LossOptions,
+    options.OptimOptions,
+    options.EvalOptions,
+    options.RunOptions,
+)
+
+
+def test_the_options_of_a_run_are_those_of_its_groups_theme_by_theme() -> None:
+    assert list(TrainConfig.model_fields) == [name for group in GROUPS for name in group.model_fields]
+    assert list(TrainConfig().model_dump()) == list(TrainConfig.model_fields)
+
+
+def test_no_option_is_in_two_groups() -> None:
+    assert sum(len(group.model_fields) for group in GROUPS) == len(TrainConfig.model_fields)
+
+
+def test_a_group_stands_alone_and_checks_itself() -> None:
+    assert options.RewardOptions(rewards=("a", "b"), reward_weights=(1.0, 0.5)).reward_weights == (1.0, 0.5)
+    with pytest.raises(ValueError, match="reward_weights has 1 entries for 2 rewards; give one each"):
+        options.RewardOptions(rewards=("a", "b"), reward_weights=(1.0,))
+    with pytest.raises(ValueError, match="kl_target needs kl_in_reward above 0"):
+        options.AdvantageOptions(kl_target=1.0)
+    with pytest.raises(ValueError, match="eval_samples needs eval_prompts"):
+        options.EvalOptions(eval_samples=2, eval_prompts=0)
+    with pytest.raises(ValueError, match="sampler='tpu' is unknown"):
+        options.RolloutOptions(sampler="tpu")
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        options.OptimOptions(model="builtin")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match="frozen"):
+        options.RunOptions().seed = 3  # type: ignore[misc]
+
+
+def sentences(file: Path) -> dict[str, str]:
+    """The help of each option in a file: the text below its field, or the one given to tyro."""
+    found = {}
+    for cls in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(cls, ast.ClassDef) or not cls.name.endswith(("Options", "Arguments")):
+            continue
+        for line, after in zip(cls.body, [*cls.body[1:], None], strict=True):
+            if isinstance(line, ast.AnnAssign):
+                given = [k.value for k in ast.walk(line.annotation) if isinstance(k, ast.keyword) and k.arg == "help"]
+                text = given[0] if given else after.value if isinstance(after, ast.Expr) else None
+                found[f"{cls.name}.{ast.unparse(line.target)}"] = (
+                    str(text.value) if isinstance(text, ast.Constant) else ""
+                )
+    return found
+
+
+FILES = [SOURCE / "options.py", *(f for f in sorted((SOURCE / "cli").glob("*.py")) if sentences(f))]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_option_has_a_sentence(file: Path) -> None:
+    found = sentences(file)
+    assert [name for name, text in found.items() if not text.endswith(".")] == []
+    assert [name for name, text in found.items() if "so many" in text or "none:" in text.lower()] == []
+
+
+def test_all_sentences_were_read() -> None:
+    assert len(sentences(SOURCE / "options.py")) == len(TrainConfig.model_fields)
+    assert len(FILES) == 9
+
+
+def test_the_help_shows_the_sentence_of_an_option_of_each_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_run(["--help"], verb="train", description="", preset={})
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for name, text in sentences(SOURCE / "options.py").items():
+        assert " ".join(text.split()) in shown, name
+
+
+def test_a_truth_value_given_as_a_flag_is_one() -> None:
+    words = ["--loss-options", "outward_only", "False", "threshold", "1", "--sampler", "vllm"]
+    words += ["--vllm-options", "enforce_eager", "True", "gpu_memory_utilization", "0.5", "quantization", "fp8"]
+    config = parse_run(words, verb="train", description="", preset={})
+    assert config.loss_options == {"outward_only": False, "threshold": 1}
+    assert config.vllm_options == {"enforce_eager": True, "gpu_memory_utilization": 0.5, "quantization": "fp8"}
+    assert type(config.loss_options["threshold"]) is int
