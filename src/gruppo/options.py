@@ -247,6 +247,8 @@ class RunOptions(Options):
     """Write the completions of every Nth step to Parquet. 0 disables it."""
     completions_limit: Positive = 4096
     """Most completions in the file of one step: whole groups, those that are trained on before others."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of your own, your.module:YourMetric (docs/extending.md), beside those that every run reports."""
     tensorboard: bool = True
     """Write a TensorBoard file into the run directory."""
     wandb: bool = False

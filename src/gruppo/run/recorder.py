@@ -51,11 +51,15 @@ class Recorder:
         if not self.quiet:
             self._console = RunConsole(self.steps, first_step=step)
 
+    def writes_completions(self, step: int) -> bool:
+        """Whether the completions of a step go to a file."""
+        return bool(self.completions_every) and step % self.completions_every == 0
+
     def sampled(self, step: int, groups: Sequence[Group]) -> None:
         """All groups of a step, with what it made of them."""
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
-        if self.completions_every and step % self.completions_every == 0:
+        if self.writes_completions(step):
             left_out = self.run.write_completions(step, groups, self.completions_limit)
             if left_out and not self._has_said_limit:
                 self._has_said_limit = True

@@ -10,7 +10,7 @@ from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
-from gruppo.metric import metric_for
+from gruppo.metric import Metric, metric_for
 from gruppo.model.checkpoint import commit_folder, read_manifest
 from gruppo.model.source import context_length, holds_adapter
 from gruppo.options import ModelOptions, RewardOptions, RunOptions, read_sampler
@@ -210,8 +210,21 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
     options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
     model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
     model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)
-    model.add_metric(metric_for(loss, top_k_kl=0))
+    for metric in (metric_for(loss), *build_metrics(config)):
+        model.add_metric(metric)
     return model
+
+
+def build_metrics(options: RunOptions) -> list[Metric]:
+    """Metrics of the user's own."""
+    made = []
+    for name in options.metrics:
+        metric = import_object(name, "metrics")
+        metric = metric() if isinstance(metric, type) else metric
+        if not isinstance(metric, Metric):
+            raise InputError(f"metrics={name!r} names {metric!r}, not a gruppo.metric.Metric (docs/extending.md)")
+        made.append(metric)
+    return made
 
 
 def _new_adapter(options: ModelOptions, seed: int) -> "LoraSpec | None":
@@ -313,7 +326,6 @@ def build_learner(config: TrainConfig, model: "TransformersModel") -> Learner:
         epochs=config.epochs_per_batch,
         minibatches=config.minibatches,
         max_grad_norm=config.max_grad_norm,
-        mask_truncated=config.mask_truncated,
     )
 
 

@@ -1,6 +1,6 @@
 """Learner: optimizer steps on the rollouts of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
@@ -10,7 +10,11 @@ from gruppo.errors import NumericError
 from gruppo.types import Group, Rollout
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gruppo.loss.inputs import LossInputs
     from gruppo.model import TransformersModel
+    from gruppo.model.plan import MicroBatch
 
 MAX_SKIPPED = 3
 """Optimizer steps in a row whose gradient was not finite before the run stops."""
@@ -24,21 +28,24 @@ class Learner:
     epochs: int = 1
     minibatches: int = 1
     max_grad_norm: float = 1.0
-    mask_truncated: bool = False
-    """Count truncated rollouts as sequences of the step, and train on none of their tokens."""
     skipped_in_a_row: int = 0
 
-    def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Take the optimizer steps; returns the metrics.
+    def update(self, groups: Sequence[Group], *, record: bool = False) -> tuple[list[Group], dict[str, float]]:
+        """Take the optimizer steps; returns the groups with the log-probs they were trained with, and the metrics.
 
         While the weights are those that the step began with, an update is on-policy: the old log-probs are the policy's
         own, so the ratio is exactly 1. For updates after the first they are computed before it, by the same code that
         trains.
+
+        Args:
+            record: give the rollouts what their last update saw of each token: log-probs, entropies, which the loss
+                left out.
         """
         model, version = self.model, self.model.version
-        rollouts = [self._prepared(rollout) for group in groups for rollout in group.rollouts]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         if self.epochs * self.minibatches > 1:
             rollouts = self._with_logps(rollouts)
+        tokens = TokenRecord(model) if record else None
         losses: list[dict[str, float]] = []
         norms: list[float] = []
         lr, skipped, rejected, live = 0.0, 0, 0, 0
@@ -47,7 +54,7 @@ class Learner:
                 chosen = rollouts[part]
                 if model.version == version:
                     chosen = [replace(rollout, old_logps=None) for rollout in chosen]
-                result = model.forward_backward(chosen)
+                result = model.run(model.plan(chosen), None if tokens is None else tokens.of(part.start))
                 report = model.clip_grad_and_step(self.max_grad_norm)
                 losses.append({name: float(x) for name, x in ({"loss": result.loss} | result.terms).items()})
                 norms += [] if report.grad_norm is None or not isfinite(report.grad_norm) else [report.grad_norm]
@@ -66,11 +73,9 @@ class Learner:
         if rollouts:
             metrics["live/frac"] = sum(rollout.has_advantage for rollout in rollouts) / len(rollouts)
         # The model measures on rollouts with an advantage only, and so these numbers are called.
-        return metrics | {key.replace("train/", "live/"): x for key, x in model.calculate_metric().items()}
-
-    def _prepared(self, rollout: Rollout) -> Rollout:
-        is_masked = self.mask_truncated and rollout.trajectory.is_truncated
-        return replace(rollout, is_masked=True) if is_masked else rollout
+        metrics |= {key.replace("train/", "live/"): x for key, x in model.calculate_metric().items()}
+        trained = iter(rollouts if tokens is None else tokens.given_to(rollouts))
+        return [replace(g, rollouts=tuple(next(trained) for _ in g.rollouts)) for g in groups], metrics
 
     def _with_logps(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts with log-probs of policy and, where the loss needs them, reference, if they have none yet."""
@@ -88,6 +93,34 @@ class Learner:
                 "are those before them. Lower lr, or look at the completions of the last step"
             )
         return int(skipped)
+
+
+class TokenRecord:
+    """What the last update of a step saw of each token of its rollouts."""
+
+    def __init__(self, model: "TransformersModel") -> None:
+        self.model = model
+        self.seen: dict[int, dict[str, Tensor]] = {}
+
+    def of(self, first: int) -> "Callable[[MicroBatch, LossInputs], None]":
+        """A watch for `TransformersModel.run` over rollouts that are numbered from `first`."""
+
+        def watch(micro: "MicroBatch", inputs: "LossInputs") -> None:
+            columns = {"policy_logps": inputs.logps.detach(), "rejected": self.model.loss.rejected_tokens(inputs)}
+            columns |= {"old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps, "entropies": inputs.entropies}
+            pieces = {k: v.detach().split(micro.batch.lengths) for k, v in columns.items() if v is not None}
+            for row, i in enumerate(micro.indices):
+                self.seen[first + i] = {name: split[row] for name, split in pieces.items()}
+
+        return watch
+
+    def given_to(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts with what was seen of them; a masked one is scored nowhere and stays as it is."""
+        made = list(rollouts)
+        for i, columns in self.seen.items():
+            if rollouts[i].num_scored:
+                made[i] = replace(rollouts[i], **{name: tuple(values.tolist()) for name, values in columns.items()})
+        return made
 
 
 def minibatch_parts(groups: Sequence[Group], minibatches: int) -> list[slice]:

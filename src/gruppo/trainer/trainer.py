@@ -13,7 +13,7 @@ from gruppo.model.source import load_tokenizer
 from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import check_installed
 from gruppo.trainer import build
-from gruppo.trainer.assign import assign_advantages
+from gruppo.trainer.advantages import assign_advantages
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.plan import Plan
@@ -113,7 +113,8 @@ class GRPOTrainer:
         entropy = metrics.get("rollout/entropy")
         self.model.set_loss(self.model.loss.replace(entropy_coef=self.state.entropy.at(entropy)))
         with self._timed("train"):
-            metrics |= self.learner.update(groups)
+            groups, learned = self.learner.update(groups, record=self.recorder.writes_completions(number))
+        metrics |= learned
         self.batch = rollouts.with_kept(groups)
         metrics |= {"group/dead_frac": self.batch.dead_frac} | self._observe(self.batch, number, metrics)
         self.step_number = number
