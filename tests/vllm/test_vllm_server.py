@@ -12,11 +12,11 @@ import pytest
 from small_runs import PROMPTS, completions, largest_gap, update
 
 from gruppo.model import TransformersModel
-from gruppo.model.source import resolve
 from gruppo.sampler import SamplingParams, vLLMSampler
 from gruppo.sampler.vllm_launch import ServerProcess
 from gruppo.sampler.vllm_server import ServerEngine
 from gruppo.trainer import GRPOTrainer
+from gruppo.weights.source import resolve
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
 

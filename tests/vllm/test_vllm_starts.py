@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from gruppo.errors import InputError, SamplerError
 from gruppo.model import TransformersModel
-from gruppo.model.source import resolve
 from gruppo.sampler import SamplingParams, vLLMSampler
+from gruppo.weights.source import resolve
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.metric import MismatchMetric, PolicyMetric
-from gruppo.model import source
 from gruppo.model.layout import Layout
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
@@ -24,6 +23,7 @@ from gruppo.model.reference import Reference
 from gruppo.model.scorer import HeadChoice, Scorer
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import InputFeature, Rollout
+from gruppo.weights import source
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

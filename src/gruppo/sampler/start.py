@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gruppo.errors import InputError
-from gruppo.model import source
 from gruppo.model.lora import LoraSpec
 from gruppo.sampler.engine import Engine, Poll
+from gruppo.weights import source
 
 
 def start_engines(servers: Sequence[str], own: dict[str, Any], *, poll: Poll) -> Iterator[Engine]:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from gruppo.errors import InputError, NumericError
-from gruppo.model.source import end_tokens_of
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.sampler.base import PromptLike, check_call, draw_numbers, read_prompt
 from gruppo.sampler.decoding import CachedRows, RecomputedRows, Way, find_way
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.randomness import row_keys, uniforms
 from gruppo.types import Prompt, SampleResponse, Trajectory
+from gruppo.weights.source import end_tokens_of
 
 
 class TorchSampler:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from gruppo.errors import InputError, SamplerError
-from gruppo.model import source
 from gruppo.model.lora import LoraSpec
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.sampler import handover
@@ -25,6 +24,7 @@ from gruppo.sampler.proof import BOUNDS, Canary
 from gruppo.sampler.randomness import row_keys
 from gruppo.sampler.start import adapter_options, start_engines
 from gruppo.types import Prompt, SampleResponse
+from gruppo.weights import source
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.loss.adaptive import AdaptiveEntropy
 from gruppo.metric import metric_for
-from gruppo.model.source import context_length, holds_adapter
 from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
@@ -21,6 +20,7 @@ from gruppo.trainer.learner import Learner
 from gruppo.trainer.rollout import RolloutSource
 from gruppo.trainer.state import EntropyBonus, RewardKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
+from gruppo.weights.source import context_length, holds_adapter
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel

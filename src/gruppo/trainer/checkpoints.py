@@ -8,9 +8,10 @@ from pathlib import Path
 
 from gruppo.errors import CheckpointError, InputError
 from gruppo.model import TransformersModel
-from gruppo.model.checkpoint import commit_folder, load_training_state, read_manifest, save_training_state
+from gruppo.model.checkpoint import load_training_state, save_training_state
 from gruppo.trainer.run_dir import RunDir
 from gruppo.trainer.state import RunState
+from gruppo.weights.files import commit_folder, read_manifest
 
 logger = logging.getLogger(__name__)
 

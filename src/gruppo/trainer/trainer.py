@@ -60,7 +60,7 @@ class GRPOTrainer:
     ) -> None:
         import torch
 
-        from gruppo.model.source import load_tokenizer
+        from gruppo.weights.source import load_tokenizer
 
         self.config = config
         self.callbacks = list(callbacks)
