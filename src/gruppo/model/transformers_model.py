@@ -195,6 +195,18 @@ class TransformersModel:
             return self._score(scorer, inputs)["logps"]
 
     @torch.no_grad()
+    def next_logits(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        """Logits of the token after each row of tokens at temperature 1, `[N, V]` float32, as they are scored."""
+        # Token 0 marks the one slot whose logits are wanted; that slot does not see it.
+        rollouts = as_rollouts([InputFeature(prompt_ids=row, completion_ids=(0,)) for row in rows])
+        order: list[int] = []
+        logits = []
+        for micro in self.planner.split(rollouts):
+            order += micro.indices
+            logits.append(self.scorer.logits(micro.batch.to(self.device)).float())
+        return torch.cat(logits)[torch.tensor(order).argsort()]
+
+    @torch.no_grad()
     def _score(self, scorer: Scorer, inputs: Sequences) -> dict[str, list[Tensor]]:
         rollouts = as_rollouts(inputs)
         lengths = [rollout.num_scored for rollout in rollouts]

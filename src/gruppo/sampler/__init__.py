@@ -1,6 +1,6 @@
 """Rollouts: prompts become groups of sampled sequences.
 
-    base.py           Sampler: what the trainer asks of any sampler
+    base.py           Sampler: the base class, with `sample` on top of `submit`
     params.py         SamplingParams: temperature, filters, limits, stops
     randomness.py     uniforms that are a function of (seed, step, prompt, sample, position)
     torch_sampler.py  TorchSampler: decoding of a transformers model in this process
@@ -18,12 +18,12 @@
     proof.py          the canary: do both sides score fixed tokens alike?
 
 A sampler returns the tokens it drew and their log-probs under the sampling policy; nobody re-tokenises or recomputes
-them. Another engine is another class with `sample`, `sync` and `close`.
+them. Another engine is another subclass of Sampler.
 """
 
-from gruppo.sampler.base import Sampler
+from gruppo.sampler.base import Sampler, SampleRequest
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.torch_sampler import TorchSampler
 from gruppo.sampler.vllm_sampler import vLLMSampler
 
-__all__ = ["Sampler", "SamplingParams", "TorchSampler", "vLLMSampler"]
+__all__ = ["SampleRequest", "Sampler", "SamplingParams", "TorchSampler", "vLLMSampler"]

@@ -5,7 +5,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from gruppo.model.lora import LoraSpec
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.sampler import handover
 from gruppo.sampler.answer import check_answer, response
-from gruppo.sampler.base import PromptLike, check_call, draw_numbers, read_prompt
+from gruppo.sampler.base import Sampler, SampleRequest
 from gruppo.sampler.engine import Completion, Engine, EngineLost, Poll, Request
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.proof import BOUNDS, Canary
@@ -32,7 +32,7 @@ RESTARTS = 3
 """How often in a row an engine is brought back before the run stops."""
 
 
-class vLLMSampler:
+class vLLMSampler(Sampler):
     """Samples from vLLM.
 
         sampler = vLLMSampler("org/model")
@@ -76,7 +76,7 @@ class vLLMSampler:
         length = max_model_len or source.context_length(model_id)
         if length is None:
             raise InputError(f"max_model_len is needed: the config of {model_id!r} does not tell the model's own")
-        self.tokenizer = source.load_tokenizer(model_id)
+        super().__init__(source.load_tokenizer(model_id))
         self.vocabulary = source.load_config(model_id).get_text_config().vocab_size
         self.stop_ids = sorted(source.end_tokens(model_id, self.tokenizer))
         self.length = length
@@ -85,8 +85,6 @@ class vLLMSampler:
         self.poll = poll
         self.version = 0
         """Of the weights that the engines have: how many optimizer steps they have seen."""
-        self.calls = 0
-        """Calls of `sample` without a step."""
         self.canary = Canary.draw(
             self.vocabulary, length=min(12, length - 1), bound=BOUNDS[dtype] if canary_bound is None else canary_bound
         )
@@ -107,32 +105,25 @@ class vLLMSampler:
             self.close()
             raise
 
-    is_exact = False
-
-    def sample(
-        self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
-    ) -> list[SampleResponse]:
-        """Draw `num_samples` completions of each prompt. The same seed, step and weights give the same tokens."""
-        check_call(batch, num_samples, params)
-        params = params or SamplingParams()
-        requests = self._requests(batch, num_samples, params)
-        if not requests:
+    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
+        """Ask the engines; the futures are complete."""
+        asked = self._requests(requests, params)
+        if not asked:
             return []
-        shares = [requests[i :: len(self.engines)] for i in range(len(self.engines))]
+        shares = [asked[i :: len(self.engines)] for i in range(len(self.engines))]
         with ThreadPoolExecutor(len(self.engines)) as pool:  # an engine inside the process works in this thread
             others = zip(self.engines[1:], shares[1:], strict=True)
             later = [pool.submit(self._ask, engine, share, params) for engine, share in others if share]
             answers = [self._ask(self.engines[0], shares[0], params), *(f.result() for f in later)]
         for engine in self.engines:
             engine.sleep()
-        ordered = [answers[i % len(self.engines)][i // len(self.engines)] for i in range(len(requests))]
-        responses = []
-        for request, completions in zip(requests, ordered, strict=True):
-            check_answer(request, completions, params, self.vocabulary)
-            responses.append(
-                response(request, completions, copies=num_samples // len(completions), version=self.version)
-            )
-        return responses
+        futures: list[Future[SampleResponse]] = [Future() for _ in requests]
+        for i, future in enumerate(futures):
+            completions = answers[i % len(self.engines)][i // len(self.engines)]
+            check_answer(asked[i], completions, params, self.vocabulary)
+            copies = requests[i].num_samples // len(completions)
+            future.set_result(response(asked[i], completions, copies=copies, version=self.version))
+        return futures
 
     def sync(self, model: TransformersModel) -> dict[str, float]:
         """Hand the model's weights over and prove that they arrived; does nothing when the engines have them.
@@ -191,31 +182,25 @@ class vLLMSampler:
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    def _requests(self, batch: Sequence[PromptLike], num_samples: int, params: SamplingParams) -> list[Request]:
+    def _requests(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Request]:
         if params.filters:
             raise InputError(
                 "top_k, top_p and min_p are refused with vLLM: its log-probs are then over the tokens that were kept, "
                 "the trainer's over all of them, and their ratio would be wrong. Use top_k=0, top_p=1, min_p=0, or "
                 "sampler=torch, which reports log-probs over all tokens"
             )
-        drawn = 1 if params.temperature == 0 else num_samples  # vLLM refuses several greedy ones: they are the same
-        step = params.step
-        if step is None:
-            step = self.calls
-            self.calls += 1
-        numbers, first = draw_numbers(batch, num_samples)
-        keys = row_keys(params.seed, step, numbers, np.zeros_like(first)) >> np.uint64(2)
-        requests = []
-        for i, prompt in enumerate(batch):
-            read = read_prompt(prompt, i, self.tokenizer)
-            ids = read.token_ids
+        asked = []
+        for i, request in enumerate(requests):
+            ids = request.prompt.token_ids
             if len(ids) + params.max_new_tokens > self.length:
                 raise InputError(
                     f"prompt {i} has {len(ids)} tokens; with max_new_tokens={params.max_new_tokens} that is more than "
                     f"max_model_len={self.length}"
                 )
-            requests.append(Request(prompt=read, num_samples=drawn, seed=int(keys[i]) + int(first[i])))
-        return requests
+            key = row_keys(request.seed, request.step, np.array([request.number]), np.zeros(1, np.int64))[0]
+            drawn = 1 if params.temperature == 0 else request.num_samples  # several greedy ones are the same
+            asked.append(Request(prompt=request.prompt, num_samples=drawn, seed=(int(key) >> 2) + request.first))
+        return asked
 
     def _ask(self, engine: Engine, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         """One engine's share, again after each loss of the engine; the same seeds give what it would have given."""

@@ -166,7 +166,7 @@ def build_sampler(
 
     kind, servers = read_sampler(config.sampler)
     if kind == "torch":
-        return TorchSampler(model, on_token=poll)
+        return TorchSampler(model, poll=poll)
     longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
     return vLLMSampler(
         config.model,
