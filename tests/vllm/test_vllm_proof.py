@@ -15,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gruppo.errors import SamplerError
-from gruppo.sampler import handover, vllm_worker
-from gruppo.sampler.vllm_inside import InsideEngine
+from gruppo.sampler import handover
+from gruppo.sampler.vllm import worker
+from gruppo.sampler.vllm.inprocess import InProcessEngine
 from gruppo.trainer import GRPOTrainer
 
 Tensors = dict[str, Tensor]
 WRITE = handover.write
-TENSORS = vllm_worker._tensors
-LOADS = {name: getattr(InsideEngine, name) for name in ("load_weights", "load_adapter")}
+TENSORS = worker._tensors
+LOADS = {name: getattr(InProcessEngine, name) for name in ("load_weights", "load_adapter")}
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
@@ -78,19 +79,19 @@ class Sabotage:
             is_due = self.is_due()
             return (item for item in TENSORS(folder) if not (is_due and "layers.1.self_attn.q_proj" in item[0]))
 
-        self.monkeypatch.setattr(vllm_worker, "_tensors", tensors)
+        self.monkeypatch.setattr(worker, "_tensors", tensors)
 
     def engine_keeps_the_old(self) -> None:
         """As if the path had been mapped to another folder on the engine's side."""
 
         def load(name: str) -> Callable[..., Any]:
-            def loaded(engine: InsideEngine, folder: Path, *rest: Any) -> Any:
+            def loaded(engine: InProcessEngine, folder: Path, *rest: Any) -> Any:
                 return LOADS[name](engine, self.old if self.is_due() else folder, *rest)
 
             return loaded
 
         for name in LOADS:
-            self.monkeypatch.setattr(InsideEngine, name, load(name))
+            self.monkeypatch.setattr(InProcessEngine, name, load(name))
 
 
 @pytest.fixture

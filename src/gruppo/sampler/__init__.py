@@ -24,6 +24,6 @@ them. Another engine is another subclass of Sampler.
 from gruppo.sampler.base import Sampler, SampleRequest
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.torch_sampler import TorchSampler
-from gruppo.sampler.vllm_sampler import vLLMSampler
+from gruppo.sampler.vllm.sampler import vLLMSampler
 
 __all__ = ["SampleRequest", "Sampler", "SamplingParams", "TorchSampler", "vLLMSampler"]

@@ -15,7 +15,7 @@ from stub_vllm import Answer, StubServer
 from gruppo.errors import InputError, SamplerError
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.sampler import SamplingParams, handover, vLLMSampler
-from gruppo.sampler.vllm_launch import _flags
+from gruppo.sampler.vllm.server import _flags
 from gruppo.types import InputFeature, Prompt, SampleResponse
 
 PROMPTS = ["47+85=", "12+9=", "99+1=", "5+5=", "30+31="]

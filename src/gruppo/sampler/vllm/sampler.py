@@ -4,7 +4,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,13 +16,11 @@ from gruppo.errors import InputError, SamplerError
 from gruppo.model.lora import LoraSpec
 from gruppo.model.transformers_model import TransformersModel
 from gruppo.sampler import handover
-from gruppo.sampler.answer import check_answer, response
-from gruppo.sampler.base import Sampler, SampleRequest
-from gruppo.sampler.engine import Completion, Engine, EngineLost, Poll, Request
+from gruppo.sampler.base import Poll, Sampler, SampleRequest
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.proof import BOUNDS, Canary
 from gruppo.sampler.randomness import row_keys
-from gruppo.sampler.start import adapter_options, start_engines
+from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, EngineSpec, Request, check_answer, response
 from gruppo.types import Prompt, SampleResponse
 from gruppo.weights import source
 
@@ -94,9 +92,16 @@ class vLLMSampler(Sampler):
         self._expected: np.ndarray | None = None
         self._restarts: dict[str, int] = {}
         self.engines: list[Engine] = []
-        own = {"model": folder, "dtype": dtype, "max_model_len": length, "options": options or {}}
+        spec = EngineSpec(
+            model=folder,
+            dtype=dtype,
+            max_model_len=length,
+            options=options or {},
+            **_adapter_options(model_id, lora),
+        )
         try:
-            for engine in start_engines(servers, own | adapter_options(model_id, lora), poll=poll):
+            for engine in _start_engines(servers, spec):
+                engine.poll = poll
                 self.engines.append(engine)
             for engine in self.engines:
                 engine.wait_until_ready(deadline_s)  # several start at the same time
@@ -237,7 +242,7 @@ class vLLMSampler(Sampler):
             try:
                 engine.revive(self.deadline_s)
                 if self._handed_over is not None:
-                    self._load(engine, self._handed_over, self.version)
+                    self._load(engine, self._handed_over)
                 fault = self._fault(engine)
             except EngineLost as error:
                 reason = str(error)
@@ -261,7 +266,7 @@ class vLLMSampler(Sampler):
         for engine in self.engines:
             received, answered, is_lost = None, [], False
             try:
-                received = self._load(engine, folder, model.version)
+                received = self._load(engine, folder)
                 answered = engine.logps_of(self.canary.rows, self.deadline_s)
             except SamplerError as error:
                 problem, is_lost = str(error), isinstance(error, EngineLost)
@@ -283,7 +288,36 @@ class vLLMSampler(Sampler):
             gap, moved = max(gap, verdict.gap), verdict.moved
         return gap, moved, None
 
-    def _load(self, engine: Engine, folder: Path, version: int) -> Any:
+    def _load(self, engine: Engine, folder: Path) -> Any:
         if self.lora is not None:
-            return engine.load_adapter(folder, version, self.deadline_s)
+            return engine.load_adapter(folder, self.deadline_s)
         return engine.load_weights(folder, self.deadline_s)
+
+
+def _start_engines(servers: Sequence[str], spec: EngineSpec) -> Iterator[Engine]:
+    """The engines one by one, each started; `spec` is for those that are started here."""
+    if not servers:
+        from gruppo.sampler.vllm.inprocess import InProcessEngine
+
+        yield InProcessEngine(spec)
+    from gruppo.sampler.vllm.http import HttpEngine
+    from gruppo.sampler.vllm.server import ServerProcess
+
+    for address in servers:
+        if address == "start":
+            process = ServerProcess(spec)
+            yield HttpEngine(process.address, process=process)
+        elif spec.options:
+            raise InputError(f"options {sorted(spec.options)} are for an engine started here, not for {address}")
+        else:
+            yield HttpEngine(address)
+
+
+def _adapter_options(model_id: str, lora: LoraSpec | None) -> dict[str, Any]:
+    """Rank and layers of the adapters that will be loaded: an engine needs them at its start."""
+    if lora is None:
+        return {}
+    targets = source.linear_layers(model_id) if lora.targets == "all-linear" else lora.targets
+    # vLLM goes by the last part of a name; PEFT also knows layers by their whole one.
+    names = {name.rpartition(".")[2] for name in ([targets] if isinstance(targets, str) else targets)}
+    return {"lora_rank": lora.rank, "lora_targets": tuple(sorted(names))}
