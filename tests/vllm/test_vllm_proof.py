@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gruppo.errors import SamplerError
-from gruppo.sampler import handover
 from gruppo.sampler.vllm import worker
 from gruppo.sampler.vllm.inprocess import InProcessEngine
 from gruppo.trainer import GRPOTrainer
+from gruppo.weights import store
 
 Tensors = dict[str, Tensor]
-WRITE = handover.write
+WRITE = store.write
 TENSORS = worker._tensors
 LOADS = {name: getattr(InProcessEngine, name) for name in ("load_weights", "load_adapter")}
 
@@ -57,7 +57,7 @@ class Sabotage:
                 (file,) = folder.glob("*.safetensors")
                 save_file(spoil(load_file(file)), file)
 
-        self.monkeypatch.setattr(handover, "write", write)
+        self.monkeypatch.setattr(store, "write", write)
 
     def stale_file(self) -> None:
         (file,) = self.old.glob("*.safetensors")
@@ -96,8 +96,8 @@ class Sabotage:
 
 @pytest.fixture
 def sabotage(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sabotage:
-    folder = trainer.sampler.sync_folder / f"version-{trainer.sampler.version}"  # type: ignore[attr-defined]
-    shutil.copytree(folder, tmp_path / "old")
+    assert trainer.sampler.loaded is not None
+    shutil.copytree(trainer.sampler.loaded.folder, tmp_path / "old")
     return Sabotage(monkeypatch, tmp_path / "old")
 
 

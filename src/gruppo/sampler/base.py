@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 from gruppo.errors import InputError
 from gruppo.sampler.params import SamplingParams
 from gruppo.types import Message, Prompt, SampleResponse
+from gruppo.weights import Published
+from gruppo.weights.canary import TrainedModel
 
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """A prompt of the data set, a text, token ids, chat messages, or a row with `prompt`, `messages` or `input_ids`."""
@@ -46,6 +48,8 @@ class Sampler(ABC):
         self.tokenizer = tokenizer
         self.calls = 0
         """Calls of `sample` without a step."""
+        self.loaded: Published | None = None
+        """The weights that `load` took last; None: those of the start, or the trainer's own."""
 
     @abstractmethod
     def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
@@ -86,8 +90,12 @@ class Sampler(ABC):
         ]
 
     @abstractmethod
-    def sync(self, model: Any) -> dict[str, float]:
-        """Sample from this model's weights from now on; returns what there is to report."""
+    def load(self, published: Published) -> dict[str, float]:
+        """Sample from published weights from now on, and prove it; returns what there is to report."""
+
+    @abstractmethod
+    def sync(self, model: TrainedModel) -> dict[str, float]:
+        """Publish a model's weights and load them, in one call."""
 
     @abstractmethod
     def close(self) -> None:

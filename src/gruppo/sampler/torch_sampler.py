@@ -19,6 +19,8 @@ from gruppo.sampler.decoding import CachedRows, DecodedModel, RecomputedRows, Wa
 from gruppo.sampler.params import SamplingParams
 from gruppo.sampler.randomness import row_keys, uniforms
 from gruppo.types import SampleResponse, Trajectory
+from gruppo.weights import Published
+from gruppo.weights.canary import TrainedModel
 from gruppo.weights.source import end_tokens_of
 
 
@@ -75,8 +77,12 @@ class TorchSampler(Sampler):
             parts.setdefault(len(request.prompt.token_ids), []).append(i)
         return list(parts.values())
 
-    def sync(self, model: Any) -> dict[str, float]:
-        """Nothing to hand over: the model is the trainer's own."""
+    def load(self, published: Published) -> dict[str, float]:
+        """Nothing to load: the model is the trainer's own."""
+        return {}
+
+    def sync(self, model: TrainedModel) -> dict[str, float]:
+        """Nothing to publish: the model is the trainer's own."""
         return {}
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class GRPOTrainer:
             self.step_number = self._restore() if resume else 0
             self.trackers = Trackers(config, self.run.path)
             folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
-            self.sampler = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
+            self.sampler, self.store = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
             self.model.measures_gap = not self.sampler.is_exact or loss.reads_sampler
             self.learner = build.build_learner(config, self.model)
             self.stage = build.build_stage(config, estimate, self.scorer)
@@ -256,6 +256,8 @@ class GRPOTrainer:
         """End the reward workers and the sampler, and give the run directory back."""
         self.scorer.close()
         self.sampler.close()
+        if self.store is not None:
+            self.store.close()
         self.trackers.close()
         self.run.release_lock()
 
@@ -299,9 +301,10 @@ class GRPOTrainer:
         return seen
 
     def _sync(self) -> None:
-        """The newest weights to the sampler; what it reports stays until the next hand-over."""
+        """Publish the newest weights and load them into the sampler; its report stays until the next hand-over."""
         with self._timed("sync"):
-            self.synced = self.sampler.sync(self.model) or self.synced
+            if self.store is not None:
+                self.synced = self.store.hand_over(self.model, self.sampler) or self.synced
 
     def _sampling(self, step: int) -> SamplingParams:
         config = self.config

@@ -55,6 +55,8 @@ class Engine(Protocol):
     """Generates and scores under the weights that were loaded last."""
 
     name: str
+    is_remote: bool
+    """Whether it works in another process. One in this process works in the thread that calls it."""
     poll: Poll
     """Cancellation hook, called while the engine works or is waited for; raise to abort."""
 

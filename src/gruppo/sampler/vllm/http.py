@@ -46,6 +46,8 @@ class HttpEngine:
         process: the server, if gruppo started it: it is restarted when it dies.
     """
 
+    is_remote = True
+
     def __init__(self, address: str, *, process: ServerProcess | None = None) -> None:
         parts = urlsplit(address)
         if parts.scheme != "http" or not parts.hostname:

@@ -25,6 +25,7 @@ class InProcessEngine:
     """`vllm.LLM` with weights that change."""
 
     name = "vLLM in this process"
+    is_remote = False
 
     def __init__(self, spec: EngineSpec) -> None:
         self.arguments = {"use_tqdm_on_load": False} | spec.arguments()

@@ -25,11 +25,11 @@ SETTINGS = {
 class ServerProcess:
     """A server at a free port of this machine, started when it is made."""
 
-    def __init__(self, spec: EngineSpec, *, log: str | Path | None = None) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         arguments = spec.arguments()
         arguments.pop("enable_sleep_mode", None)
         self.arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
-        self.log = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="gruppo-vllm-")) / "server.log"
+        self.log = Path(tempfile.mkdtemp(prefix="gruppo-vllm-")) / "server.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.port = _free_port()
         self.start()
