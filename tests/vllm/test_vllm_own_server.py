@@ -1,4 +1,4 @@
-"""A server of our own: it is brought back when it dies, and it dies with us."""
+"""A server that the trainer started: it is restarted when it dies, and it ends when the trainer dies."""
 
 import os
 import signal

@@ -117,7 +117,7 @@ class RecomputedRows:
 
 
 def find_way(model: DecodedModel) -> Way:
-    """How this model decodes: plain attention with a cache; other models after a comparison with the trainer."""
+    """The way a model decodes: with a cache for plain attention, else decided by a comparison with the trainer."""
     if _has_plain_attention(model):
         return "together"
     name = type(_base(model)).__name__
@@ -145,7 +145,7 @@ def _base(model: DecodedModel) -> Any:
 
 
 def _has_plain_attention(model: DecodedModel) -> bool:
-    """Does the cache hold keys and values, of all tokens or of a window, and nothing else?"""
+    """Whether the cache holds keys and values, of all tokens or of a window, and nothing else."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 

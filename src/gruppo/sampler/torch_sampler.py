@@ -47,7 +47,7 @@ class TorchSampler(Sampler):
         self.stop_ids = end_tokens_of(generation, config, model.tokenizer)
         self.poll = poll
         self.way: Way | None = None
-        """How the model decodes; None until the first call of `submit`."""
+        """The way the model decodes; None until the first call of `submit`."""
 
     @torch.inference_mode()
     def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:

@@ -172,7 +172,7 @@ def load_config(model_id: str) -> Any:
 
 
 def context_length(model_id: str) -> int | None:
-    """The most tokens the model can look back on, where its config says so."""
+    """Longest context of the model in tokens; None if its config does not give it."""
     return getattr(load_config(model_id).get_text_config(), "max_position_embeddings", None)
 
 

@@ -107,7 +107,7 @@ class WeightStore:
     def hand_over(self, model: TrainedModel, sampler: Loads) -> dict[str, float]:
         """Publish a model's weights and load them, unless the sampler has them; returns what the sampler reports.
 
-        Weights that are not taken are published and loaded once more, then SamplerError says why.
+        Weights that are not taken are published and loaded once more, then SamplerError gives the reason.
         """
         if sampler.loaded is not None and sampler.loaded.version == model.version:
             return {}
@@ -178,7 +178,7 @@ def contents(folder: Path) -> Contents:
 
 
 def compare(model: TrainedModel, folder: Path) -> str | None:
-    """How names and shapes in a folder differ from the model's; None when they do not."""
+    """Difference in names or shapes between a folder and the model; None if there is none."""
     wanted, found = _weights(model), contents(folder)
     missing = sorted(wanted.keys() - found.tensors.keys())
     unknown = sorted(found.tensors.keys() - wanted.keys())

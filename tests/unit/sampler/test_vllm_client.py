@@ -268,7 +268,7 @@ def test_a_server_that_always_answers_500_stops_the_run_with_its_words(stubs: Ma
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_a_server_that_was_restarted_behind_our_back_is_noticed_after_the_batch(
+def test_a_server_that_was_restarted_unnoticed_is_found_after_the_batch(
     lora: LoraSpec | None, stubs: MakeStub, samplers: MakeSampler, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub = stubs(lora=lora)

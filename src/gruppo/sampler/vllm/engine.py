@@ -97,7 +97,7 @@ class Engine(Protocol):
 
 
 def check_answer(request: Request, completions: Sequence[Completion], params: SamplingParams, vocabulary: int) -> None:
-    """Refuse an answer that is not what was asked for, and say what came."""
+    """Raise SamplerError for an answer that is not what was asked for, with what came."""
     if len(completions) != request.num_samples:
         raise SamplerError(f"vLLM gave {len(completions)} completions where {request.num_samples} were asked for")
     for c in completions:

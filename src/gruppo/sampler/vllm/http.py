@@ -33,8 +33,8 @@ LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in it
 class Refused(SamplerError):
     """The server is reachable but rejected the request."""
 
-    def __init__(self, said: str, status: int) -> None:
-        super().__init__(said)
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
         self.status = status
 
 
@@ -230,13 +230,14 @@ class HttpEngine:
                 return json.loads(text) if text else {}
             except ValueError:
                 return {}  # /v1/load_lora_adapter answers with a sentence
-        said = f"{self.name} answered {path} with {response.status}: {text[:300]}"
+        answered = f"{self.name} answered {path} with {response.status}: {text[:300]}"
         if response.status == 404 and body is not None and body.get("model") == ADAPTER:
             raise EngineLost(f"{self.name} does not know the adapter it was given")
         # 500 to a request: the engine has died and the server has yet to end. 500 to a command: the command failed.
         if response.status in (502, 503, 504) or (response.status >= 500 and not remedy):
-            raise EngineLost(said)
-        raise Refused(f"{said}; {remedy}" if remedy and response.status in (403, 404, 405) else said, response.status)
+            raise EngineLost(answered)
+        has_remedy = remedy and response.status in (403, 404, 405)
+        raise Refused(f"{answered}; {remedy}" if has_remedy else answered, response.status)
 
 
 def _completions(answer: Any, request: Request, name: str) -> list[Completion]:

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RESTARTS = 3
-"""How often in a row an engine is restarted before the run stops."""
+"""Restarts of an engine in a row before the run stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Supervisor:
             _settle(asked.future, self._response(asked, completions, params))
 
     def load(self, published: Published, deadline_s: float) -> Verdict:
-        """Load weights and prove that they arrived, else raise NotTaken. They become `loaded` when the caller says."""
+        """Load weights and prove that they arrived, else raise NotTaken. The caller sets `loaded`."""
         engine, canary, lost = self.engine, published.canary, None
         received, answered = None, []
         try:
@@ -166,7 +166,7 @@ class Supervisor:
             self._bring_back(reason, deadline_s)
 
     def _fault(self, deadline_s: float) -> str | None:
-        """What the canary finds wrong with the engine's weights; None: nothing, or no weights were loaded yet."""
+        """The canary's objection to the engine's weights; None: there is none, or no weights were loaded yet."""
         if self.loaded is None:
             return None
         canary = self.loaded.canary
