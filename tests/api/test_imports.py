@@ -139,6 +139,22 @@ print("torch" in sys.modules, "gruppo {verb}".strip() in out.getvalue())
     assert run(code, None) == "False True\n"
 
 
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [
+        ("gruppo.sampler", ("model", "loss", "metric", "kernel", "batch", "advantage", "reward", "trainer", "cli")),
+        ("gruppo.weights", ("model", "sampler", "loss", "metric", "kernel", "batch", "reward", "trainer", "cli")),
+    ],
+)
+def test_samplers_and_weights_import_nothing_of_the_trainers_side(package, absent):
+    code = f"""
+import sys, {package}
+loaded = {{name.split(".")[1] for name in sys.modules if name.startswith("gruppo.")}}
+print(sorted(loaded & set({absent!r})), "vllm" in sys.modules)
+"""
+    assert run(code, (*TORCH, *metadata.packages_distributions())) == "[] False\n"
+
+
 def test_types_and_errors_need_no_package_at_all():
     code = """
 import gruppo, gruppo.types, gruppo.errors

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from warm_process import WarmProcess
 
 from gruppo.errors import CheckpointError
-from gruppo.model.checkpoint import read_manifest
+from gruppo.weights.files import read_manifest
 
 pytestmark = pytest.mark.slow
 DIED = 9

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from small_runs import options
 
-from gruppo.sampler.vllm_inside import SETTINGS, platform_settings
+from gruppo.sampler.vllm.engine import platform_settings
+from gruppo.sampler.vllm.inprocess import SETTINGS
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
 HERE = Path(__file__).parent

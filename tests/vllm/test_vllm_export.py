@@ -10,8 +10,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from gruppo.cli.export import export
-from gruppo.model.source import linear_layers, resolve
 from gruppo.trainer import GRPOTrainer
+from gruppo.weights.source import linear_layers, resolve
 
 ROWS = [(4, 7, 5, 9, 6), (8, 8, 11, 3, 12, 7), (5, 4), (10, 9, 8, 7, 6, 5, 4)]
 

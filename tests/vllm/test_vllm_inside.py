@@ -9,8 +9,9 @@ from small_runs import PROMPTS, largest_gap, update
 from gruppo.errors import InputError
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.sampler import SamplingParams, TorchSampler, vLLMSampler
-from gruppo.sampler.engine import EngineLost, Request
-from gruppo.sampler.vllm_inside import InsideEngine
+from gruppo.sampler.vllm.engine import EngineLost, Request
+from gruppo.sampler.vllm.inprocess import InProcessEngine
+from gruppo.types import Prompt
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
 SPECS = {"full": None, "lora": LoraSpec(rank=4)}
@@ -24,9 +25,9 @@ class Pair:
         self.sampler = vLLMSampler("builtin", lora=lora, max_model_len=24)
 
     @property
-    def engine(self) -> InsideEngine:
+    def engine(self) -> InProcessEngine:
         (engine,) = self.sampler.engines
-        assert isinstance(engine, InsideEngine)
+        assert isinstance(engine, InProcessEngine)
         return engine
 
     @property
@@ -79,7 +80,7 @@ def test_a_prompts_samples_do_not_depend_on_its_batch(pair: Pair) -> None:
 
 
 def requests(ids: list[tuple[int, ...]], num_samples: int) -> list[Request]:
-    return [Request(prompt_ids=row, num_samples=num_samples, seed=100 * i) for i, row in enumerate(ids)]
+    return [Request(prompt=Prompt(token_ids=row), num_samples=num_samples, seed=100 * i) for i, row in enumerate(ids)]
 
 
 class Stop(Exception):

@@ -1,4 +1,4 @@
-"""A server of our own: it is brought back when it dies, and it dies with us."""
+"""A server that the trainer started: it is restarted when it dies, and it ends when the trainer dies."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ class Command:
     def server(self) -> list[psutil.Process]:
         """All processes of the server, its guard first."""
         children = psutil.Process(self.process.pid).children()
-        guards = [c for c in children if any("vllm_guard" in word for word in c.cmdline())]
+        guards = [c for c in children if any("vllm/guard.py" in word for word in c.cmdline())]
         self.seen += (found := [p for guard in guards for p in (guard, *guard.children(recursive=True))])
         return found
 

@@ -15,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gruppo.errors import SamplerError
-from gruppo.sampler import handover, vllm_worker
-from gruppo.sampler.vllm_inside import InsideEngine
+from gruppo.sampler.vllm import worker
+from gruppo.sampler.vllm.inprocess import InProcessEngine
 from gruppo.trainer import GRPOTrainer
+from gruppo.weights import store
 
 Tensors = dict[str, Tensor]
-WRITE = handover.write
-TENSORS = vllm_worker._tensors
-LOADS = {name: getattr(InsideEngine, name) for name in ("load_weights", "load_adapter")}
+WRITE = store.write
+TENSORS = worker._tensors
+LOADS = {name: getattr(InProcessEngine, name) for name in ("load_weights", "load_adapter")}
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
@@ -56,7 +57,7 @@ class Sabotage:
                 (file,) = folder.glob("*.safetensors")
                 save_file(spoil(load_file(file)), file)
 
-        self.monkeypatch.setattr(handover, "write", write)
+        self.monkeypatch.setattr(store, "write", write)
 
     def stale_file(self) -> None:
         (file,) = self.old.glob("*.safetensors")
@@ -78,25 +79,25 @@ class Sabotage:
             is_due = self.is_due()
             return (item for item in TENSORS(folder) if not (is_due and "layers.1.self_attn.q_proj" in item[0]))
 
-        self.monkeypatch.setattr(vllm_worker, "_tensors", tensors)
+        self.monkeypatch.setattr(worker, "_tensors", tensors)
 
     def engine_keeps_the_old(self) -> None:
         """As if the path had been mapped to another folder on the engine's side."""
 
         def load(name: str) -> Callable[..., Any]:
-            def loaded(engine: InsideEngine, folder: Path, *rest: Any) -> Any:
+            def loaded(engine: InProcessEngine, folder: Path, *rest: Any) -> Any:
                 return LOADS[name](engine, self.old if self.is_due() else folder, *rest)
 
             return loaded
 
         for name in LOADS:
-            self.monkeypatch.setattr(InsideEngine, name, load(name))
+            self.monkeypatch.setattr(InProcessEngine, name, load(name))
 
 
 @pytest.fixture
 def sabotage(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sabotage:
-    folder = trainer.sampler.sync_folder / f"version-{trainer.sampler.version}"  # type: ignore[attr-defined]
-    shutil.copytree(folder, tmp_path / "old")
+    assert trainer.sampler.loaded is not None
+    shutil.copytree(trainer.sampler.loaded.folder, tmp_path / "old")
     return Sabotage(monkeypatch, tmp_path / "old")
 
 

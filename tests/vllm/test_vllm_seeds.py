@@ -56,7 +56,7 @@ def test_the_loop_of_the_page_runs_and_learns(folder: Path, sampler: vLLMSampler
 
 
 def test_calls_without_a_step_go_on_drawing(sampler: vLLMSampler) -> None:
-    params = SamplingParams(max_new_tokens=4, temperature=3.0)  # the engine may have learned by now
+    params = SamplingParams(max_new_tokens=4, temperature=2.0)  # the engine may have learned by now
     seen = [str(sampler.sample(["47+85="], num_samples=4, params=params)) for _ in range(4)]
     assert len(set(seen)) == 4
 

@@ -12,19 +12,20 @@ import pytest
 from small_runs import PROMPTS, completions, largest_gap, update
 
 from gruppo.model import TransformersModel
-from gruppo.model.source import resolve
 from gruppo.sampler import SamplingParams, vLLMSampler
-from gruppo.sampler.vllm_launch import ServerProcess
-from gruppo.sampler.vllm_server import ServerEngine
+from gruppo.sampler.vllm.engine import EngineSpec
+from gruppo.sampler.vllm.http import HttpEngine
+from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.trainer import GRPOTrainer
+from gruppo.weights.source import resolve
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    process = ServerProcess(resolve("builtin"), dtype="float32", max_model_len=24)
-    ServerEngine(process.address, process=process).wait_until_ready(300.0)
+    process = ServerProcess(EngineSpec(model=resolve("builtin"), dtype="float32", max_model_len=24))
+    HttpEngine(process.address, process=process).wait_until_ready(300.0)
     yield process
     process.close()
 
@@ -80,7 +81,7 @@ def test_a_server_with_the_weights_of_its_start_is_noticed_after_the_batch(
 def test_a_method_that_a_worker_does_not_have_is_told_from_one_that_fails(sampler: vLLMSampler) -> None:
     """A server without our extension says so in words of its own, which a new vLLM may change."""
     (engine,) = sampler.engines
-    assert isinstance(engine, ServerEngine)
+    assert isinstance(engine, HttpEngine)
     received = engine._receipt("gruppo_count", Path(resolve("builtin")), 60.0)
     assert received is not None and received.tensors == 25
     assert engine._receipt("gruppo_something_newer", Path(resolve("builtin")), 60.0) is None

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from gruppo.errors import InputError, SamplerError
 from gruppo.model import TransformersModel
-from gruppo.model.source import resolve
 from gruppo.sampler import SamplingParams, vLLMSampler
+from gruppo.weights.source import resolve
 
 
 @pytest.fixture
@@ -69,6 +69,6 @@ def test_an_option_that_vllm_does_not_know_is_an_input_error() -> None:
 def test_what_was_handed_over_is_gone_after_the_end() -> None:
     sampler = vLLMSampler("builtin", max_model_len=24)
     sampler.sync(TransformersModel("builtin", device="cpu"))
-    assert os.listdir(sampler.sync_folder) == ["version-0"]
+    assert os.listdir(sampler.store.folder) == ["version-0"]
     sampler.close()
-    assert not sampler.sync_folder.exists()
+    assert not sampler.store.folder.exists()

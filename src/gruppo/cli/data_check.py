@@ -71,7 +71,7 @@ def check_data(given: DataCheckArguments, console: "Console | None" = None) -> i
         rows = resolve_source(given.source, on_bad_row="drop", prompt_column=given.prompt_column)
         prompts, tokenizer = None, None
         if given.model is not None:
-            from gruppo.model.source import load_tokenizer
+            from gruppo.weights.source import load_tokenizer
 
             tokenizer = load_tokenizer(given.model)
             longest = given.max_prompt_tokens

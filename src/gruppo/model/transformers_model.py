@@ -15,7 +15,6 @@ from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.metric import Metric, MismatchMetric
-from gruppo.model import source
 from gruppo.model.layout import Layout
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
@@ -24,6 +23,7 @@ from gruppo.model.reference import Reference
 from gruppo.model.scorer import HeadChoice, Scorer
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import InputFeature, Rollout
+from gruppo.weights import source
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -193,6 +193,18 @@ class TransformersModel:
         """Log-probs under the reference policy, per sequence one value per scored token."""
         with self.reference().scorer() as scorer:
             return self._score(scorer, inputs)["logps"]
+
+    @torch.no_grad()
+    def next_logits(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        """Logits of the token after each row of tokens at temperature 1, `[N, V]` float32, as they are scored."""
+        # Token 0 marks the one slot whose logits are wanted; that slot does not see it.
+        rollouts = as_rollouts([InputFeature(prompt_ids=row, completion_ids=(0,)) for row in rows])
+        order: list[int] = []
+        logits = []
+        for micro in self.planner.split(rollouts):
+            order += micro.indices
+            logits.append(self.scorer.logits(micro.batch.to(self.device)).float())
+        return torch.cat(logits)[torch.tensor(order).argsort()]
 
     @torch.no_grad()
     def _score(self, scorer: Scorer, inputs: Sequences) -> dict[str, list[Tensor]]:

@@ -1,39 +1,105 @@
-"""Sampler: the interface the trainer uses, and the forms in which a caller may give prompts."""
+"""Sampler: the base class of all samplers, and the forms in which a caller may give prompts."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from gruppo.errors import InputError
 from gruppo.sampler.params import SamplingParams
 from gruppo.types import Message, Prompt, SampleResponse
-
-if TYPE_CHECKING:
-    from gruppo.model.transformers_model import TransformersModel
+from gruppo.weights import Published
+from gruppo.weights.canary import TrainedModel
 
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """A prompt of the data set, a text, token ids, chat messages, or a row with `prompt`, `messages` or `input_ids`."""
 
+Poll = Callable[[], None]
+"""Cancellation hook: called while waiting; raise to abort."""
 
-class Sampler(Protocol):
-    """Prompts in, groups of sequences out, in the order of the prompts."""
 
-    is_exact: bool
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Completions of one prompt, with the numbers that decide their random draws.
+
+    Completion i is a function of the weights, the prompt's tokens, the params and (seed, step, number, first + i).
+    Other requests in the same batch do not matter.
+    """
+
+    prompt: Prompt
+    num_samples: int
+    seed: int
+    step: int
+    number: int
+    """Number of the prompt: its row in the data set, or its place in the batch."""
+    first: int = 0
+    """Sample number of the first completion."""
+
+
+class Sampler(ABC):
+    """Base class: prompts in, groups of trajectories out."""
+
+    is_exact: ClassVar[bool] = False
     """Whether its log-probs are the trainer's own, so that there is no gap to measure or correct."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.calls = 0
+        """Calls of `sample` without a step."""
+        self.loaded: Published | None = None
+        """The weights that `load` took last; None: those of the start, or the trainer's own."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
+        """Ask for completions; one future per request, in order. A future that is cancelled frees the sampler.
+
+        The draws are decided by the requests: `seed` and `step` of the params are not read.
+        """
 
     def sample(
         self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
     ) -> list[SampleResponse]:
-        """Draw `num_samples` completions of each prompt."""
-        ...
+        """Draw `num_samples` completions of each prompt. The same seed, step and weights give the same tokens."""
+        check_call(batch, num_samples, params)
+        params = params or SamplingParams()
+        if not batch:
+            return []
+        futures = self.submit(self.requests(batch, num_samples, params), params)
+        try:
+            wait(futures)  # all of them: when one has failed, no other is left running
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        return [future.result() for future in futures]
 
-    def sync(self, model: "TransformersModel") -> dict[str, float]:
-        """Sample from this model's weights from now on; returns what there is to report."""
-        ...
+    def requests(self, batch: Sequence[PromptLike], num_samples: int, params: SamplingParams) -> list[SampleRequest]:
+        """The requests that `sample` submits."""
+        prompts = [read_prompt(prompt, i, self.tokenizer) for i, prompt in enumerate(batch)]
+        step = params.step
+        if step is None:
+            step = self.calls
+            self.calls += 1
+        return [
+            SampleRequest(
+                prompt=prompt, num_samples=num_samples, seed=params.seed, step=step, number=number, first=first
+            )
+            for prompt, (number, first) in zip(prompts, draw_numbers(batch, num_samples), strict=True)
+        ]
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def load(self, published: Published) -> dict[str, float]:
+        """Sample from published weights from now on, and prove it; returns what there is to report."""
+
+    @abstractmethod
+    def sync(self, model: TrainedModel) -> dict[str, float]:
+        """Publish a model's weights and load them, in one call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the sampler holds."""
 
 
 def check_call(batch: Any, num_samples: Any, params: Any) -> None:
@@ -93,18 +159,17 @@ def _check_tokens(ids: tuple[int, ...], position: int) -> None:
         raise InputError(f"prompt {position} has no tokens; there is nothing to continue")
 
 
-def draw_numbers(batch: Sequence[PromptLike], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt number and first sample number of each prompt: what, with seed and step, decides its random draws.
+def draw_numbers(batch: Sequence[PromptLike], num_samples: int) -> list[tuple[int, int]]:
+    """Prompt number and first sample number of each prompt: with seed and step they decide its random draws.
 
-    The prompt number is the row in the data set, or the place in the batch. A prompt that stands there again goes on
-    with further samples, so that eight copies with one sample each draw what one copy with eight samples draws.
+    The prompt number is the row in the data set, or the place in the batch. A prompt that occurs again goes on with
+    further samples, so that eight copies with one sample each draw what one copy with eight samples draws.
     """
     seen: Counter[tuple[bool, int]] = Counter()
-    numbers, first = [], []
+    numbers = []
     for position, prompt in enumerate(batch):
         index = prompt.index if isinstance(prompt, Prompt) else position
         key = isinstance(prompt, Prompt), index
-        numbers.append(index)
-        first.append(seen[key] * num_samples)
+        numbers.append((index, seen[key] * num_samples))
         seen[key] += 1
-    return np.array(numbers, dtype=np.int64), np.array(first, dtype=np.int64)
+    return numbers

@@ -4,20 +4,18 @@
     RecomputedRows  keep tokens only: the trainer's own forward over whole rows in every step
 
 Log-probs of sampled tokens must be those that the trainer computes. With plain attention a cache gives them. A model
-with other layers is compared with the trainer's scoring first, and `find_way` says how it may decode.
+with other layers is compared with the trainer's scoring first; `find_way` decides how it decodes.
 """
 
 import inspect
 import logging
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gruppo.model.layout import difference, is_half
-from gruppo.model.transformers_model import TransformersModel
 from gruppo.types import InputFeature
 
 logger = logging.getLogger(__name__)
@@ -26,12 +24,30 @@ Way = Literal["together", "by length", "recomputed"]
 """With a cache, all prompts padded to one length; with a cache, prompts of one length at a time; without a cache."""
 
 
+class DecodedModel(Protocol):
+    """The trainer's model as decoding uses it: `gruppo.model.TransformersModel`, or another of its kind."""
+
+    model: Any
+    """A causal language model of transformers, bare or with a PEFT adapter."""
+    tokenizer: Any
+    device: torch.device
+    version: int
+
+    def forward_only(
+        self, inputs: Sequence[InputFeature], *, temperature: float | None = None
+    ) -> dict[str, list[Tensor]]: ...
+
+    def next_logits(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        """Logits of the token after each row, `[N, V]` float32."""
+        ...
+
+
 class CachedRows:
     """Rows in a cache. `logits_CV` follow each of its `C` rows; at first these are the prompts, padded on the left."""
 
     is_cheap_to_cut = False
 
-    def __init__(self, model: TransformersModel, prompts: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, model: DecodedModel, prompts: Sequence[tuple[int, ...]]) -> None:
         from transformers import DynamicCache
         from transformers.cache_utils import CacheLayerMixin
 
@@ -86,41 +102,32 @@ class RecomputedRows:
 
     is_cheap_to_cut = True
 
-    def __init__(self, model: TransformersModel, prompts: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, model: DecodedModel, prompts: Sequence[tuple[int, ...]]) -> None:
         self.model = model
         self.rows = list(prompts)
-        self.logits_CV = self._logits()
+        self.logits_CV = self.model.next_logits(self.rows)
 
     def advance(self, keep: np.ndarray | None, tokens: np.ndarray) -> None:
         rows = self.rows if keep is None else [self.rows[i] for i in keep]
         self.rows = [(*row, token) for row, token in zip(rows, tokens.tolist(), strict=True)]
-        self.logits_CV = self._logits()
-
-    def _logits(self) -> Tensor:
-        # Token 0 marks the one slot whose logits are wanted; that slot does not see it.
-        rollouts = [InputFeature(prompt_ids=row, completion_ids=(0,)).rollout() for row in self.rows]
-        order: list[int] = []
-        logits = []
-        for micro in self.model.planner.split(rollouts):
-            order += micro.indices
-            logits.append(self.model.scorer.logits(micro.batch.to(self.model.device)).float())
-        return torch.cat(logits)[torch.tensor(order).argsort()]
+        self.logits_CV = self.model.next_logits(self.rows)
 
 
 # --- which of them a model needs ----------------------------------------------------------------------------------
 
 
-def find_way(model: TransformersModel) -> Way:
-    """How this model decodes: plain attention with a cache, any other model as a comparison with the trainer says."""
+def find_way(model: DecodedModel) -> Way:
+    """The way a model decodes: with a cache for plain attention, else decided by a comparison with the trainer."""
     if _has_plain_attention(model):
         return "together"
-    name = type(model.scorer.base).__name__
+    name = type(_base(model)).__name__
     features = _pairs(model)
     expected = torch.cat(model.forward_only(features, temperature=1.0)["logps"])
     alone = torch.cat([model.forward_only([f], temperature=1.0)["logps"][0] for f in features])
+    is_half = next(model.model.parameters()).element_size() == 2
     # Rounding is measured: what the trainer's own numbers differ by, in one batch and one by one. A recurrence that is
     # slightly off drifts with every token, so that what is small here is not after a thousand.
-    tolerance = max(10 * float((alone - expected).abs().max()), 0.2 if is_half(model.scorer) else 1e-4)
+    tolerance = max(10 * float((alone - expected).abs().max()), 0.2 if is_half else 1e-4)
     padded = _disagreement(model, [features], expected, tolerance)
     if padded is None:
         return "together"
@@ -132,30 +139,35 @@ def find_way(model: TransformersModel) -> Way:
     return "recomputed"
 
 
-def _has_plain_attention(model: TransformersModel) -> bool:
-    """Does the cache hold keys and values, of all tokens or of a window, and nothing else?"""
+def _base(model: DecodedModel) -> Any:
+    """The transformers model inside a PEFT adapter, or the model itself."""
+    return model.model.get_base_model() if hasattr(model.model, "get_base_model") else model.model
+
+
+def _has_plain_attention(model: DecodedModel) -> bool:
+    """Whether the cache holds keys and values, of all tokens or of a window, and nothing else."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    base = model.scorer.base
+    base = _base(model)
     if _cache_name(model) != "past_key_values" or getattr(base, "_is_stateful", False):
         return False  # transformers calls stateful what keeps a state, be it in the cache or in the model
     try:
-        layers = DynamicCache(config=base.config).layers  # type: ignore[arg-type]
+        layers = DynamicCache(config=base.config).layers
     except KeyError:  # a kind of layer that transformers has no cache for
         return False
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def _cache_name(model: TransformersModel) -> str | None:
+def _cache_name(model: DecodedModel) -> str | None:
     """The keyword under which the model takes a cache."""
-    taken = inspect.signature(model.scorer.base.forward).parameters
+    taken = inspect.signature(_base(model).forward).parameters
     return next((name for name in ("past_key_values", "cache_params") if name in taken), None)
 
 
-def _pairs(model: TransformersModel) -> list[InputFeature]:
+def _pairs(model: DecodedModel) -> list[InputFeature]:
     """Two sequences for each of three prompts of unequal length; like samples of a group they part after the prompt."""
-    vocabulary = model.scorer.base.config.get_text_config().vocab_size  # type: ignore[union-attr]
+    vocabulary = _base(model).config.get_text_config().vocab_size
     prompts = [(7, 14, 5, 12, 3, 10, 1, 8, 15), (6, 13, 4, 11), (2, 9)]
     return [
         InputFeature(
@@ -168,17 +180,18 @@ def _pairs(model: TransformersModel) -> list[InputFeature]:
 
 
 def _disagreement(
-    model: TransformersModel, batches: Sequence[Sequence[InputFeature]], expected: Tensor, tolerance: float
+    model: DecodedModel, batches: Sequence[Sequence[InputFeature]], expected: Tensor, tolerance: float
 ) -> str | None:
     """Why a cache does not give the expected log-probs of these pairs; None when it does."""
     try:
         cached = torch.cat([_cached_logps(model, pairs) for pairs in batches])
     except Exception as error:  # whatever a model raises that takes no such cache
         return f"it fails with {type(error).__name__}: {error}"
-    return difference(cached, expected, tolerance)
+    gap = float((cached - expected).abs().max())
+    return None if gap <= tolerance else f"its log-probs differ by {gap:.2g}"
 
 
-def _cached_logps(model: TransformersModel, pairs: Sequence[InputFeature]) -> Tensor:
+def _cached_logps(model: DecodedModel, pairs: Sequence[InputFeature]) -> Tensor:
     """Log-probs of the given tokens, decoded one by one, sequence after sequence."""
     rows = CachedRows(model, [f.prompt_ids for f in pairs[::2]])
     home = np.repeat(np.arange(len(pairs) // 2), 2)

@@ -39,5 +39,5 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Are tokens drawn from less than the whole vocabulary?"""
+        """Whether tokens are drawn from less than the whole vocabulary."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -5,7 +5,8 @@ tokens. When many rows have finished, the cache is cut down to those that go on.
 trainer's log-probs decodes without one (`decoding.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -13,86 +14,75 @@ import torch
 from torch import Tensor
 
 from gruppo.errors import InputError, NumericError
-from gruppo.model.source import end_tokens_of
-from gruppo.model.transformers_model import TransformersModel
 from gruppo.random import row_keys, row_uniforms
-from gruppo.sampler.base import PromptLike, check_call, draw_numbers, read_prompt
-from gruppo.sampler.decoding import CachedRows, RecomputedRows, Way, find_way
+from gruppo.sampler.base import Poll, Sampler, SampleRequest
+from gruppo.sampler.decoding import CachedRows, DecodedModel, RecomputedRows, Way, find_way
 from gruppo.sampler.params import SamplingParams
-from gruppo.types import Prompt, SampleResponse, Trajectory
+from gruppo.types import SampleResponse, Trajectory
+from gruppo.weights import Published
+from gruppo.weights.canary import TrainedModel
+from gruppo.weights.source import end_tokens_of
 
 
-class TorchSampler:
+class TorchSampler(Sampler):
     """Samples from a TransformersModel. Given the trainer's own, it always samples from the newest weights.
 
     Args:
         model: the model, or the id of one to load with `options`.
-        on_token: called before each forward; may raise to leave.
+        poll: cancellation hook, called before each forward; raise to abort.
     """
-
-    def __init__(
-        self, model: TransformersModel | str, *, on_token: Callable[[], None] | None = None, **options: Any
-    ) -> None:
-        if isinstance(model, str):
-            model = TransformersModel(model, **options)
-        elif options:
-            raise InputError(f"options {sorted(options)} go with a model id, not with a model")
-        self.model = model
-        self.tokenizer = model.tokenizer
-        generation, config = (getattr(model.model, name, None) for name in ("generation_config", "config"))
-        self.stop_ids = end_tokens_of(generation, config, model.tokenizer)
-        self.on_token = on_token
-        self.calls = 0
-        """Calls of `sample` without a step."""
-        self.way: Way | None = None
-        """How the model decodes; None until the first call of `sample`."""
 
     is_exact = True
 
+    def __init__(self, model: DecodedModel | str, *, poll: Poll = lambda: None, **options: Any) -> None:
+        if isinstance(model, str):
+            from gruppo.model import TransformersModel  # only here: a sampler of its own needs no trainer
+
+            model = TransformersModel(model, **options)
+        elif options:
+            raise InputError(f"options {sorted(options)} go with a model id, not with a model")
+        super().__init__(model.tokenizer)
+        self.model = model
+        generation, config = (getattr(model.model, name, None) for name in ("generation_config", "config"))
+        self.stop_ids = end_tokens_of(generation, config, model.tokenizer)
+        self.poll = poll
+        self.way: Way | None = None
+        """The way the model decodes; None until the first call of `submit`."""
+
     @torch.inference_mode()
-    def sample(
-        self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
-    ) -> list[SampleResponse]:
-        """Draw `num_samples` completions of each prompt. The same seed and step give the same tokens."""
-        check_call(batch, num_samples, params)
-        params = params or SamplingParams()
-        if not batch:
-            return []
-        prompts = [read_prompt(prompt, i, self.tokenizer) for i, prompt in enumerate(batch)]
-        numbers, first = draw_numbers(batch, num_samples)
-        samples = (first[:, None] + np.arange(num_samples)).reshape(-1)
-        step = params.step
-        if step is None:
-            step = self.calls
-            self.calls += 1
-        keys_PS = row_keys(params.seed, step, np.repeat(numbers, num_samples), samples).reshape(-1, num_samples)
-        responses: list[SampleResponse | None] = [None] * len(batch)
+    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
+        """Decode all requests; the futures are complete."""
+        futures: list[Future[SampleResponse]] = [Future() for _ in requests]
         was_training = self.model.model.training
         self.model.model.eval()
         try:
-            for part in self._parts(prompts):
-                chosen = [prompts[i] for i in part]
-                rows = _Decoding(self, chosen, num_samples, keys_PS[part].ravel(), params).run()
-                for j, i in enumerate(part):
-                    sequences = rows[j * num_samples : (j + 1) * num_samples]
-                    responses[i] = SampleResponse(sequences=tuple(sequences))
-        finally:  # `on_token` may have raised
+            for part in self._parts(requests):
+                responses = _Decoding(self, [requests[i] for i in part], params).run()
+                for i, response in zip(part, responses, strict=True):
+                    futures[i].set_result(response)
+        finally:  # `poll` may have raised
             self.model.model.train(was_training)
-        return [r for r in responses if r is not None]
+        return futures
 
-    def _parts(self, prompts: list[Prompt]) -> list[list[int]]:
-        """Which prompts are decoded together: all, or those of one length."""
+    def _parts(self, requests: Sequence[SampleRequest]) -> list[list[int]]:
+        """Indices of the requests that are decoded together: all, or those with prompts of one length."""
+        if not requests:
+            return []
         if self.way is None:  # found when it first matters: it costs some forwards where attention is not plain
             self.way = find_way(self.model)
         if self.way != "by length":
-            return [list(range(len(prompts)))]
+            return [list(range(len(requests)))]
         parts: dict[int, list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            parts.setdefault(len(prompt.token_ids), []).append(i)
+        for i, request in enumerate(requests):
+            parts.setdefault(len(request.prompt.token_ids), []).append(i)
         return list(parts.values())
 
-    def sync(self, model: TransformersModel) -> dict[str, float]:
-        """Nothing to hand over: the model is the trainer's own."""
+    def load(self, published: Published) -> dict[str, float]:
+        """Nothing to load: the model is the trainer's own."""
+        return {}
+
+    def sync(self, model: TrainedModel) -> dict[str, float]:
+        """Nothing to publish: the model is the trainer's own."""
         return {}
 
     def close(self) -> None:
@@ -100,27 +90,21 @@ class TorchSampler:
 
 
 class _Decoding:
-    """Prompts decoded together. `N` rows = prompts x samples; `A` of them are still active; the cache has `C` rows.
+    """Requests decoded together. `N` rows = all samples; `A` of them are still active; the cache has `C` rows.
 
     Rows that have drawn the same tokens so far share one row of the cache (`home`), until they part.
     """
 
-    def __init__(
-        self,
-        sampler: TorchSampler,
-        prompts: list[Prompt],
-        num_samples: int,
-        keys: np.ndarray,
-        params: SamplingParams,
-    ) -> None:
+    def __init__(self, sampler: TorchSampler, requests: Sequence[SampleRequest], params: SamplingParams) -> None:
         self.sampler = sampler
         self.rows_class = RecomputedRows if sampler.way == "recomputed" else CachedRows
         self.device = sampler.model.device
         self.params = params
-        self.prompts = prompts
-        self.num_samples = num_samples
-        self.keys = keys
-        num_rows = len(prompts) * num_samples
+        self.requests = requests
+        self.owner = np.repeat(np.arange(len(requests)), [r.num_samples for r in requests])
+        """The request of each row."""
+        self.keys = np.concatenate([_keys(request) for request in requests])
+        num_rows = len(self.owner)
         self.tokens = np.zeros((num_rows, params.max_new_tokens), dtype=np.int64)
         self.logps = np.zeros((num_rows, params.max_new_tokens), dtype=np.float64)
         self.entropies = np.zeros((num_rows, params.max_new_tokens), dtype=np.float64)
@@ -129,15 +113,16 @@ class _Decoding:
         self.stopped = np.zeros(num_rows, dtype=bool)
         self.stop_ids = np.fromiter(sampler.stop_ids, dtype=np.int64)
 
-    def run(self) -> list[Trajectory]:
+    def run(self) -> list[SampleResponse]:
         self._decode_all()
-        return self._sequences()
+        rows = iter(self._trajectories())
+        return [SampleResponse(sequences=tuple(next(rows) for _ in range(r.num_samples))) for r in self.requests]
 
     def _decode_all(self) -> None:
-        rows = self.rows_class(self.sampler.model, [prompt.token_ids for prompt in self.prompts])
+        rows = self.rows_class(self.sampler.model, [r.prompt.token_ids for r in self.requests])
         active = np.arange(len(self.tokens))
-        home = active // self.num_samples
-        is_shared = self.num_samples > 1
+        home = self.owner
+        is_shared = len(self.owner) > len(self.requests)
         for step in range(self.params.max_new_tokens):
             tokens = self._draw(rows.logits_CV, home, active, step)
             going_on = ~self.stopped[active]
@@ -161,8 +146,7 @@ class _Decoding:
                 spread = np.zeros(num_cached, dtype=np.int64)
                 spread[parents] = drawn
                 drawn, home = spread, parents[kind]
-            if self.sampler.on_token is not None:
-                self.sampler.on_token()
+            self.sampler.poll()
             rows.advance(keep, drawn)
 
     def _draw(self, logits_CV: Tensor, home: np.ndarray, active: np.ndarray, step: int) -> np.ndarray:
@@ -203,9 +187,9 @@ class _Decoding:
         tokenizer = self.sampler.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _sequences(self) -> list[Trajectory]:
+    def _trajectories(self) -> list[Trajectory]:
         decoded: dict[tuple[int, ...], str] = {}
-        sequences = []
+        made = []
         version = self.sampler.model.version
         rows = (self.tokens.tolist(), self.logps.tolist(), self.entropies.tolist(), self.length.tolist())
         for row, (tokens, logps, entropies, length) in enumerate(zip(*rows, strict=True)):
@@ -213,9 +197,9 @@ class _Decoding:
             text = self.texts.get(row)
             if text is None and (text := decoded.get(ids)) is None:
                 text = decoded[ids] = self._decode(tokens[:length])
-            sequences.append(
+            made.append(
                 Trajectory(
-                    prompt=self.prompts[row // self.num_samples],
+                    prompt=self.requests[self.owner[row]].prompt,
                     tokens=ids,
                     logps=tuple(logps[:length]),
                     text=text,
@@ -224,7 +208,13 @@ class _Decoding:
                     entropies=None if self.params.temperature == 0 else tuple(entropies[:length]),
                 )
             )
-        return sequences
+        return made
+
+
+def _keys(request: SampleRequest) -> np.ndarray:
+    """A key per sample of a request, from which all its draws follow."""
+    samples = request.first + np.arange(request.num_samples)
+    return row_keys(request.seed, request.step, np.full(request.num_samples, request.number), samples)
 
 
 def filtered(log_p_AV: Tensor, params: SamplingParams) -> Tensor:

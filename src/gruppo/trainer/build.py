@@ -11,8 +11,6 @@ from gruppo.errors import InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
-from gruppo.model.checkpoint import commit_folder, read_manifest
-from gruppo.model.source import context_length, holds_adapter
 from gruppo.options import ModelOptions, RewardOptions, RunOptions, read_sampler
 from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.run.checkpoints import Checkpoints
@@ -29,6 +27,9 @@ from gruppo.trainer.rollout import RolloutSource
 from gruppo.trainer.snapshot import Snapshots
 from gruppo.trainer.state import AdaptiveEntropy, EntropyBonus, RewardKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
+from gruppo.weights import WeightStore
+from gruppo.weights.files import commit_folder, read_manifest
+from gruppo.weights.source import context_length, holds_adapter
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
@@ -169,25 +170,25 @@ def build_prompts(config: TrainConfig, tokenizer: Any) -> Prompts:
 
 def build_sampler(
     config: TrainConfig, model: "TransformersModel", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
-) -> "Sampler":
-    """The sampler that the config names. vLLM needs no longer context than the longest prompt asks for."""
+) -> tuple["Sampler", WeightStore | None]:
+    """The sampler that the config names, and the store of its weights; None if it samples from the trainer's model."""
     from gruppo.sampler import TorchSampler, vLLMSampler
 
     kind, servers = read_sampler(config.sampler)
     if kind == "torch":
-        return TorchSampler(model, on_token=poll)
+        return TorchSampler(model, poll=poll), None
     longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
-    return vLLMSampler(
+    sampler = vLLMSampler(
         config.model,
         servers=servers,
         dtype=config.dtype,
-        max_model_len=longest + config.max_new_tokens + 1,
+        max_model_len=longest + config.max_new_tokens + 1,  # no longer than the longest prompt needs
         lora=model.lora,
         options=dict(config.vllm_options),
-        sync_folder=sync_folder,
         deadline_s=config.sampler_deadline,
         poll=poll,
     )
+    return sampler, WeightStore(sync_folder, sampler.canary_rows)
 
 
 def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":

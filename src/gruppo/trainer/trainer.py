@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from gruppo.model.source import load_tokenizer
 from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import check_installed
 from gruppo.trainer import build
@@ -18,6 +17,7 @@ from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.plan import Plan
 from gruppo.trainer.rollout import RolloutBatch
+from gruppo.weights.source import load_tokenizer
 
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
 """Called after each step with (trainer, step, metrics); returning True ends the run."""
@@ -79,8 +79,10 @@ class GRPOTrainer:
             if resume:
                 self._restore()
             folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
-            self.sampler = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
+            self.sampler, self.store = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
             stack.enter_context(closing(self.sampler))
+            if self.store is not None:
+                stack.enter_context(closing(self.store))
             self.model.measures_gap = not self.sampler.is_exact or loss.reads_sampler
             self.learner = build.build_learner(config, self.model)
             self.stage = build.build_stage(config, estimate, self.scorer)
@@ -212,9 +214,10 @@ class GRPOTrainer:
         return seen
 
     def _sync(self) -> None:
-        """The newest weights to the sampler; what it reports stays until the next hand-over."""
+        """Publish the newest weights and load them into the sampler; its report stays until the next hand-over."""
         with self._timed("sync"):
-            self.synced = self.sampler.sync(self.model) or self.synced
+            if self.store is not None:
+                self.synced = self.store.hand_over(self.model, self.sampler) or self.synced
 
     def _restore(self) -> None:
         self.step_number, self.unfinished = self.snapshots.load_newest()

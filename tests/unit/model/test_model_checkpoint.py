@@ -14,12 +14,8 @@ from tiny_models import actor, random_features, weights
 
 from gruppo.errors import CheckpointError
 from gruppo.model import LoraSpec, TransformersModel
-from gruppo.model.checkpoint import (
-    commit_folder,
-    load_training_state,
-    read_manifest,
-    save_training_state,
-)
+from gruppo.model.checkpoint import load_training_state, save_training_state
+from gruppo.weights.files import commit_folder, read_manifest
 
 FEATURES = random_features(num=4, seed=41)
 

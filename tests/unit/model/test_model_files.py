@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from gruppo.cli.main import run as gruppo
 from gruppo.errors import CheckpointError, InputError
 from gruppo.model import LoraSpec, TransformersModel
-from gruppo.model.source import load_tokenizer, resolve
 from gruppo.task.builtin import builtin_model_path
+from gruppo.weights.source import load_tokenizer, resolve
 
 IDS = torch.tensor([[5, 9, 4, 17, 30, 6]])
 BUILTIN_IDS = torch.tensor([[1, 8, 11, 14, 12, 9, 15]])
@@ -130,7 +130,7 @@ def test_save_fills_an_empty_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["shape", "missing", "nan", "adapter"])
 def test_load_refuses_what_does_not_fit(what: str, tmp_path: Path) -> None:
     """Re-signed folders: the manifest is right, the content is not."""
-    from gruppo.model.checkpoint import commit_folder
+    from gruppo.weights.files import commit_folder
 
     good, bad = tmp_path / "good", tmp_path / "bad"
     actor().save(good)

@@ -413,7 +413,7 @@ def test_options_beside_a_model_are_refused() -> None:
 
 def test_the_hook_is_called_before_each_further_token(sampler: TorchSampler) -> None:
     calls: list[int] = []
-    counting = TorchSampler(sampler.model, on_token=lambda: calls.append(1))
+    counting = TorchSampler(sampler.model, poll=lambda: calls.append(1))
     counting.stop_ids = frozenset()
     counting.sample(PROMPTS, 2, SamplingParams(max_new_tokens=5))
     assert len(calls) == 4  # five tokens; the first comes from the prompts' own forward

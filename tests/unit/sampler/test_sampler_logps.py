@@ -82,7 +82,7 @@ def test_the_mode_is_given_back_when_sampling_is_interrupted() -> None:
 
     model = actor("llama", gradient_checkpointing=True)
     with pytest.raises(Stop):
-        TorchSampler(model, on_token=stop).sample(PROMPTS, 1, SamplingParams(max_new_tokens=4))
+        TorchSampler(model, poll=stop).sample(PROMPTS, 1, SamplingParams(max_new_tokens=4))
     assert model.model.training
 
 

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from stub_vllm import Answer, StubServer
 
 from gruppo.errors import InputError, SamplerError
 from gruppo.model import LoraSpec, TransformersModel
-from gruppo.sampler import SamplingParams, handover, vLLMSampler
-from gruppo.sampler.vllm_launch import _flags
+from gruppo.sampler import SamplingParams, vLLMSampler
+from gruppo.sampler.vllm.server import _flags
 from gruppo.types import InputFeature, Prompt, SampleResponse
+from gruppo.weights import WeightStore, store
 
 PROMPTS = ["47+85=", "12+9=", "99+1=", "5+5=", "30+31="]
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
@@ -266,7 +268,7 @@ def test_a_server_that_always_answers_500_stops_the_run_with_its_words(stubs: Ma
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_a_server_that_was_restarted_behind_our_back_is_noticed_after_the_batch(
+def test_a_server_that_was_restarted_unnoticed_is_found_after_the_batch(
     lora: LoraSpec | None, stubs: MakeStub, samplers: MakeSampler, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub = stubs(lora=lora)
@@ -334,6 +336,123 @@ def wait_for(is_true: Callable[[], bool], seconds: float = 5.0) -> bool:
     return is_true()
 
 
+# --- futures ------------------------------------------------------------------------------------------------------
+
+
+def submit(sampler: vLLMSampler, prompts: list[str]) -> list[Future[SampleResponse]]:
+    return sampler.submit(sampler.requests(prompts, 3, PARAMS), PARAMS)
+
+
+def test_a_server_answers_while_another_one_still_works(stubs: MakeStub, samplers: MakeSampler) -> None:
+    slow, fast = stubs(), stubs()
+    sampler = samplers(slow, fast)
+    expected = sampler.sample(PROMPTS[:4], 3, PARAMS)
+    slow.hangs = True
+    futures = submit(sampler, PROMPTS[:4])
+    assert [futures[i].result(timeout=30) for i in (1, 3)] == [expected[1], expected[3]]
+    assert not futures[0].done() and not futures[2].done()
+    slow.hangs = False
+    assert [future.result(timeout=30) for future in futures] == expected
+
+
+def test_requests_are_answered_with_the_weights_that_were_loaded_when_they_were_submitted(
+    stubs: MakeStub, samplers: MakeSampler, tmp_path: Path
+) -> None:
+    stub, first, second = stubs(), trained(1), trained(2)
+    sampler = samplers(stub)
+    weights = WeightStore(tmp_path, sampler.canary_rows)
+    sampler.load(weights.publish(first))
+    published = weights.publish(second)
+    stub.hangs = True
+    before = submit(sampler, PROMPTS[:2])
+    loading = threading.Thread(target=sampler.load, args=(published,))
+    loading.start()
+    assert wait_for(sampler._lock.locked)
+    later: list[Future[SampleResponse]] = []
+    submitting = threading.Thread(target=lambda: later.extend(submit(sampler, PROMPTS[:2])))
+    submitting.start()
+    stub.hangs = False
+    for thread in (loading, submitting):
+        thread.join(30)
+    for model, futures in ((first, before), (second, later)):
+        responses = [future.result(timeout=30) for future in futures]
+        assert {s.policy_version for r in responses for s in r.sequences} == {model.version}
+        assert_sampled_by(model, responses)
+    assert largest_gap(second, [f.result() for f in before], PARAMS.temperature) > 0.01
+
+
+def test_cancelled_requests_leave_the_server_at_once(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    expected, started = sampler.sample(PROMPTS, 3, PARAMS), stub.started
+    stub.hangs = True
+    futures, waiting = submit(sampler, PROMPTS), submit(sampler, PROMPTS)
+    assert wait_for(lambda: stub.started == started + len(PROMPTS))
+    for future in (*futures, *waiting):
+        assert future.cancel()
+    assert wait_for(lambda: stub.dropped == len(PROMPTS))
+    assert wait(futures, timeout=5).not_done == wait(waiting, timeout=5).not_done == set()
+    stub.hangs = False
+    assert sampler.sample(PROMPTS, 3, PARAMS) == expected
+    assert stub.started == started + 2 * len(PROMPTS)  # those that waited were never sent
+
+
+def test_a_batch_with_one_cancelled_request_is_answered_for_the_others(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    expected = sampler.sample(PROMPTS[:3], 3, PARAMS)
+    stub.hangs = True
+    futures = submit(sampler, PROMPTS[:3])
+    futures[1].cancel()
+    stub.hangs = False
+    assert [futures[i].result(timeout=30) for i in (0, 2)] == [expected[0], expected[2]]
+    assert stub.dropped == 0
+
+
+def test_an_interrupt_in_the_waiting_thread_cancels_its_requests(
+    stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = stubs()
+    sampler, started = samplers(stub), stub.started
+
+    def interrupted(futures: list[Future[SampleResponse]]) -> None:
+        assert wait_for(lambda: stub.started == started + len(PROMPTS))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gruppo.sampler.base.wait", interrupted)
+    stub.hangs = True
+    with pytest.raises(KeyboardInterrupt):
+        sampler.sample(PROMPTS, 3, PARAMS)
+    assert wait_for(lambda: stub.dropped == len(PROMPTS))
+
+
+def test_closing_aborts_what_is_running_and_refuses_more(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler, started = samplers(stub), stub.started
+    stub.hangs = True
+    futures = submit(sampler, PROMPTS)
+    assert wait_for(lambda: stub.started == started + len(PROMPTS))
+    sampler.close()
+    for future in futures:
+        with pytest.raises(SamplerError, match=r"vLLM at 127\.0\.0\.1:\d+ was closed"):
+            future.result(timeout=0)
+    assert wait_for(lambda: stub.dropped == len(PROMPTS))
+    with pytest.raises(SamplerError, match="was closed"):
+        sampler.sample(PROMPTS, 3, PARAMS)
+
+
+def test_one_unusable_answer_fails_its_own_request(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    expected = sampler.sample(PROMPTS[:3], 3, PARAMS)
+    spoil = change("token_ids", [])
+    stub.spoil = lambda answer: spoil(answer) if stub.prompts[-1] == expected[1].sequences[0].prompt_ids else answer
+    futures = submit(sampler, PROMPTS[:3])
+    with pytest.raises(SamplerError, match="it is empty"):
+        futures[1].result(timeout=30)
+    assert [futures[i].result(timeout=30) for i in (0, 2)] == [expected[0], expected[2]]
+
+
 # --- several servers ----------------------------------------------------------------------------------------------
 
 
@@ -398,6 +517,40 @@ def test_without_the_extension_the_canary_alone_is_the_proof(
     assert_sampled_by(model, sampler.sample(PROMPTS, 3, PARAMS))
 
 
+# --- weights published elsewhere ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_what_was_published_once_is_loaded_by_several_samplers(
+    lora: LoraSpec | None, stubs: MakeStub, samplers: MakeSampler, tmp_path: Path
+) -> None:
+    model = trained(3, lora=lora)
+    two = [samplers(stubs(lora=lora), lora=lora) for _ in range(2)]
+    published = WeightStore(tmp_path, two[0].canary_rows).publish(model)
+    for sampler in two:
+        reported = sampler.load(published)
+        assert reported["sync/bytes"] == 4 * sum(p.numel() for p in model.model.parameters() if p.requires_grad)
+        assert sampler.version == 3
+        assert_sampled_by(model, sampler.sample(PROMPTS, 3, PARAMS))
+        assert sampler.sync(model) == {}  # it has them, wherever they came from
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "said"),
+    [(None, LORA, "made to load all weights, and version 1 is an adapter"),
+     (LORA, None, "made to load an adapter, and version 1 is all weights")],
+)  # fmt: skip
+def test_weights_of_the_other_kind_are_refused_before_an_engine_sees_them(
+    own: LoraSpec | None, other: LoraSpec | None, said: str, stubs: MakeStub, samplers: MakeSampler
+) -> None:
+    stub = stubs(lora=own)
+    sampler = samplers(stub, lora=own)
+    stub.seen.clear()
+    with pytest.raises(InputError, match=rf"{said}; make it with .*lora=model\.lora"):
+        sampler.sync(trained(lora=other))
+    assert stub.seen == []
+
+
 # --- hand-overs that go wrong -------------------------------------------------------------------------------------
 
 
@@ -405,9 +558,9 @@ def test_a_hand_over_that_fails_once_is_made_again(
     stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, model, old = samplers(stubs()), trained(), trained(0)
-    write = handover.write
+    write = store.write
     answers = iter([old, model])
-    monkeypatch.setattr(handover, "write", lambda _, folder: write(next(answers), folder))
+    monkeypatch.setattr(store, "write", lambda _, folder: write(next(answers), folder))
     assert sampler.sync(model)["sync/canary_gap"] < 1e-5
     assert_sampled_by(model, sampler.sample(PROMPTS, 3, PARAMS))
 
@@ -421,8 +574,8 @@ def test_a_stale_file_stops_the_run_with_the_names_of_its_tensors(
     with torch.no_grad():
         newer.model.get_parameter("model.norm.weight").mul_(1.5)
     newer.version = 2
-    write = handover.write
-    monkeypatch.setattr(handover, "write", lambda _, folder: write(model, folder))
+    write = store.write
+    monkeypatch.setattr(store, "write", lambda _, folder: write(model, folder))
     with pytest.raises(
         SamplerError, match=r"version 2 did not reach .*differs from the model in \['model.norm.weight'\]"
     ):
@@ -456,6 +609,23 @@ def test_a_server_that_reads_less_than_the_file_holds_is_at_fault(
     count = len(list(model.model.parameters()))
     with pytest.raises(SamplerError, match=rf"read {count - 1} tensors and [\d,]+ bytes of {count} and"):
         sampler.sync(model)
+
+
+def test_weights_that_one_of_two_servers_refuses_are_taken_back_from_the_other(
+    stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two, model = [stubs(), stubs()], trained(1)
+    sampler = samplers(*two)
+    sampler.sync(model)
+    undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
+    monkeypatch.setattr(two[1], "command", lambda method, arguments: (500, "out of memory"))
+    with pytest.raises(SamplerError, match=r"version 2 did not reach .* with 500: out of memory"):
+        sampler.sync(trained(2))
+    monkeypatch.undo()
+    assert sampler.version == 1
+    assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+    sampler.sync(trained(2))
+    assert_sampled_by(trained(2), sampler.sample(PROMPTS, 3, PARAMS))
 
 
 def test_folders_of_older_versions_and_of_a_killed_run_are_deleted(

@@ -1,4 +1,4 @@
-"""Where weights come from, and which are refused.
+"""Model ids: the folder or hub repository behind one, its tokenizer and config, and which are refused.
 
 A model id is a local folder, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`. Code from a
 model repository is never run and pickled weights are never read: both can do anything to the machine.
@@ -87,7 +87,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a bar per load would run across our own
+    logging.disable_progress_bar()  # a bar per load would run across gruppo's own
     options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -114,7 +114,7 @@ def load_model(
 
 @contextmanager
 def _refusing(model_id: str) -> Iterator[None]:
-    """What transformers, PEFT and safetensors raise on a model they cannot open, as an error that names the model."""
+    """Turns errors of transformers, PEFT and safetensors on opening a model into an InputError that names the model."""
     from safetensors import SafetensorError
 
     try:
@@ -172,7 +172,7 @@ def load_config(model_id: str) -> Any:
 
 
 def context_length(model_id: str) -> int | None:
-    """The most tokens the model can look back on, where its config says so."""
+    """Longest context of the model in tokens; None if its config does not give it."""
     return getattr(load_config(model_id).get_text_config(), "max_position_embeddings", None)
 
 
@@ -196,7 +196,7 @@ def end_tokens_of(*sources: Any) -> frozenset[int]:
 
 
 def linear_layers(model_id: str) -> tuple[str, ...]:
-    """Last names of the model's linear layers but the head: what "all-linear" adapts."""
+    """Last names of all linear layers except the head: the targets of "all-linear"."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,8 @@
-"""Stands between us and a `vllm serve` of our own, so that nothing of it can outlive us.
+"""Supervises a vLLM server that the trainer started and kills its process group when the trainer exits or dies.
 
-Leads a process group of its own, runs the server in it, and reads from a pipe that we hold open. When the pipe ends,
-because we closed it or because we are dead, it kills the group: server, engine and workers alike. It is run as a file
-and with the standard library alone: it is there at once, and weighs nothing while the server runs.
+It leads a process group of its own, runs the server in it, and reads from a pipe that the trainer holds open. When the
+pipe ends, because the trainer closed it or died, it kills the group: server, engine and workers alike. It is run as a
+file and imports the standard library alone, so that it starts at once and weighs nothing while the server runs.
 """
 
 import os
@@ -13,7 +13,7 @@ import threading
 import time
 
 PATIENCE_S = 3.0
-"""For the server to end in order, so that it gives its shared memory back; one that is at work does not."""
+"""Time for the server to end in order and free its shared memory; a busy one does not."""
 
 
 def main(arguments: list[str]) -> None:
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=_end_with_the_pipe, args=(server,), daemon=True).start()
     server.wait()
     time.sleep(0.5)  # for the process that clears up after the server
-    os.killpg(0, signal.SIGKILL)  # what the server left behind, and ourselves
+    os.killpg(0, signal.SIGKILL)  # processes that the server left behind, and this one
 
 
 def _end_with_the_pipe(server: "subprocess.Popen[bytes]") -> None:

@@ -1,4 +1,4 @@
-"""vLLM behind HTTP: a running `vllm serve`, ours or somebody else's."""
+"""HttpEngine: vLLM behind HTTP, in a `vllm serve` that gruppo or somebody else started."""
 
 import http.client
 import json
@@ -14,45 +14,48 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gruppo.errors import InputError, SamplerError
-from gruppo.sampler.engine import Completion, EngineLost, Poll, Received, Request
+from gruppo.sampler.base import Poll
 from gruppo.sampler.params import SamplingParams
-from gruppo.sampler.vllm_launch import ServerProcess
+from gruppo.sampler.vllm.engine import Completion, EngineLost, Received, Request
+from gruppo.sampler.vllm.server import ServerProcess
+from gruppo.sampler.vllm.worker import EXTENSION
 
 logger = logging.getLogger(__name__)
 
 ADAPTER = "gruppo"
-"""The name under which a server has the adapter."""
+"""Name of the adapter in the server."""
 AT_ONCE = 64
-"""Requests on their way to one server."""
+"""Most requests to one server at a time."""
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 
 
 class Refused(SamplerError):
-    """The server lives and says no."""
+    """The server is reachable but rejected the request."""
 
-    def __init__(self, said: str, status: int) -> None:
-        super().__init__(said)
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
         self.status = status
 
 
-class ServerEngine:
-    """A client of one server.
+class HttpEngine:
+    """Client of one server.
 
     Args:
         address: `http://host:port`.
-        process: the server, if it is ours: it is restarted when it dies.
-        poll: called while waiting; may raise to leave.
+        process: the server, if gruppo started it: it is restarted when it dies.
     """
 
-    def __init__(self, address: str, *, process: ServerProcess | None = None, poll: Poll = lambda: None) -> None:
+    is_remote = True
+
+    def __init__(self, address: str, *, process: ServerProcess | None = None) -> None:
         parts = urlsplit(address)
         if parts.scheme != "http" or not parts.hostname:
             raise InputError(f"a vLLM server's address looks like http://127.0.0.1:8000, got {address!r}")
         self.host, self.port = parts.hostname, parts.port or 80
         self.name = f"vLLM at {self.host}:{self.port}"
         self.process = process
-        self.poll = poll
+        self.poll: Poll = lambda: None
         self.model = ""
         self.has_adapter = False
         self.gives_receipts = True
@@ -111,7 +114,7 @@ class ServerEngine:
         self._command("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
         return received
 
-    def load_adapter(self, folder: Path, version: int, deadline_s: float) -> Received | None:
+    def load_adapter(self, folder: Path, deadline_s: float) -> Received | None:
         body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
         self._command("/v1/load_lora_adapter", body, deadline_s, LORA)
         self.has_adapter = True
@@ -121,7 +124,7 @@ class ServerEngine:
         return received
 
     def sleep(self) -> None:
-        """A server has a GPU of its own."""
+        """Nothing to free: a server has a GPU of its own."""
 
     def revive(self, deadline_s: float) -> None:
         if self.process is not None:
@@ -132,12 +135,10 @@ class ServerEngine:
         if self.process is not None:
             self.process.close()
 
-    # --- inside ---------------------------------------------------------------------------------------------------
-
     def _sampling(
         self, prompt: Sequence[int], params: SamplingParams, *, max_tokens: int, stop_ids: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Every field that a server could have a default of its own for is said."""
+        """Fields of a sampling request. All are set, so that server-side defaults never apply."""
         return {
             "model": ADAPTER if self.has_adapter else self.model,
             "prompt": list(prompt),
@@ -156,7 +157,7 @@ class ServerEngine:
         }
 
     def _receipt(self, method: str, folder: Path, deadline_s: float) -> Received | None:
-        """Have a worker read a folder and say what it read; None where the server has no such method."""
+        """Call a method of SyncWorker that reads a folder and reports what it read; None if the server has none."""
         if not self.gives_receipts:
             return None
         body = {"method": method, "kwargs": {"folder": str(folder)}}
@@ -167,9 +168,9 @@ class ServerEngine:
             if not is_shut and f"'{method}'" not in str(error):  # "no attribute '...'", "'...' is not implemented"
                 raise
             logger.warning(
-                "%s cannot say what it reads (start it with --worker-extension-cls "
-                "gruppo.sampler.vllm_worker.SyncWorker); the canary alone is the proof",
+                "%s cannot report what it reads (start it with --worker-extension-cls %s); only the canary remains",
                 self.name,
+                EXTENSION,
             )
             self.gives_receipts = False
             return None
@@ -180,10 +181,10 @@ class ServerEngine:
         return self._post_all(path, [body], deadline_s, remedy)[0]
 
     def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], deadline_s: float, remedy: str = "") -> list[Any]:
-        """All answers in order; on any way out no request is left behind."""
+        """All answers in order. However this ends, no request is left running."""
         ends = time.monotonic() + deadline_s
         executor = ThreadPoolExecutor(min(len(bodies), AT_ONCE) or 1)
-        # The loop below keeps the deadline for all of them; a connection's own comes after it.
+        # The loop below keeps the deadline for all of them; a connection's own timeout comes after it.
         futures = [executor.submit(self._exchange, "POST", path, body, deadline_s + 5, remedy) for body in bodies]
         try:
             waiting = set(futures)
@@ -200,7 +201,7 @@ class ServerEngine:
             self._drop([future for future in futures if not future.cancelled()])
 
     def _drop(self, sent: Sequence[Future[Any]]) -> None:
-        """Cut the connections that are still open: the server then stops working on their requests."""
+        """Cut the connections that are still open: the server then drops their requests."""
         for _ in range(20):  # one that was only being opened is cut the next time round
             for connection in list(self._open):
                 with suppress(OSError, AttributeError):  # closed already, or not open yet
@@ -229,17 +230,18 @@ class ServerEngine:
                 return json.loads(text) if text else {}
             except ValueError:
                 return {}  # /v1/load_lora_adapter answers with a sentence
-        said = f"{self.name} answered {path} with {response.status}: {text[:300]}"
+        answered = f"{self.name} answered {path} with {response.status}: {text[:300]}"
         if response.status == 404 and body is not None and body.get("model") == ADAPTER:
             raise EngineLost(f"{self.name} does not know the adapter it was given")
-        # A server whose engine has died answers requests with 500 for a while; commands it answers so when they fail.
+        # 500 to a request: the engine has died and the server has yet to end. 500 to a command: the command failed.
         if response.status in (502, 503, 504) or (response.status >= 500 and not remedy):
-            raise EngineLost(said)
-        raise Refused(f"{said}; {remedy}" if remedy and response.status in (403, 404, 405) else said, response.status)
+            raise EngineLost(answered)
+        has_remedy = remedy and response.status in (403, 404, 405)
+        raise Refused(f"{answered}; {remedy}" if has_remedy else answered, response.status)
 
 
 def _completions(answer: Any, request: Request, name: str) -> list[Completion]:
-    """The choices of an answer, in order; what is missing is named."""
+    """The choices of an answer, in order. Raises SamplerError with the name of a missing field."""
     read: Callable[[Any], Completion] = lambda c: Completion(  # noqa: E731
         tokens=tuple(map(index, c["token_ids"])),
         logps=tuple(map(float, c["logprobs"]["token_logprobs"])),

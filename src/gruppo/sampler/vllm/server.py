@@ -1,4 +1,4 @@
-"""A `vllm serve` of our own that cannot outlive us: `vllm_guard.py` stands between and kills it when we are gone."""
+"""ServerProcess: a `vllm serve` as a child process. `guard.py` runs between and kills it if the trainer dies."""
 
 import importlib.util
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import SamplerError, require
-from gruppo.sampler.vllm_guard import PATIENCE_S
-from gruppo.sampler.vllm_inside import engine_arguments, platform_arguments, platform_settings
+from gruppo.sampler.vllm.engine import EngineSpec, platform_settings
+from gruppo.sampler.vllm.guard import PATIENCE_S
 
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, by which weights are loaded; the server listens on localhost
@@ -23,24 +23,13 @@ SETTINGS = {
 
 
 class ServerProcess:
-    """Starts a server at a free port of this machine."""
+    """A server at a free port of this machine, started when it is made."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        dtype: str,
-        max_model_len: int,
-        lora_rank: int | None = None,
-        lora_targets: tuple[str, ...] = (),
-        options: dict[str, Any] | None = None,
-        log: str | Path | None = None,
-    ) -> None:
-        given = engine_arguments(model, dtype, max_model_len, lora_rank, lora_targets) | platform_arguments()
-        given |= options or {}
-        given.pop("enable_sleep_mode", None)
-        self.arguments = {name.replace("_", "-"): value for name, value in given.items()}
-        self.log = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="gruppo-vllm-")) / "server.log"
+    def __init__(self, spec: EngineSpec) -> None:
+        arguments = spec.arguments()
+        arguments.pop("enable_sleep_mode", None)
+        self.arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
+        self.log = Path(tempfile.mkdtemp(prefix="gruppo-vllm-")) / "server.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.port = _free_port()
         self.start()
@@ -50,12 +39,12 @@ class ServerProcess:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it, again if it was started before, at the same address."""
+        """Start or restart it, at the same address."""
         found = importlib.util.find_spec("vllm")
-        if found is None or found.origin is None:  # none, or a folder of that name; the child would say it less clearly
+        if found is None or found.origin is None:  # or a folder of that name; the child's error is less clear
             raise require("vllm", "vllm", "sampler=vllm:start")
         self.close()
-        guard = Path(__file__).with_name("vllm_guard.py")
+        guard = Path(__file__).with_name("guard.py")
         command = [sys.executable, "-P", str(guard), *_flags(self.arguments), "--host", "127.0.0.1"]
         command += ["--port", str(self.port)]
         environment = SETTINGS | platform_settings() | dict(os.environ)
@@ -79,7 +68,7 @@ class ServerProcess:
         self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=PATIENCE_S + 2)
-        with suppress(ProcessLookupError):  # as it should be: the guard has done it
+        with suppress(ProcessLookupError):  # normally the guard has done it
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process = None

@@ -1,15 +1,15 @@
-"""What gruppo adds to a vLLM worker: loading weights with a receipt.
+"""Extension of vLLM's worker: loading weights with a receipt.
 
-vLLM's own `reload_weights` says nothing about what it read: a tensor that is absent from the file keeps its old values
-or none, without an error. These methods read the same files and count. They run inside vLLM, in this process or in a
-server started with `--worker-extension-cls gruppo.sampler.vllm_worker.SyncWorker`.
+vLLM's own `reload_weights` does not report what it read: a tensor that is absent from the file keeps its old values or
+none, without an error. These methods read the same files and count. They run inside vLLM, in this process or in a
+server started with `--worker-extension-cls gruppo.sampler.vllm.worker.SyncWorker`.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-EXTENSION = "gruppo.sampler.vllm_worker.SyncWorker"
+EXTENSION = "gruppo.sampler.vllm.worker.SyncWorker"
 
 
 class SyncWorker:
@@ -36,7 +36,7 @@ class SyncWorker:
         return counted
 
     def gruppo_count(self, folder: str) -> dict[str, int]:
-        """What the files of a folder hold, as this worker sees them."""
+        """Tensors and bytes in the files of a folder, as this worker sees them."""
         sizes = [tensor.numel() * tensor.element_size() for _, tensor in _tensors(folder)]
         return {"tensors": len(sizes), "bytes": sum(sizes)}
 

@@ -1,4 +1,4 @@
-"""vLLM inside this process (colocated): one engine, driven step by step, so that it can be stopped at any token."""
+"""InProcessEngine: vLLM in this process (colocated), driven step by step, so that it can be stopped at any token."""
 
 import gc
 import os
@@ -9,50 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import InputError, SamplerError, require
-from gruppo.sampler.engine import Completion, EngineLost, Poll, Received, Request
+from gruppo.sampler.base import Poll
 from gruppo.sampler.params import SamplingParams
-from gruppo.sampler.vllm_worker import EXTENSION
+from gruppo.sampler.vllm.engine import Completion, EngineLost, EngineSpec, Received, Request, platform_settings
 
-# Read by vLLM when it is imported. The engine runs in this process; a word of the user's own wins.
+# Read by vLLM when it is imported. The engine runs in this process; variables the user has set take precedence.
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Adapter ranks that vLLM has kernels for; an adapter takes the next larger one."""
 
 
-class InsideEngine:
-    """`vllm.LLM` with weights that change.
-
-    Args:
-        model: folder or hub id of the weights to start from.
-        dtype: of the weights in the engine.
-        max_model_len: longest prompt and completion together.
-        lora_rank: of the adapter that will come, or None for full weights.
-        lora_targets: the layers that adapters are on; vLLM wraps no others.
-        options: further arguments of `vllm.LLM`.
-        poll: called before each step of the engine; may raise to leave.
-    """
+class InProcessEngine:
+    """`vllm.LLM` with weights that change."""
 
     name = "vLLM in this process"
+    is_remote = False
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        dtype: str,
-        max_model_len: int,
-        lora_rank: int | None = None,
-        lora_targets: tuple[str, ...] = (),
-        options: dict[str, Any] | None = None,
-        poll: Poll = lambda: None,
-    ) -> None:
-        arguments = engine_arguments(model, dtype, max_model_len, lora_rank, lora_targets)
-        arguments["use_tqdm_on_load"] = False
-        self.arguments = arguments | platform_arguments() | (options or {})
-        self.poll = poll
+    def __init__(self, spec: EngineSpec) -> None:
+        self.arguments = {"use_tqdm_on_load": False} | spec.arguments()
+        self.poll: Poll = lambda: None
         self.adapter: Any = None
         self.counter = 0
         self.llm: Any = None
@@ -62,13 +39,13 @@ class InsideEngine:
         for name, value in (SETTINGS | platform_settings()).items():
             os.environ.setdefault(name, value)
         try:
-            from vllm import LLM  # pyright: ignore[reportMissingImports]  # an extra
+            from vllm import LLM  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]  # an extra; not this package
         except ImportError:
             raise require("vllm", "vllm", "sampler=vllm") from None
         import torch
 
         self.is_asleep = False
-        # vLLM seeds torch's global generator, and asks torch for names that will go
+        # vLLM seeds torch's global generator, and uses names of torch that are deprecated
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)
             try:
@@ -77,30 +54,33 @@ class InsideEngine:
                 raise InputError(f"vLLM does not take this model or these options: {error}") from error
 
     def wait_until_ready(self, deadline_s: float) -> None:
-        """It is, once made."""
+        """Ready as soon as it is made."""
 
     def generate(
         self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
     ) -> list[list[Completion]]:
-        from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports]
+        from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
-        asked = [
-            VllmParams(
-                n=r.num_samples,
-                seed=r.seed,
-                temperature=params.temperature,
-                max_tokens=params.max_new_tokens,
-                stop=list(params.stop) or None,
-                stop_token_ids=list(stop_ids),
-                logprobs=0,
-            )
-            for r in requests
-        ]
+        try:
+            asked = [
+                VllmParams(
+                    n=r.num_samples,
+                    seed=r.seed,
+                    temperature=params.temperature,
+                    max_tokens=params.max_new_tokens,
+                    stop=list(params.stop) or None,
+                    stop_token_ids=list(stop_ids),
+                    logprobs=0,
+                )
+                for r in requests
+            ]
+        except ValueError as error:
+            raise SamplerError(f"{self.name} refuses a request: {error}") from error
         outputs = self._run([r.prompt_ids for r in requests], asked, deadline_s)
         return [[_completion(c) for c in output.outputs] for output in outputs]
 
     def logps_of(self, rows: Sequence[Sequence[int]], deadline_s: float) -> list[list[float]]:
-        from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports]
+        from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
         asked = [VllmParams(max_tokens=1, prompt_logprobs=0, detokenize=False) for _ in rows]
         outputs = self._run(rows, asked, deadline_s)
@@ -112,11 +92,11 @@ class InsideEngine:
     def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
         return self._receive("gruppo_load_weights", folder)
 
-    def load_adapter(self, folder: Path, version: int, deadline_s: float) -> Received | None:
+    def load_adapter(self, folder: Path, deadline_s: float) -> Received | None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         received = self._receive("gruppo_count", folder)
-        # Loaded before any request asks for it: an adapter that fails to load then fails alone.
+        # Loaded before any request needs it, so that an adapter that fails to load fails alone.
         try:
             self.llm.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
         except Exception as error:  # vLLM raises whatever the file made it raise
@@ -137,8 +117,6 @@ class InsideEngine:
         self.llm = self.adapter = None
         gc.collect()
 
-    # --- inside ---------------------------------------------------------------------------------------------------
-
     def _receive(self, method: str, folder: Path) -> Received:
         self._wake()
         try:
@@ -149,7 +127,7 @@ class InsideEngine:
         return Received(**counted)
 
     def _run(self, prompts: Sequence[Sequence[int]], asked: Sequence[Any], deadline_s: float) -> list[Any]:
-        """Drive the engine until all requests are done; on any way out none of them stays in it."""
+        """Drive the engine until all requests are done. However this ends, none of them stays in the engine."""
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
         self._wake()
@@ -164,7 +142,7 @@ class InsideEngine:
                 name = str(self.counter)
                 try:
                     engine.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=self.adapter)
-                except ValueError as error:  # vLLM's word for a request it does not take
+                except ValueError as error:  # vLLM's error for a request it does not take
                     raise SamplerError(f"{self.name} refuses a request: {error}") from error
                 waiting[name] = i
             while waiting:
@@ -182,58 +160,13 @@ class InsideEngine:
     def _step(self) -> list[Any]:
         try:
             return self.llm.llm_engine.step()
-        except Exception as error:  # a model that fails in the middle of a step leaves an engine that is no good
+        except Exception as error:  # an engine whose model failed in the middle of a step cannot be used again
             raise EngineLost(f"{self.name} failed: {type(error).__name__}: {error}") from error
 
     def _wake(self) -> None:
         if self.is_asleep:
             self.llm.wake_up()
             self.is_asleep = False
-
-
-def engine_arguments(
-    model: str, dtype: str, max_model_len: int, lora_rank: int | None, lora_targets: tuple[str, ...]
-) -> dict[str, Any]:
-    """What every engine of ours is started with, inside the process or as a server, under vLLM's names."""
-    arguments: dict[str, Any] = {
-        "model": model,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer scores them
-        "generation_config": "vllm",  # no sampling defaults from the model's folder
-        "worker_extension_cls": EXTENSION,
-        "disable_log_stats": True,
-    }
-    if lora_rank is not None:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next_rank(lora_rank)}
-        arguments["lora_target_modules"] = list(lora_targets) or None
-    return arguments
-
-
-def next_rank(rank: int) -> int:
-    """The smallest adapter rank of vLLM that holds this one."""
-    found = next((r for r in RANKS if r >= rank), None)
-    if found is None:
-        raise InputError(f"lora_rank={rank} is more than vLLM's largest, {RANKS[-1]}; lower it, or use sampler=torch")
-    return found
-
-
-def platform_arguments() -> dict[str, Any]:
-    """On a CPU: no graphs, a small cache. On a GPU: a third of its memory, given back while the trainer works."""
-    if _has_gpu():
-        return {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
-    return {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
-
-
-def platform_settings() -> dict[str, str]:
-    """On a CPU vLLM would compile the gather of log-probs, which takes longer than all that it could save."""
-    return {} if _has_gpu() else {"TORCH_COMPILE_DISABLE": "1"}
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _completion(output: Any) -> Completion:

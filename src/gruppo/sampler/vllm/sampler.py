@@ -1,0 +1,215 @@
+"""vLLMSampler: rollouts from vLLM, in this process or behind `vllm serve`, with proof of whose weights they are."""
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from gruppo.errors import InputError
+from gruppo.random import row_keys
+from gruppo.sampler.base import Poll, Sampler, SampleRequest
+from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.vllm.engine import Engine, EngineSpec, Request
+from gruppo.sampler.vllm.supervisor import Asked, Supervisor
+from gruppo.types import SampleResponse
+from gruppo.weights import Published, WeightStore, source
+from gruppo.weights.canary import BOUNDS, TrainedModel, canary_rows
+
+
+class AdapterShape(Protocol):
+    """Rank and layers of an adapter; `gruppo.model.LoraSpec` has them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def targets(self) -> str | tuple[str, ...]: ...
+
+
+class vLLMSampler(Sampler):
+    """Samples from vLLM.
+
+        sampler = vLLMSampler("org/model")
+        responses = sampler.sample(["1+1="], num_samples=4)
+        sampler.sync(actor)                       # from now on: the actor's weights, proven
+
+    Engines behind HTTP work at the same time, each on its share of the requests. Requests that were submitted before
+    `load` are answered with the weights before it.
+
+    Args:
+        model_id: the weights to start from: a folder, `hf://…`, `ms://…`, a hub id, or `builtin`.
+        servers: addresses of running `vllm serve`s; () for an engine in this process; ("start",) for a server that is
+            started here and ends with this process.
+        dtype: of the weights in an engine that is started here.
+        max_model_len: longest prompt and completion together; None: the model's own.
+        lora: the adapter that will be loaded; None: all weights will be.
+        options: further arguments of `vllm.LLM`, or of the server that is started here.
+        sync_folder: where `sync` writes weights; a server must see it under the same path. None: a temporary one.
+        canary_bound: largest gap between the two sides' log-probs of fixed tokens; None: by dtype.
+        deadline_s: for each call of an engine.
+        poll: cancellation hook, called while waiting, in threads of the sampler too; raise to abort.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        *,
+        servers: Sequence[str] = (),
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        lora: AdapterShape | None = None,
+        options: dict[str, Any] | None = None,
+        sync_folder: str | Path | None = None,
+        canary_bound: float | None = None,
+        deadline_s: float = 600.0,
+        poll: Poll = lambda: None,
+    ) -> None:
+        folder = source.resolve(model_id)
+        if (Path(folder) / "adapter_config.json").is_file():
+            raise InputError(
+                f"model {model_id!r} is an adapter, which vLLM cannot start from; fold it into its base first: "
+                f"gruppo export {model_id} FOLDER --merge"
+            )
+        length = max_model_len or source.context_length(model_id)
+        if length is None:
+            raise InputError(f"max_model_len is needed: the config of {model_id!r} does not tell the model's own")
+        super().__init__(source.load_tokenizer(model_id))
+        vocabulary = source.load_config(model_id).get_text_config().vocab_size
+        self.length = length
+        self.lora = lora
+        self.deadline_s = deadline_s
+        self.canary_rows = canary_rows(vocabulary, length=min(12, length - 1))
+        """Tokens for the canary of a WeightStore: they fit into the engines' context."""
+        self.sync_folder = sync_folder
+        self.store: WeightStore | None = None
+        """Of `sync`; made at its first call."""
+        self.supervisors: list[Supervisor] = []
+        # A load and the requests after it come one after the other in every engine.
+        self._lock = threading.Lock()
+        spec = EngineSpec(
+            model=folder,
+            dtype=dtype,
+            max_model_len=length,
+            options=options or {},
+            **_adapter_options(model_id, lora),
+        )
+        stop_ids = sorted(source.end_tokens(model_id, self.tokenizer))
+        bound = BOUNDS[dtype] if canary_bound is None else canary_bound
+        try:
+            for engine in _start_engines(servers, spec):
+                supervisor = Supervisor(engine, bound=bound, stop_ids=stop_ids, vocabulary=vocabulary, poll=poll)
+                self.supervisors.append(supervisor)
+            for supervisor in self.supervisors:
+                supervisor.start(self.canary_rows, deadline_s)  # several servers start at the same time
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [supervisor.engine for supervisor in self.supervisors]
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the engines' weights have seen."""
+        return 0 if self.loaded is None else self.loaded.version
+
+    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
+        """Ask for completions; one future per request, in order.
+
+        An engine in this process has answered when this returns; servers answer in threads.
+        """
+        if params.filters:
+            raise InputError(
+                "top_k, top_p and min_p are refused with vLLM: its log-probs are then over the tokens that were kept, "
+                "the trainer's over all of them, and their ratio would be wrong. Use top_k=0, top_p=1, min_p=0, or "
+                "sampler=torch, which reports log-probs over all tokens"
+            )
+        batch = [self._asked(i, request, params) for i, request in enumerate(requests)]
+        with self._lock:
+            for i, supervisor in enumerate(self.supervisors):
+                share = batch[i :: len(self.supervisors)]
+                if share:
+                    supervisor.run(supervisor.answer, share, params, self.deadline_s)
+        return [asked.future for asked in batch]
+
+    def load(self, published: Published) -> dict[str, float]:
+        """Load published weights into all engines and prove that they arrived. Raises NotTaken if they did not."""
+        if published.is_adapter != (self.lora is not None):
+            kinds = ("all weights", "an adapter") if published.is_adapter else ("an adapter", "all weights")
+            raise InputError(
+                f"the sampler was made to load {kinds[0]}, and version {published.version} is {kinds[1]}; "
+                "make it with the model's own lora: vLLMSampler(..., lora=model.lora)"
+            )
+        with self._lock:
+            futures = [s.run(s.load, published, self.deadline_s) for s in self.supervisors]
+            wait(futures)
+            verdicts = [future.result() for future in futures]
+            for supervisor in self.supervisors:  # only now: until all have them, the weights before are the right ones
+                supervisor.loaded = published
+            self.loaded = published
+        moved = verdicts[-1].moved
+        return {
+            "sync/tensors": float(len(published.contents.tensors)),
+            "sync/bytes": float(published.contents.bytes),
+            "sync/canary_gap": max(verdict.gap for verdict in verdicts),
+        } | ({} if math.isnan(moved) else {"sync/canary_moved": moved})
+
+    def sync(self, model: TrainedModel) -> dict[str, float]:
+        """Publish a model's weights and load them, in one call; does nothing when the engines have them."""
+        if self.store is None:
+            self.store = WeightStore(self.sync_folder, self.canary_rows)
+        return self.store.hand_over(model, self)
+
+    def close(self) -> None:
+        """End the engines that were started here and delete what `sync` published."""
+        for supervisor in self.supervisors:
+            supervisor.close()
+        if self.store is not None:
+            self.store.close()
+
+    def _asked(self, position: int, request: SampleRequest, params: SamplingParams) -> Asked:
+        ids = request.prompt.token_ids
+        if len(ids) + params.max_new_tokens > self.length:
+            raise InputError(
+                f"prompt {position} has {len(ids)} tokens; with max_new_tokens={params.max_new_tokens} that is more "
+                f"than max_model_len={self.length}"
+            )
+        (key,) = row_keys(request.seed, request.step, np.array([request.number]), np.array([0])).tolist()
+        # vLLM refuses several greedy completions of a prompt: they are the same.
+        drawn, copies = (1, request.num_samples) if params.temperature == 0 else (request.num_samples, 1)
+        asked = Request(prompt=request.prompt, num_samples=drawn, seed=(key >> 2) + request.first)
+        return Asked(asked, copies, Future())
+
+
+def _start_engines(servers: Sequence[str], spec: EngineSpec) -> Iterator[Engine]:
+    """The engines one by one, each started; `spec` is for those that are started here."""
+    if not servers:
+        from gruppo.sampler.vllm.inprocess import InProcessEngine
+
+        yield InProcessEngine(spec)
+    from gruppo.sampler.vllm.http import HttpEngine
+    from gruppo.sampler.vllm.server import ServerProcess
+
+    for address in servers:
+        if address == "start":
+            process = ServerProcess(spec)
+            yield HttpEngine(process.address, process=process)
+        elif spec.options:
+            raise InputError(f"options {sorted(spec.options)} are for an engine started here, not for {address}")
+        else:
+            yield HttpEngine(address)
+
+
+def _adapter_options(model_id: str, lora: AdapterShape | None) -> dict[str, Any]:
+    """Rank and layers of the adapters that will be loaded: an engine needs them at its start."""
+    if lora is None:
+        return {}
+    targets = source.linear_layers(model_id) if lora.targets == "all-linear" else lora.targets
+    # vLLM goes by the last part of a name; PEFT also knows layers by their whole one.
+    names = {name.rpartition(".")[2] for name in ([targets] if isinstance(targets, str) else targets)}
+    return {"lora_rank": lora.rank, "lora_targets": tuple(sorted(names))}

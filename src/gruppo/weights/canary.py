@@ -1,0 +1,112 @@
+"""Canary: fixed tokens whose log-probs show which weights a sampler has.
+
+The trainer scores them when it publishes weights, and the numbers travel along. A sampler that has loaded the weights
+scores the same tokens. Its log-probs must agree, and must have moved if the trainer's have: a sampler that kept its old
+weights agrees well with a trainer that took a small step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from gruppo.types import InputFeature
+
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+"""Largest gap of a canary token's log-prob. Tokens drawn blindly have log-probs of -10 and less, which low precision
+rounds by several percent; in float32 both sides agree to about 1e-5."""
+
+Rows = tuple[tuple[int, ...], ...]
+"""Token ids; the first of a row is context."""
+
+
+class TrainedModel(Protocol):
+    """The trainer's model as publishing uses it: `gruppo.model.TransformersModel`, or another of its kind."""
+
+    model: Any
+    """A causal language model of transformers, or of PEFT: it has `save_pretrained` and `state_dict`."""
+    version: int
+    """Optimizer steps that the weights have seen."""
+    lora: Any
+    """The adapter that trains; None: all weights."""
+
+    def forward_only(
+        self, inputs: Sequence[InputFeature], *, temperature: float | None = None
+    ) -> dict[str, list[Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """Fixed rows of tokens with the trainer's log-probs of them, at temperature 1."""
+
+    rows: Rows
+    logps: tuple[float, ...]
+    """Of each row's tokens but the first, one row after the other."""
+
+    @classmethod
+    def score(cls, rows: Rows, model: TrainedModel) -> "Canary":
+        """The rows as the trainer's model scores them."""
+        features = [InputFeature(prompt_ids=row[:1], completion_ids=row[1:]) for row in rows]
+        logps = model.forward_only(features, temperature=1.0)["logps"]
+        return cls(rows, tuple(x for row in logps for x in row.double().tolist()))
+
+
+def canary_rows(vocabulary: int, *, length: int = 12, num_rows: int = 4) -> Rows:
+    """The same tokens for every run of a model."""
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (num_rows, max(length, 2)))
+    return tuple(tuple(row) for row in tokens.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of comparing an engine with the trainer."""
+
+    gap: float
+    """Largest difference between the two sides."""
+    moved: float
+    """Largest change of the engine's log-probs since the last weights; nan for the first."""
+    fault: str | None
+    """None when the engine has the trainer's weights."""
+
+
+class CanaryCheck:
+    """Compares one engine's answers with the trainer's log-probs, and remembers the last good answer.
+
+    Args:
+        bound: largest gap that passes.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self._seen: tuple[np.ndarray, np.ndarray] | None = None
+
+    def judge(self, logps: Sequence[float], answered: Sequence[Sequence[float]]) -> Verdict:
+        """Compare; an answer without fault becomes what the next one is compared with."""
+        expected = np.asarray(logps, dtype=np.float64)
+        got = np.concatenate([np.asarray(row, dtype=np.float64) for row in answered]) if answered else np.empty(0)
+        if got.shape != expected.shape or not np.isfinite(got).all():
+            return Verdict(
+                float("nan"), float("nan"), f"{got.size} numbers came for {expected.size}, or not finite ones"
+            )
+        gap = float(np.abs(got - expected).max())
+        moved, trainer_moved = float("nan"), 0.0
+        if self._seen is not None:
+            trainer_moved, moved = (
+                float(np.abs(now - before).max()) for now, before in zip((expected, got), self._seen, strict=True)
+            )
+        fault = None
+        if gap > self.bound:
+            fault = (
+                f"log-probs of {expected.size} fixed tokens differ by up to {gap:.2g}; at most {self.bound:g} is right"
+            )
+        elif moved == 0 and trainer_moved > self.bound / 100:
+            fault = f"its log-probs did not move at all, the trainer's by up to {trainer_moved:.2g}"
+        else:
+            self._seen = expected, got
+        return Verdict(gap, moved, fault)
+
+    def forget(self) -> None:
+        """Drop the last answer: after a restart there is no earlier value to compare with."""
+        self._seen = None

@@ -1,0 +1,232 @@
+"""WeightStore: the trainer's side of a hand-over. It publishes weights as folders, one per version.
+
+A sampler loads what was published and proves it (`Sampler.load`); `WeightStore.hand_over` does both.
+"""
+
+import json
+import logging
+import shutil
+import struct
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from gruppo.errors import SamplerError
+from gruppo.weights.canary import Canary, Rows, TrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class NotTaken(SamplerError):
+    """Weights did not arrive at a sampler; publishing and loading them once more may help."""
+
+
+class WrongWeights(NotTaken):
+    """A sampler has loaded weights and scores the canary with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The tensors of a folder: name -> (shape, bytes), from the headers of its files."""
+
+    tensors: Mapping[str, tuple[tuple[int, ...], int]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, size in self.tensors.values())
+
+    @property
+    def elements(self) -> int:
+        return sum(prod(shape) for shape, _ in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Weights of one version in a folder, with what a sampler needs to load and to prove them."""
+
+    version: int
+    """Optimizer steps that the weights have seen."""
+    folder: Path
+    contents: Contents
+    is_adapter: bool
+    """Whether the folder holds a LoRA adapter rather than all weights."""
+    canary: Canary
+
+
+class Loads(Protocol):
+    """A sampler as the store uses it."""
+
+    @property
+    def loaded(self) -> Published | None:
+        """The weights it samples from; None: those it started with."""
+        ...
+
+    def load(self, published: Published) -> dict[str, float]: ...
+
+
+class WeightStore:
+    """Published weights in a folder.
+
+    Args:
+        folder: where versions are written; samplers must see it under the same path. None: a temporary folder.
+        rows: tokens of the canary.
+    """
+
+    def __init__(self, folder: str | Path | None, rows: Rows) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="gruppo-sync-") if folder is None else None
+        self.folder = Path(folder if self._temporary is None else self._temporary.name)  # type: ignore[arg-type]
+        self.rows = rows
+        self._newer: list[Published] = []
+        """Published after the version in use."""
+        self._in_use: Published | None = None
+
+    def publish(self, model: TrainedModel) -> Published:
+        """Write all weights, or with LoRA the adapter, and score the canary. Raises NotTaken if the files are wrong."""
+        canary = Canary.score(self.rows, model)
+        folder = self.folder / f"version-{model.version}"
+        write(model, folder)
+        problem = compare(model, folder)
+        if problem is not None:
+            raise NotTaken(problem)
+        published = Published(
+            version=model.version,
+            folder=folder,
+            contents=contents(folder),
+            is_adapter=model.lora is not None,
+            canary=canary,
+        )
+        self._newer.append(published)
+        return published
+
+    def hand_over(self, model: TrainedModel, sampler: Loads) -> dict[str, float]:
+        """Publish a model's weights and load them, unless the sampler has them; returns what the sampler reports.
+
+        Weights that are not taken are published and loaded once more, then SamplerError gives the reason.
+        """
+        if sampler.loaded is not None and sampler.loaded.version == model.version:
+            return {}
+        fault = ""
+        for _ in range(2):
+            published = None
+            try:
+                published = self.publish(model)
+                reported = sampler.load(published)
+            except NotTaken as error:
+                fault = str(error)
+                if isinstance(error, WrongWeights) and published is not None:
+                    fault += f"; {_who_is_wrong(model, published.folder)}"
+                logger.warning("hand-over of version %d failed: %s", model.version, fault)
+            else:
+                self.release(published)
+                return reported
+        raise SamplerError(
+            f"the weights of version {model.version} did not reach the sampler, tried twice: {fault}. Nothing was "
+            f"sampled from them; the files are in {self.folder / f'version-{model.version}'}"
+        )
+
+    def release(self, in_use: Published) -> None:
+        """Delete what is not needed once a version is in use: older versions, and what a killed run left."""
+        self._in_use = in_use
+        self._newer = [p for p in self._newer if p.version > in_use.version]
+        needed = {in_use.folder, *(p.folder for p in self._newer)}
+        for folder in self.folder.glob("version-*"):
+            if folder not in needed:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete the version in use, and the folder if nothing else is in it."""
+        if self._in_use is not None:
+            shutil.rmtree(self._in_use.folder, ignore_errors=True)
+        with suppress(OSError):  # a version that was not taken is there, or somebody else's file
+            self.folder.rmdir()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+# --- folders ------------------------------------------------------------------------------------------------------
+
+
+def write(model: TrainedModel, folder: Path) -> None:
+    """Write all weights, or with LoRA the adapter, under the names that transformers and PEFT give them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model.model.save_pretrained(folder, safe_serialization=True)
+
+
+def contents(folder: Path) -> Contents:
+    """The tensors in a folder's safetensors files, by their headers."""
+    tensors: dict[str, tuple[tuple[int, ...], int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                header: dict[str, Any] = json.loads(opened.read(length))
+            header.pop("__metadata__", None)
+            found = {n: (tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0]) for n, e in header.items()}
+            if file.stat().st_size != 8 + length + sum(size for _, size in found.values()):
+                raise ValueError("it is cut short")
+        except (OSError, struct.error, ValueError) as error:
+            raise SamplerError(f"{file} is not a safetensors file: {error}") from error
+        tensors |= found
+    return Contents(tensors)
+
+
+def compare(model: TrainedModel, folder: Path) -> str | None:
+    """Difference in names or shapes between a folder and the model; None if there is none."""
+    wanted, found = _weights(model), contents(folder)
+    missing = sorted(wanted.keys() - found.tensors.keys())
+    unknown = sorted(found.tensors.keys() - wanted.keys())
+    elements = sum(t.numel() for t in wanted.values())
+    # Some families are saved under other names than they have in memory; then the numbers must agree.
+    if (missing or unknown) and (model.lora is not None or found.elements != elements):
+        return f"the file lacks {few(missing)} and has unknown {few(unknown)}"
+    shapes = [n for n in wanted.keys() & found.tensors.keys() if tuple(wanted[n].shape) != tuple(found.tensors[n][0])]
+    return f"the file has other shapes for {few(sorted(shapes))}" if shapes else None
+
+
+def differing(model: TrainedModel, folder: Path) -> list[str]:
+    """Names of the tensors whose values in the folder are not the model's. Reads everything: for a diagnosis."""
+    from safetensors import safe_open
+
+    wanted, differ = _weights(model), []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  it is not a dict
+                own, tensor = wanted.get(name), opened.get_tensor(name)
+                if own is not None and not (own.shape == tensor.shape and bool((own.cpu() == tensor).all())):
+                    differ.append(name)
+    return differ
+
+
+def _who_is_wrong(model: TrainedModel, folder: Path) -> str:
+    """Whether the files or the engine are at fault when the canary is."""
+    differ = differing(model, folder)
+    if differ:
+        return f"the file differs from the model in {few(differ)}"
+    return "the file holds the model's weights, so the engine did not take them"
+
+
+def _weights(model: TrainedModel) -> dict[str, Tensor]:
+    """The tensors that a folder should hold. Tensors that share memory are written once, under the first name."""
+    if model.lora is not None or hasattr(model.model, "disable_adapter"):
+        from peft import get_peft_model_state_dict
+
+        return dict(get_peft_model_state_dict(model.model, save_embedding_layers=False))
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in model.model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            kept[name] = tensor
+    return kept
+
+
+def few(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    return f"{names[:3]}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
