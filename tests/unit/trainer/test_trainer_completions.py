@@ -1,13 +1,18 @@
 """The file of a step's completions, written by real steps."""
 
+import copy
 import json
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gruppo.errors import InputError
 from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.types import Rollout
 
 Make = Callable[..., GRPOTrainer]
 
@@ -25,13 +30,49 @@ def test_numbers_in_the_file_are_those_of_the_rollouts(make_trainer: Make) -> No
         for row, rollout in per_rollout(trainer):
             trajectory = rollout.trajectory
             assert (row["tokens"], row["prompt_ids"]) == (list(trajectory.tokens), list(trajectory.prompt_ids))
-            assert (row["logps"], row["entropies"]) == (list(trajectory.logps), list(trajectory.entropies))
+            assert row["logps"] == list(trajectory.logps)
             assert (row["old_logps"], row["ref_logps"]) == (list(rollout.old_logps), list(rollout.ref_logps))
             names = ("reward", "shaped", "advantage", "correct")
             assert [row[n] for n in names] == [getattr(rollout, n) for n in names]
             assert row["versions"] == [trainer.step_number - 1] * 2
             assert json.loads(row["columns"]) == dict(trajectory.prompt.columns)
-            assert row["policy_logps"] is None and row["sampled"] is None
+            assert row["sampled"] is None
+
+
+def plainly_scored(module: Any, rollout: Rollout) -> tuple[list[float], list[float]]:
+    """Log-probs and entropies of a rollout's tokens by a forward of transformers on it alone, in float64."""
+    ids = [*rollout.trajectory.prompt_ids, *rollout.trajectory.tokens]
+    with torch.no_grad():
+        logits = module(torch.tensor([ids])).logits[0, len(rollout.trajectory.prompt_ids) - 1 : -1].double()
+    logps = logits.log_softmax(-1)
+    picked = logps.gather(1, torch.tensor(rollout.trajectory.tokens)[:, None])[:, 0]
+    return picked.tolist(), (-(logps.exp() * logps).sum(-1)).tolist()
+
+
+def test_the_file_holds_what_the_last_update_saw_of_each_token(make_trainer: Make, tmp_path: Path) -> None:
+    region = 1e-3
+    options = {"loss": "dppo_tv", "loss_options": {"region": region}, "beta": 0.01, "lr": 1e-2}
+    one = make_trainer(**options, output=str(tmp_path / "one"))
+    before = copy.deepcopy(one.model.model)
+    one.step()  # its weights are those that the second update of the other run begins with
+    two = make_trainer(**options, epochs_per_batch=2, completions_every=1, output=str(tmp_path / "two"))
+    two.step()
+    rejected = kept = 0
+    for row, rollout in per_rollout(two):
+        old, _ = plainly_scored(before, rollout)
+        assert row["ref_logps"] == pytest.approx(old, abs=1e-5)  # the reference is the model of the start
+        if not rollout.advantage:
+            assert set(row["untrained"]) == {"no_advantage"}
+            continue
+        policy, entropies = plainly_scored(one.model.model, rollout)
+        assert row["old_logps"] == pytest.approx(old, abs=1e-5)
+        assert row["policy_logps"] == pytest.approx(policy, abs=1e-5)
+        assert row["entropies"] == pytest.approx(entropies, abs=1e-5)
+        for logp, old_logp, reason in zip(policy, old, row["untrained"], strict=True):
+            moved = math.copysign(1, rollout.advantage) * (math.exp(logp) - math.exp(old_logp))
+            assert reason == ("rejected" if moved > region else "")
+            rejected, kept = rejected + (moved > region), kept + (moved <= region)
+    assert rejected >= 5 and kept >= 5
 
 
 def test_a_run_marks_what_it_does_not_train_on(make_trainer: Make) -> None:

@@ -1,5 +1,6 @@
 """Numbers that a person reads: evaluation, plan, rollout metrics, each by hand."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -8,8 +9,8 @@ import pytest
 
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
+from gruppo.trainer.advantages import assign_advantages
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
-from gruppo.trainer.learner import Learner
 from gruppo.trainer.plan import make_plan
 from gruppo.trainer.rollout import rollout_metrics, score
 from gruppo.types import Group, Prompt, Rollout, SampleResponse, Trajectory
@@ -185,13 +186,15 @@ def test_the_entropy_of_rollouts_is_the_samplers_own_where_it_is_known() -> None
     assert metrics["rollout/entropy"] == pytest.approx((0.25 + 0.75 + 3 * 0.5) / 5)
 
 
-def test_masking_a_truncated_rollout_keeps_it_in_the_batch_unscored() -> None:
-    rollouts = [r for g in groups() for r in g.rollouts]
+def test_masking_a_truncated_rollout_keeps_it_in_the_batch_unscored(make_trainer: Callable[..., Any]) -> None:
+    stage = make_trainer().stage
     for mask_truncated, scored in ((False, [2, 4, 2, 1, 2, 3, 2, 2]), (True, [2, 4, 2, 1, 2, 0, 2, 2])):
-        learner = Learner(model=None, mask_truncated=mask_truncated)  # type: ignore[arg-type]  # not read here
-        prepared = [learner._prepared(r) for r in rollouts]
-        assert [r.num_scored for r in prepared] == scored
-        assert [r.trajectory for r in prepared] == [r.trajectory for r in rollouts]
+        assigned, _ = assign_advantages(groups(), stage, None, mask_truncated=mask_truncated)  # type: ignore[arg-type]
+        rollouts = [r for g in assigned for r in g.rollouts]
+        assert [r.num_scored for r in rollouts] == scored
+        assert [r.trajectory for r in rollouts] == [r.trajectory for g in groups() for r in g.rollouts]
+        # Rewards 1 0 | 1 1 | 0 0 | none 0.5: masked or not, a rollout counts in the mean of its group.
+        assert [r.advantage > 0 for r in rollouts] == [True] + [False] * 7
 
 
 # --- plan ---------------------------------------------------------------------------------------------------------
