@@ -1,24 +1,91 @@
-"""Recipes: from a paper to the configuration of a run.
-
-    recipe.py  Recipe: the options, which of them the source states, and what differs here
-    book.py    RECIPES: all of them by name
+"""Recipes: from a paper to the configuration of a run. They are entries of `book.yaml`.
 
     gruppo recipes                             the list
     gruppo recipes dapo                        one as a config file
     gruppo train --recipe dapo --data ...      its options below those of --config and below flags
 
-To add one, enter a `Recipe` in `book.py` and a row in `docs/recipes.md`. An option stands under `stated` only if the
-source says it, under `chosen` only if the source leaves it open. What must fit the data, such as the token limit, is
-`yours` unless the source has it.
+To add one, enter it in `book.yaml`, whose head says what goes where, and in the table of `docs/recipes.md`.
 """
 
 import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+import yaml
 
 from gruppo.errors import InputError
-from gruppo.recipes.book import RECIPES
-from gruppo.recipes.recipe import Recipe
+from gruppo.trainer.config import TrainConfig
 
 __all__ = ["RECIPES", "Recipe", "recipe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Options of a run as a paper trained with them.
+
+    Model, data, rewards and the number of steps are the user's: a recipe says how to train, not what.
+    """
+
+    name: str
+    title: str
+    paper: str
+    """arXiv id, or "blog"."""
+    source: str
+    """Where the stated values were read."""
+    stated: Mapping[str, Any]
+    """Options that the source states."""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """Options that it leaves open, and that are chosen here."""
+    yours: tuple[str, ...] = ()
+    """Options that stay at their default and should not: the source leaves them open, and they must fit the data."""
+    differs: tuple[str, ...] = ()
+    """What the paper did otherwise, one sentence each."""
+
+    def __post_init__(self) -> None:
+        twice = self.stated.keys() & self.chosen.keys()
+        assert not twice, f"{self.name}: {sorted(twice)} both stated and chosen"
+        set_and_open = self.values.keys() & set(self.yours)
+        assert not set_and_open, f"{self.name}: {sorted(set_and_open)} both set and left to the user"
+        for part in ("stated", "chosen"):
+            object.__setattr__(self, part, MappingProxyType(dict(getattr(self, part))))
+
+    @property
+    def reference(self) -> str:
+        return "blog" if self.paper == "blog" else f"arXiv:{self.paper}"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The options that it sets."""
+        return dict(self.stated) | dict(self.chosen)
+
+    def config(self, **own: Any) -> TrainConfig:
+        """The complete configuration; `own` options win."""
+        return TrainConfig.read(self.values | own, where=f"recipe {self.name}")
+
+    def reminder(self, given: Collection[str] = ()) -> str:
+        """A sentence on the options of `yours` that are not `given`; empty where none is left.
+
+        >>> recipe("gspo").reminder()
+        'recipe gspo leaves max_new_tokens (256 here) to you'
+        """
+        left = [f"{name} ({TrainConfig.model_fields[name].default} here)" for name in self.yours if name not in given]
+        return f"recipe {self.name} leaves {', '.join(left)} to you" if left else ""
+
+    def to_yaml(self) -> str:
+        """A config file with these options, and those that are left to the user as comments."""
+        lines = [f"# {self.title}", f"# {self.reference}; {self.source}"]
+        lines += [f"# here: {sentence}" for sentence in self.differs]
+        for heading, values in (("stated there", self.stated), ("left open there, chosen here", self.chosen)):
+            if values:
+                plain = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+                lines += ["", f"# {heading}", yaml.safe_dump(plain, sort_keys=False).rstrip()]
+        if self.yours:
+            lines += ["", "# left to you"]
+            lines += [f"# {name}: {TrainConfig.model_fields[name].default}" for name in self.yours]
+        return "\n".join(lines) + "\n"
 
 
 def recipe(name: str) -> Recipe:
@@ -32,3 +99,14 @@ def recipe(name: str) -> Recipe:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise InputError(f"there is no recipe {name!r}{hint}; there are {', '.join(RECIPES)}")
     return RECIPES[name]
+
+
+def _read(name: str, entry: dict[str, Any]) -> Recipe:
+    made = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    for part in ("stated", "chosen"):  # ranges are lists in YAML and tuples among options
+        made[part] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.get(part, {}).items()}
+    return Recipe(name=name, **made)
+
+
+_BOOK = yaml.safe_load(files(__package__).joinpath("book.yaml").read_text(encoding="utf-8"))
+RECIPES = {name: _read(name, entry) for name, entry in _BOOK.items()}
