@@ -24,8 +24,7 @@ def save(folder: Path, step: int, die_at: int) -> None:
 
     from gruppo.model.optim import MasterWeights
     from gruppo.run.checkpoints import Checkpoints
-    from gruppo.trainer.snapshot import Snapshots
-    from gruppo.trainer.state import RunState
+    from gruppo.trainer.state import RunState, Snapshots
 
     class Actor:
         """What a checkpoint needs of the actor."""

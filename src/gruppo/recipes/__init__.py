@@ -102,11 +102,12 @@ def recipe(name: str) -> Recipe:
 
 
 def _read(name: str, entry: dict[str, Any]) -> Recipe:
-    made = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    made: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     for part in ("stated", "chosen"):  # ranges are lists in YAML and tuples among options
         made[part] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.get(part, {}).items()}
     return Recipe(name=name, **made)
 
 
-_BOOK = yaml.safe_load(files(__package__).joinpath("book.yaml").read_text(encoding="utf-8"))
-RECIPES = {name: _read(name, entry) for name, entry in _BOOK.items()}
+_BOOK = yaml.safe_load(files("gruppo.recipes").joinpath("book.yaml").read_text(encoding="utf-8"))
+RECIPES: dict[str, Recipe] = {name: _read(name, entry) for name, entry in _BOOK.items()}
+"""All recipes by name."""

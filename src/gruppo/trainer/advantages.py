@@ -11,7 +11,7 @@ Where it acts depends on what the estimator compares:
 Which answers are right is never judged by a penalised number: `Rollout.correct` says it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,8 @@ class AdvantageStage:
     correct_by: str
     """The reward that decides correctness."""
     scale: str | None = None
+    mask_truncated: bool = False
+    """Train on no token of a truncated rollout. It still counts in the mean of its group."""
 
     def has_signal(self, groups: Sequence[Group]) -> list[bool]:
         """Whether each group teaches something: the estimator gives it an advantage on its rewards as they are."""
@@ -44,16 +46,31 @@ class AdvantageStage:
         advantages = iter(self._estimate(groups, rewards, rewards))
         return [any([next(advantages) != 0 for _ in group.rollouts]) for group in groups]
 
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """What the estimator is given besides rewards."""
+        return (*getattr(self.estimate, "needs", ()), *getattr(self.estimate, "uses", ()))
+
     def assign(self, groups: Sequence[Group], kl_coef: float = 0.0) -> list[Group]:
         """The groups with shaped rewards and advantages.
 
         Args:
             kl_coef: coefficient of the KL to the reference. Above 0 the rollouts need `old_logps` and `ref_logps`.
         """
-        rewards = [rollout.reward for group in groups for rollout in group.rollouts]
-        shaped = [self._shaped(rollout, kl_coef) for group in groups for rollout in group.rollouts]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        shaped = rewards = [rollout.reward for rollout in rollouts]
+        if kl_coef or not self.shape.does_nothing:
+            shaped = [self._shaped(rollout, kl_coef) for rollout in rollouts]
         numbers = zip(shaped, self._estimate(groups, rewards, shaped), strict=True)
-        return [replace(group, rollouts=tuple(_with(group.rollouts, numbers))) for group in groups]
+        assigned = []
+        for group in groups:
+            members = []
+            for rollout in group.rollouts:
+                value, advantage = next(numbers)
+                is_masked = self.mask_truncated and rollout.trajectory.is_truncated
+                members.append(replace(rollout, shaped=value, advantage=advantage, is_masked=is_masked))
+            assigned.append(replace(group, rollouts=tuple(members)))
+        return assigned
 
     def _shaped(self, rollout: Rollout, kl_coef: float) -> float | None:
         sequence = rollout.trajectory
@@ -68,13 +85,13 @@ class AdvantageStage:
             return []
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         ids = [i for i, group in enumerate(groups) for _ in group.rollouts]
-        inputs = {
-            "lengths": [len(rollout.trajectory.tokens) for rollout in rollouts],
-            "greedy_rewards": [self._greedy(group) for group in groups for _ in group.rollouts],
-            "correct": [rollout.correct for rollout in rollouts],
-        }
-        wanted = (*getattr(self.estimate, "needs", ()), *getattr(self.estimate, "uses", ()))
-        options: dict[str, Any] = {name: inputs[name] for name in wanted}
+        options: dict[str, Any] = {}
+        if "lengths" in self.wanted:
+            options["lengths"] = [len(rollout.trajectory.tokens) for rollout in rollouts]
+        if "greedy_rewards" in self.wanted:
+            options["greedy_rewards"] = [self._greedy(group) for group in groups for _ in group.rollouts]
+        if "correct" in self.wanted:
+            options["correct"] = [rollout.correct for rollout in rollouts]
         if self.scale is not None:
             options["scale"] = self.scale
         if getattr(self.estimate, "per_reward", False):
@@ -126,41 +143,8 @@ def kl_to_reference(rollout: Rollout) -> float:
     return 0.0 if abs(kl) <= rounding else kl
 
 
-def _with(rollouts: Sequence[Rollout], numbers: Iterator[tuple[float | None, float]]) -> Iterator[Rollout]:
-    for rollout in rollouts:
-        shaped, advantage = next(numbers)
-        yield replace(rollout, shaped=shaped, advantage=advantage)
-
-
-def assign_advantages(
-    groups: Sequence[Group],
-    stage: AdvantageStage,
-    model: "TransformersModel",
-    *,
-    kl_coef: float | None = None,
-    mask_truncated: bool = False,
-) -> tuple[list[Group], dict[str, float]]:
-    """The groups with their advantages, and what was measured on the way.
-
-    Args:
-        kl_coef: coefficient of the KL to the reference that comes off the rewards; None: none does.
-        mask_truncated: train on no token of a truncated rollout. It still counts in the mean of its group.
-    """
-    metrics: dict[str, float] = {}
-    if kl_coef is not None:
-        groups = _scored(groups, model)
-        kls = [kl_to_reference(rollout) for group in groups for rollout in group.rollouts]
-        metrics |= {"reward/kl": fsum(kls) / max(len(kls), 1), "reward/kl_coef": kl_coef}
-    assigned = stage.assign(groups, kl_coef or 0.0)
-    if kl_coef is not None or not stage.shape.does_nothing:
-        shaped = [r.shaped for group in assigned for r in group.rollouts if r.shaped is not None]
-        if shaped:
-            metrics["reward/shaped_mean"] = fsum(shaped) / len(shaped)
-    return [_masked(group) for group in assigned] if mask_truncated else assigned, metrics
-
-
-def _scored(groups: Sequence[Group], model: "TransformersModel") -> list[Group]:
-    """The groups with the log-probs of policy and reference, both by the code that trains.
+def with_kl(groups: Sequence[Group], model: "TransformersModel") -> tuple[list[Group], dict[str, float]]:
+    """The groups with the log-probs of policy and reference, both by the code that trains, and the mean KL.
 
     Equal completions of a group get the same numbers, whichever forward they came from.
     """
@@ -168,14 +152,17 @@ def _scored(groups: Sequence[Group], model: "TransformersModel") -> list[Group]:
     policy = model.forward_only(list(rollouts.values()))["logps"]
     reference = model.reference_logps(list(rollouts.values()))
     pairs = ((tuple(p.tolist()), tuple(r.tolist())) for p, r in zip(policy, reference, strict=True))
-    scored = dict(zip(rollouts, pairs, strict=True))
+    logps = dict(zip(rollouts, pairs, strict=True))
+    scored = []
+    for group in groups:
+        found = [logps[group.prompt.index, rollout.trajectory.tokens] for rollout in group.rollouts]
+        members = zip(group.rollouts, found, strict=True)
+        scored.append(replace(group, rollouts=tuple(replace(r, old_logps=o, ref_logps=f) for r, (o, f) in members)))
+    kls = [kl_to_reference(rollout) for group in scored for rollout in group.rollouts]
+    return scored, {"reward/kl": fsum(kls) / max(len(kls), 1)}
 
-    def with_logps(group: Group, rollout: Rollout) -> Rollout:
-        old, ref = scored[group.prompt.index, rollout.trajectory.tokens]
-        return replace(rollout, old_logps=old, ref_logps=ref)
 
-    return [replace(g, rollouts=tuple(with_logps(g, r) for r in g.rollouts)) for g in groups]
-
-
-def _masked(group: Group) -> Group:
-    return replace(group, rollouts=tuple(replace(r, is_masked=r.trajectory.is_truncated) for r in group.rollouts))
+def shaped_mean(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean of the rewards as they were compared."""
+    shaped = [r.shaped for group in groups for r in group.rollouts if r.shaped is not None]
+    return {"reward/shaped_mean": fsum(shaped) / len(shaped)} if shaped else {}

@@ -13,22 +13,13 @@ from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
 from gruppo.options import ModelOptions, RewardOptions, RunOptions, read_sampler
 from gruppo.reward import RewardScorer, RewardShape, load_reward
-from gruppo.run.checkpoints import Checkpoints
-from gruppo.run.directory import RunDirectory
-from gruppo.run.recorder import Recorder
-from gruppo.run.trackers import Trackers
-from gruppo.sampler.params import SamplingParams
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.learner import Learner
 from gruppo.trainer.plan import Plan, make_plan
-from gruppo.trainer.rollout import RolloutSource
-from gruppo.trainer.snapshot import Snapshots
-from gruppo.trainer.state import AdaptiveEntropy, EntropyBonus, RewardKL, RunState, SolvedPrompts
+from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
-from gruppo.weights.files import commit_folder, read_manifest
 from gruppo.weights.source import context_length, holds_adapter
 
 if TYPE_CHECKING:
@@ -289,101 +280,31 @@ def _try_advantage(estimate: Advantage, config: TrainConfig) -> None:
         raise InputError(f"advantage={config.advantage!r} must give a tensor with one value per reward, got {result!r}")
 
 
-def build_shape(config: TrainConfig) -> RewardShape:
-    return RewardShape(
+def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) -> AdvantageStage:
+    """The estimator with the penalties that come before it."""
+    shape = RewardShape(
         max_length=config.max_new_tokens,
         overlong_cache=config.overlong_cache,
         truncated_factor=config.truncated_factor,
     )
-
-
-def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) -> AdvantageStage:
-    """The estimator with the penalties that come before it."""
+    weights = {reward.name: reward.weight for reward in scorer.rewards}
     return AdvantageStage(
         estimate=estimate,
-        shape=build_shape(config),
-        weights={reward.name: reward.weight for reward in scorer.rewards},
+        shape=shape,
+        weights=weights,
         correct_by=scorer.correct_by,
         scale=config.scale,
+        mask_truncated=config.mask_truncated,
     )
 
 
 def build_state(config: TrainConfig, model: "TransformersModel", num_prompts: int) -> RunState:
     """The state of a run besides the model, as it is before the first step."""
-    rule = None
-    if config.entropy_target is not None:
-        rule = AdaptiveEntropy(target=config.entropy_target, change=config.entropy_change)
     return RunState(
         solved=SolvedPrompts(after=config.retire_solved, num_prompts=num_prompts, keep=config.prompts_per_step),
-        kl=RewardKL(config.kl_in_reward, config.kl_target, config.kl_horizon),
-        entropy=EntropyBonus(config.entropy_coef, rule),
+        kl=AdaptiveKL(config.kl_in_reward, config.kl_target, config.kl_horizon),
+        entropy=AdaptiveEntropy(config.entropy_coef, config.entropy_target, config.entropy_change),
         reference=model.reference() if config.ref_every else None,
-    )
-
-
-def build_learner(config: TrainConfig, model: "TransformersModel") -> Learner:
-    return Learner(
-        model=model,
-        epochs=config.epochs_per_batch,
-        minibatches=config.minibatches,
-        max_grad_norm=config.max_grad_norm,
-    )
-
-
-def build_source(
-    config: TrainConfig,
-    prompts: Sequence[Prompt],
-    sampler: "Sampler",
-    scorer: RewardScorer,
-    stage: AdvantageStage,
-    state: RunState,
-) -> RolloutSource:
-    return RolloutSource(
-        prompts=prompts,
-        sampler=sampler,
-        scorer=scorer,
-        solved=state.solved,
-        has_signal=stage.has_signal,
-        with_greedy="greedy_rewards" in getattr(stage.estimate, "needs", ()),
-        prompts_per_step=config.prompts_per_step,
-        group_size=config.group_size,
-        max_batches=config.dynamic_sampling,
-        seed=config.seed,
-    )
-
-
-def sampling_params(config: TrainConfig, step: int) -> SamplingParams:
-    """How the completions of a step are drawn; step 0 is evaluation."""
-    return SamplingParams(
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        stop=config.stop,
-        seed=config.seed,
-        step=step,
-    )
-
-
-def open_run(config: TrainConfig, *, resume: bool) -> RunDirectory:
-    if resume:
-        return RunDirectory.reopen(config.output)
-    return RunDirectory.create(config.output, config.to_yaml())
-
-
-def build_snapshots(options: RunOptions, run: RunDirectory, model: "TransformersModel", state: RunState) -> Snapshots:
-    checkpoints = Checkpoints(
-        run.checkpoints, keep=options.keep_checkpoints, commit=commit_folder, verify=read_manifest
-    )
-    return Snapshots(checkpoints, model, state)
-
-
-def build_recorder(config: TrainConfig, run: RunDirectory, *, quiet: bool) -> Recorder:
-    return Recorder(
-        run,
-        Trackers(config.trackers, run.path, config.model_dump(mode="json")),
-        steps=config.steps,
-        completions_every=config.completions_every,
-        completions_limit=config.completions_limit,
-        quiet=quiet,
     )
 
 

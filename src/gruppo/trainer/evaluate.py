@@ -7,7 +7,7 @@ from math import sqrt
 from gruppo.metric import pass_at_k
 from gruppo.reward import RewardScorer
 from gruppo.sampler import Sampler, SamplingParams
-from gruppo.trainer.rollout import score
+from gruppo.trainer.rollout import greedy, score
 from gruppo.types import Prompt, Rollout
 
 Z95 = 1.959963984540054
@@ -33,8 +33,8 @@ def evaluate(
 
     An answer is right where the scorer marks it correct. One that it leaves open counts as wrong.
     """
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=params.max_new_tokens, stop=params.stop)
-    groups, _ = score(prompts, sampler.sample(prompts, 1, greedy), scorer, step=params.step or 0, seed=params.seed)
+    responses = sampler.sample(prompts, 1, greedy(params))
+    groups, _ = score(prompts, responses, scorer, step=params.step or 0, seed=params.seed)
     rollouts = [group.rollouts[0] for group in groups]
     right = sum(rollout.correct is True for rollout in rollouts)
     low, high = wilson_interval(right, len(rollouts))

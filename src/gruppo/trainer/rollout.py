@@ -15,61 +15,11 @@ from gruppo.reward.outcome import merged_metrics
 from gruppo.sampler.base import Sampler
 from gruppo.sampler.params import SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices
+from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.state import SolvedPrompts
 from gruppo.types import Group, Prompt, Rollout, SampleResponse
 
 Timed = Callable[[str], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutBatch:
-    """All groups that were sampled for a step, in the order in which they were drawn."""
-
-    groups: tuple[Group, ...]
-    results: tuple[RewardResult, ...]
-    """One per batch of prompts."""
-
-    @property
-    def kept(self) -> tuple[Group, ...]:
-        """The groups that are trained on."""
-        return tuple(group for group in self.groups if group.status == "kept")
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """The rollouts that are trained on, groups one after the other."""
-        return [rollout for group in self.kept for rollout in group.rollouts]
-
-    def with_kept(self, groups: Sequence[Group]) -> "RolloutBatch":
-        """The same batch with its kept groups replaced, in their order."""
-        replaced = iter(groups)
-        return replace(self, groups=tuple(next(replaced) if g.status == "kept" else g for g in self.groups))
-
-    @property
-    def dead_frac(self) -> float:
-        """Share of the sampled groups that teach nothing: left out for it, or kept with all advantages 0."""
-        dead = [
-            g
-            for g in self.groups
-            if g.status == "no_signal" or (g.status == "kept" and all(r.advantage == 0 for r in g.rollouts))
-        ]
-        return len(dead) / len(self.groups) if self.groups else 1.0
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Rewards, groups and lengths of everything that was sampled: what was kept is a selection."""
-        return merged_metrics(self.results) | rollout_metrics(self.groups)
-
-    @property
-    def counts(self) -> dict[str, float]:
-        """Groups by what dynamic sampling did with them."""
-        statuses = [group.status for group in self.groups]
-        return {
-            "dynamic/batches": float(len(self.results)),
-            "dynamic/groups_sampled": float(len(self.groups)),
-            "dynamic/groups_kept": float(statuses.count("kept")),
-            "dynamic/groups_dropped": float(statuses.count("no_signal")),
-            "dynamic/groups_surplus": float(statuses.count("surplus")),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,19 +29,18 @@ class RolloutSource:
     prompts: Sequence[Prompt]
     sampler: Sampler
     scorer: RewardScorer
+    stage: AdvantageStage
+    """Which groups teach something, and whether they need a greedy completion."""
     solved: SolvedPrompts
-    has_signal: Callable[[Sequence[Group]], list[bool]]
-    """Which groups the estimator can learn from."""
-    with_greedy: bool
-    """Whether groups need the greedy completion of their prompt."""
+    params: SamplingParams
     prompts_per_step: int
     group_size: int
     max_batches: int
     """Batches of prompts per step with dynamic sampling; 0: one batch, and nothing is left out."""
-    seed: int
+    timed: Timed
 
-    def next(self, number: int, params: SamplingParams, timed: Timed) -> RolloutBatch:
-        """The groups of step `number`, counted from 1."""
+    def next(self, number: int) -> tuple[list[Group], dict[str, float]]:
+        """All groups of step `number`, counted from 1, in the order in which they were drawn, and their metrics."""
         groups: list[Group] = []
         results: list[RewardResult] = []
         used: set[int] = set()
@@ -100,47 +49,51 @@ class RolloutSource:
             prompts = self._draw(number - 1, used, is_first=not results)
             if not prompts:
                 break
-            drawn, result = self._sample(prompts, self.group_size, number, params, timed)
-            if self.with_greedy:
-                greedy = SamplingParams(temperature=0.0, max_new_tokens=params.max_new_tokens, stop=params.stop)
-                alone, _ = self._sample(prompts, 1, number, greedy, timed)
+            drawn, result = self._sample(prompts, self.group_size, number, replace(self.params, step=number))
+            if "greedy_rewards" in self.stage.wanted:
+                alone, _ = self._sample(prompts, 1, number, greedy(self.params))
                 drawn = [replace(g, greedy=a.rollouts[0]) for g, a in zip(drawn, alone, strict=True)]
             results.append(result)
-            teaches = self.has_signal(drawn) if self.max_batches else [True] * len(drawn)
+            teaches = self.stage.has_signal(drawn) if self.max_batches else [True] * len(drawn)
             for group, has_signal in zip(drawn, teaches, strict=True):
                 is_full = num_kept == self.prompts_per_step
                 status = "no_signal" if not has_signal else "surplus" if is_full else "kept"
                 num_kept += status == "kept"
                 groups.append(replace(group, status=status))
-        return RolloutBatch(tuple(groups), tuple(results))
+        # Of everything that was sampled: what was kept is a selection.
+        metrics = merged_metrics(results) | rollout_metrics(groups)
+        return groups, metrics | (dynamic_metrics(groups, len(results)) if self.max_batches else {})
 
     def _sample(
-        self, prompts: list[Prompt], num_samples: int, number: int, params: SamplingParams, timed: Timed
+        self, prompts: list[Prompt], num_samples: int, number: int, params: SamplingParams
     ) -> tuple[list[Group], RewardResult]:
-        with timed("sample"):
+        with self.timed("sample"):
             responses = self.sampler.sample(prompts, num_samples, params)
-        with timed("reward"):
-            return score(prompts, responses, self.scorer, step=number - 1, seed=self.seed)
+        with self.timed("reward"):
+            return score(prompts, responses, self.scorer, step=number - 1, seed=self.params.seed)
 
     def _draw(self, step: int, used: set[int], *, is_first: bool) -> list[Prompt]:
         """The next batch of prompts, without solved ones and without those that this step has had."""
         chosen: list[int] = []
+        retired, seed = self.solved.retired, self.params.seed
         if is_first:
-            first = prompt_indices(len(self.prompts), step, self.prompts_per_step, self.seed)
-            chosen = [i for i in first if self._is_open(i)]
+            first = prompt_indices(len(self.prompts), step, self.prompts_per_step, seed)
+            chosen = [i for i in first if self.prompts[i].index not in retired]
         if len(chosen) < self.prompts_per_step:
             taken = used | set(chosen)
-            further = (i for i in refill_indices(len(self.prompts), step, self.seed) if i not in taken)
+            further = (i for i in refill_indices(len(self.prompts), step, seed) if i not in taken)
             for i in further:
                 if len(chosen) == self.prompts_per_step:
                     break
-                if self._is_open(i):
+                if self.prompts[i].index not in retired:
                     chosen.append(i)
         used.update(chosen)
         return [self.prompts[i] for i in chosen]
 
-    def _is_open(self, i: int) -> bool:
-        return self.prompts[i].index not in self.solved.retired
+
+def greedy(params: SamplingParams) -> SamplingParams:
+    """The same limits, and always the likeliest token."""
+    return SamplingParams(temperature=0.0, max_new_tokens=params.max_new_tokens, stop=params.stop)
 
 
 def score(
@@ -198,3 +151,24 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "completion/empty_frac": sum(not s.text.strip() for s in sequences) / len(sequences),
         **({"rollout/entropy": sum(tokens) / len(tokens)} if tokens else {}),
     }
+
+
+def dynamic_metrics(groups: Sequence[Group], num_batches: int) -> dict[str, float]:
+    """Groups by what dynamic sampling did with them."""
+    statuses = [group.status for group in groups]
+    return {
+        "dynamic/batches": float(num_batches),
+        "dynamic/groups_sampled": float(len(groups)),
+        "dynamic/groups_kept": float(statuses.count("kept")),
+        "dynamic/groups_dropped": float(statuses.count("no_signal")),
+        "dynamic/groups_surplus": float(statuses.count("surplus")),
+    }
+
+
+def dead_frac(groups: Sequence[Group]) -> float:
+    """Share of the sampled groups that teach nothing: left out for it, or kept with all advantages 0."""
+    dead = [
+        group.status == "no_signal" or (group.status == "kept" and not any(r.has_advantage for r in group.rollouts))
+        for group in groups
+    ]
+    return sum(dead) / len(dead) if dead else 1.0

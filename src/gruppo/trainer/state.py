@@ -1,18 +1,23 @@
 """State of a run besides weights and optimizer: solved prompts, coefficients that follow a measurement, a reference
-that moves. Part of every checkpoint."""
+that moves. `Snapshots` saves it with the model in every checkpoint."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gruppo.errors import CheckpointError, InputError
+from safetensors.torch import load_file, save_file
+
+from gruppo.errors import CheckpointError
+from gruppo.model.checkpoint import load_training_state, save_training_state
+from gruppo.run.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
+    from gruppo.model import TransformersModel
     from gruppo.model.reference import Reference
 
-FILE = "run_state.json"
+FILE = "trainer.json"
 REFERENCE = "reference.safetensors"
 
 
@@ -58,77 +63,18 @@ class SolvedPrompts:
         self.streak = {int(index): int(count) for index, count in state["streak"]}
 
 
-@dataclass(frozen=True)
-class AdaptiveKL:
-    """arXiv:1909.08593: beta grows while the KL is above its target and shrinks below.
-
-        beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * count / horizon)
-
-    Args:
-        target: the KL to hold.
-        horizon: over how many units of `count` (sequences, say) beta can change by a fifth.
-
-    >>> AdaptiveKL(target=0.1, horizon=100).next(0.5, kl=0.2, count=10)
-    0.51
-    """
-
-    target: float
-    horizon: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        if not (self.target > 0 and self.horizon > 0):
-            raise InputError(f"target and horizon must be positive, got {self.target!r} and {self.horizon!r}")
-
-    def next(self, beta: float, kl: float, count: int) -> float:
-        """The coefficient of the next step, after one with `count` sequences whose mean KL was `kl`."""
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return beta * (1 + error * count / self.horizon)
-
-
-@dataclass(frozen=True)
-class AdaptiveEntropy:
-    """Skywork-OR1, arXiv:2505.22312: the bonus grows while the entropy is at or below its target, else shrinks.
-
-    The bonus acts only while the entropy is at or below the target: `applied` gives what a step should use, `next`
-    what to remember for the step after.
-
-    >>> rule = AdaptiveEntropy(target=0.2, change=0.005)
-    >>> rule.next(0.01, entropy=0.1), rule.applied(0.01, entropy=0.3)
-    (0.015, 0.0)
-    """
-
-    target: float
-    change: float = 0.005
-    lowest: float = 0.0
-    highest: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (self.change > 0 and self.lowest <= self.highest):
-            raise InputError(
-                f"change must be positive and lowest <= highest, got change={self.change!r}, lowest={self.lowest!r}, "
-                f"highest={self.highest!r}"
-            )
-
-    def next(self, coef: float, entropy: float) -> float:
-        """The coefficient to remember, after a step whose mean entropy was `entropy`."""
-        moved = coef + self.change if entropy <= self.target else coef - self.change
-        return min(max(moved, self.lowest), self.highest)
-
-    def applied(self, coef: float, entropy: float) -> float:
-        """The coefficient to use in the next step: 0 while there is entropy enough."""
-        return coef if entropy <= self.target else 0.0
-
-
 @dataclass(slots=True)
-class RewardKL:
-    """Coefficient of the KL that is subtracted from a reward, and the target that `AdaptiveKL` moves it towards.
+class AdaptiveKL:
+    """Coefficient of the KL that is subtracted from rewards; with a target it follows arXiv:1909.08593:
+
+        coefficient <- coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * completions / horizon)
 
     The other place for a KL penalty is the loss (`beta`). In the reward it is a number per completion that no gradient
     passes through, so it works with every loss and estimator:
 
         r_i <- r_i - coefficient * sum_t (log p(t) - log p_reference(t))
 
-    >>> kl = RewardKL(coefficient=0.1, target=2.0, horizon=100)
+    >>> kl = AdaptiveKL(coefficient=0.1, target=2.0, horizon=100)
     >>> kl.follow(6.0, completions=50)  # far too high: the error counts as 0.2
     >>> round(kl.coefficient, 6)
     0.11
@@ -136,21 +82,25 @@ class RewardKL:
 
     coefficient: float = 0.0
     target: float | None = None
+    """None: the coefficient stays."""
     horizon: int = 10_000
+    """Completions over which the coefficient can change by a fifth."""
 
     def follow(self, kl: float, completions: int) -> None:
         """Move the coefficient after a step whose completions had this mean KL."""
         if self.target is not None:
-            self.coefficient = AdaptiveKL(self.target, self.horizon).next(self.coefficient, kl, completions)
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coefficient *= 1 + error * completions / self.horizon
 
 
 @dataclass(slots=True)
-class EntropyBonus:
-    """Coefficient of the entropy bonus, and the rule that moves it.
+class AdaptiveEntropy:
+    """Coefficient of the entropy bonus; with a target it follows Skywork-OR1, arXiv:2505.22312.
 
+    It grows while the entropy is at or below the target and shrinks above. The bonus acts only at or below the target.
     The entropy is that of the whole policy at sampling time, so a step can use it for its own bonus.
 
-    >>> bonus = EntropyBonus(coefficient=0.01, rule=AdaptiveEntropy(target=0.2, change=0.005))
+    >>> bonus = AdaptiveEntropy(coefficient=0.01, target=0.2, change=0.005)
     >>> bonus.at(0.5), bonus.at(0.1)  # entropy enough: no bonus
     (0.0, 0.01)
     >>> bonus.follow(0.5)
@@ -159,19 +109,21 @@ class EntropyBonus:
     """
 
     coefficient: float = 0.0
-    rule: AdaptiveEntropy | None = None
+    target: float | None = None
     """None: the coefficient stays."""
+    change: float = 0.005
+    highest: float = 1.0
 
     def at(self, entropy: float | None) -> float:
         """The coefficient for a step whose policy has this entropy."""
-        if self.rule is None or entropy is None:
-            return self.coefficient
-        return self.rule.applied(self.coefficient, entropy)
+        is_enough = self.target is not None and entropy is not None and entropy > self.target
+        return 0.0 if is_enough else self.coefficient
 
     def follow(self, entropy: float | None) -> None:
         """Move the coefficient after such a step."""
-        if self.rule is not None and entropy is not None:
-            self.coefficient = self.rule.next(self.coefficient, entropy)
+        if self.target is not None and entropy is not None:
+            moved = self.coefficient + (self.change if entropy <= self.target else -self.change)
+            self.coefficient = min(max(moved, 0.0), self.highest)
 
 
 @dataclass(slots=True)
@@ -179,32 +131,52 @@ class RunState:
     """What later steps depend on besides the weights."""
 
     solved: SolvedPrompts = field(default_factory=SolvedPrompts)
-    kl: RewardKL = field(default_factory=RewardKL)
-    entropy: EntropyBonus = field(default_factory=EntropyBonus)
+    kl: AdaptiveKL = field(default_factory=AdaptiveKL)
+    entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
     reference: "Reference | None" = None
     """Only one that the run moves; else it is the model at the start and needs no saving."""
 
-    def save(self, folder: Path) -> None:
-        state = {
-            "solved": self.solved.state(),
-            "kl_coefficient": self.kl.coefficient,
-            "entropy_coefficient": self.entropy.coefficient,
-        }
-        (folder / FILE).write_text(json.dumps(state), encoding="utf-8")
-        if self.reference is not None:
-            from safetensors.torch import save_file
 
-            save_file(self.reference.state(), folder / REFERENCE)
+@dataclass(frozen=True, slots=True)
+class Snapshots:
+    """Checkpoints of everything that later steps depend on."""
 
-    def load(self, folder: Path) -> None:
+    checkpoints: Checkpoints
+    model: "TransformersModel"
+    state: RunState
+
+    def save(self, step: int, unfinished: Mapping[str, float] | None = None) -> None:
+        """Write the state after `step`. `unfinished`: its metrics, if it was interrupted before their record."""
+        state = self.state
+
+        def write(folder: Path) -> None:
+            save_training_state(self.model.weights, self.model.optimizer, folder)
+            facts = {
+                "step": step,
+                "version": self.model.version,
+                "unfinished": unfinished,
+                "solved": state.solved.state(),
+                "kl_coefficient": state.kl.coefficient,
+                "entropy_coefficient": state.entropy.coefficient,
+            }
+            (folder / FILE).write_text(json.dumps(facts), encoding="utf-8")
+            if state.reference is not None:
+                save_file(state.reference.state(), folder / REFERENCE)
+
+        self.checkpoints.save(step, write)
+
+    def load_newest(self) -> tuple[int, dict[str, float] | None]:
+        """Put model and state back as the newest whole checkpoint has them; its step and `unfinished` metrics."""
+        folder, state = self.checkpoints.newest(), self.state
+        load_training_state(self.model.weights, self.model.optimizer, folder)
         try:
-            state = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            self.solved.load(state["solved"])
-            self.kl.coefficient = float(state["kl_coefficient"])
-            self.entropy.coefficient = float(state["entropy_coefficient"])
+            facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            self.model.version = int(facts["version"])
+            state.solved.load(facts["solved"])
+            state.kl.coefficient = float(facts["kl_coefficient"])
+            state.entropy.coefficient = float(facts["entropy_coefficient"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / FILE} cannot be read: {error}") from error
-        if self.reference is not None:
-            from safetensors.torch import load_file
-
-            self.reference.load(load_file(folder / REFERENCE))
+        if state.reference is not None:
+            state.reference.load(load_file(folder / REFERENCE))
+        return int(facts["step"]), facts["unfinished"]

@@ -5,18 +5,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from gruppo.run.checkpoints import Checkpoints
+from gruppo.run.directory import RunDirectory
+from gruppo.run.recorder import Recorder
 from gruppo.run.signals import Interrupted, StopFlag
-from gruppo.run.trackers import check_installed
+from gruppo.run.trackers import Trackers, check_installed
+from gruppo.sampler import SamplingParams
 from gruppo.trainer import build
-from gruppo.trainer.advantages import assign_advantages
+from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.evaluate import Evaluation, evaluate
+from gruppo.trainer.learner import Learner
 from gruppo.trainer.plan import Plan
-from gruppo.trainer.rollout import RolloutBatch
+from gruppo.trainer.rollout import RolloutSource, dead_frac
+from gruppo.trainer.state import Snapshots
+from gruppo.types import Group
+from gruppo.weights import WeightStore
+from gruppo.weights.files import commit_folder, read_manifest
 from gruppo.weights.source import load_tokenizer
 
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
@@ -56,7 +66,7 @@ class GRPOTrainer:
         self.step_number = 0
         self.unfinished: dict[str, float] | None = None
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
-        self.batch: RolloutBatch | None = None
+        self.groups: list[Group] = []
         """What the last step sampled, with its advantages."""
         self.seconds: dict[str, float] = {}
         self.synced: dict[str, float] = {}
@@ -71,11 +81,14 @@ class GRPOTrainer:
             tokenizer = load_tokenizer(config.model)
             self.prompts = build.build_prompts(config, tokenizer)
             build.try_rewards(self.scorer, self.prompts.train.prompts)
-            self.run = stack.enter_context(build.open_run(config, resume=resume))
+            directory = RunDirectory.reopen if resume else partial(RunDirectory.create, config=config.to_yaml())
+            self.run = stack.enter_context(directory(config.output))
             self.scorer.start()
             self.model = build.build_model(config, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
-            self.snapshots = build.build_snapshots(config, self.run, self.model, self.state)
+            keep = config.keep_checkpoints
+            checkpoints = Checkpoints(self.run.checkpoints, keep=keep, commit=commit_folder, verify=read_manifest)
+            self.snapshots = Snapshots(checkpoints, self.model, self.state)
             if resume:
                 self._restore()
             folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
@@ -84,55 +97,92 @@ class GRPOTrainer:
             if self.store is not None:
                 stack.enter_context(closing(self.store))
             self.model.measures_gap = not self.sampler.is_exact or loss.reads_sampler
-            self.learner = build.build_learner(config, self.model)
             self.stage = build.build_stage(config, estimate, self.scorer)
-            self.source = build.build_source(
-                config, self.prompts.train.prompts, self.sampler, self.scorer, self.stage, self.state
+            self.source = RolloutSource(
+                prompts=self.prompts.train.prompts,
+                sampler=self.sampler,
+                scorer=self.scorer,
+                stage=self.stage,
+                solved=self.state.solved,
+                params=SamplingParams(
+                    temperature=config.temperature,
+                    max_new_tokens=config.max_new_tokens,
+                    stop=config.stop,
+                    seed=config.seed,
+                    step=0,
+                ),
+                prompts_per_step=config.prompts_per_step,
+                group_size=config.group_size,
+                max_batches=config.dynamic_sampling,
+                timed=self._timed,
+            )
+            self.learner = Learner(
+                model=self.model,
+                epochs=config.epochs_per_batch,
+                minibatches=config.minibatches,
+                max_grad_norm=config.max_grad_norm,
             )
             # Last: a board leaves files behind, and a run that cannot begin must not.
-            self.recorder = stack.enter_context(closing(build.build_recorder(config, self.run, quiet=quiet)))
+            self.recorder = Recorder(
+                self.run,
+                Trackers(config.trackers, self.run.path, config.model_dump(mode="json")),
+                steps=config.steps,
+                completions_every=config.completions_every,
+                completions_limit=config.completions_limit,
+                quiet=quiet,
+            )
+            stack.enter_context(closing(self.recorder))
             self._open = stack.pop_all()
 
     # --- one step: the algorithm ----------------------------------------------------------------------------------
 
-    def step(self) -> dict[str, float]:
-        """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step."""
-        config, number = self.config, self.step_number + 1
-        self._sync()
-        rollouts = self.source.next(number, build.sampling_params(config, number), self._timed)
-        metrics = self.synced | rollouts.metrics
-        if config.dynamic_sampling:
-            metrics |= rollouts.counts
+    def step(self, *, record: bool = False) -> dict[str, float]:
+        """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step.
+
+        Args:
+            record: keep what the last update saw of each token in `groups`.
+        """
+        config, state, number = self.config, self.state, self.step_number + 1
+        if self.store is not None:
+            self._sync(self.store)
+        groups, metrics = self.source.next(number)
+        metrics = self.synced | metrics
         if "reward/mean" not in metrics:
             text = "every reward function abstained (None) on every completion: the step teaches nothing"
             self.recorder.warned(number, "no_reward", text)
-        kl_coef = self.state.kl.coefficient if config.kl_in_reward else None
+        kept = [group for group in groups if group.status == "kept"]
         with self._timed("reward"):
-            groups, measured = assign_advantages(
-                rollouts.kept, self.stage, self.model, kl_coef=kl_coef, mask_truncated=config.mask_truncated
-            )
-        metrics |= measured
-        entropy = metrics.get("rollout/entropy")
-        self.model.set_loss(self.model.loss.replace(entropy_coef=self.state.entropy.at(entropy)))
+            if config.kl_in_reward:
+                kept, measured = with_kl(kept, self.model)
+                metrics |= measured | {"reward/kl_coef": state.kl.coefficient}
+            kept = self.stage.assign(kept, state.kl.coefficient)
+            if config.kl_in_reward or not self.stage.shape.does_nothing:
+                metrics |= shaped_mean(kept)
+        if config.entropy_target is not None:
+            bonus = state.entropy.at(metrics.get("rollout/entropy"))
+            self.model.set_loss(self.model.loss.replace(entropy_coef=bonus))
         with self._timed("train"):
-            groups, learned = self.learner.update(groups, record=self.recorder.writes_completions(number))
-        metrics |= learned
-        self.batch = rollouts.with_kept(groups)
-        metrics |= {"group/dead_frac": self.batch.dead_frac} | self._observe(self.batch, number, metrics)
+            kept, learned = self.learner.update(kept, record=record)
+        trained = iter(kept)
+        self.groups = [next(trained) if group.status == "kept" else group for group in groups]
+        metrics |= learned | {"group/dead_frac": dead_frac(self.groups)}
         self.step_number = number
-        with self._timed("write"):
-            self.recorder.sampled(number, self.batch.groups)
-        return metrics
+        return metrics | self._observe(metrics)
+
+    @property
+    def kept(self) -> list[Group]:
+        """The groups of the last step that were trained on."""
+        return [group for group in self.groups if group.status == "kept"]
 
     def evaluate(self) -> Evaluation | None:
         """The held-out score of the weights as they are; None without held-out prompts."""
-        if not len(self.prompts.held_out):
+        prompts, num_samples = self.prompts.held_out.prompts, self.config.eval_samples
+        if not prompts:
             return None
-        self._sync()
-        params = build.sampling_params(self.config, 0)
-        prompts = self.prompts.held_out.prompts
+        if self.store is not None:
+            self._sync(self.store)
         with self._timed("eval"):
-            return evaluate(prompts, self.sampler, self.scorer, params, num_samples=self.config.eval_samples)
+            return evaluate(prompts, self.sampler, self.scorer, self.source.params, num_samples=num_samples)
 
     # --- the whole run --------------------------------------------------------------------------------------------
 
@@ -171,7 +221,9 @@ class GRPOTrainer:
         config, recorder = self.config, self.recorder
         started, self.seconds = time.monotonic(), {}
         if self.unfinished is None:
-            self.unfinished = self.step()
+            self.unfinished = self.step(record=recorder.writes_completions(self.step_number + 1))
+            with self._timed("write"):
+                recorder.sampled(self.step_number, self.groups)
         metrics, number = dict(self.unfinished), self.step_number
         is_last = number == config.steps
         if is_last or (config.eval_every and number % config.eval_every == 0):
@@ -198,26 +250,25 @@ class GRPOTrainer:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _observe(self, rollouts: RolloutBatch, number: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Move what later steps depend on besides the weights. After the update: a stopped step leaves no trace."""
         config, state, seen = self.config, self.state, {}
         if config.retire_solved:
-            state.solved.see([(g.prompt.index, [r.correct for r in g.rollouts]) for g in rollouts.groups])
+            state.solved.see([(g.prompt.index, [r.correct for r in g.rollouts]) for g in self.groups])
             seen["dynamic/prompts_retired"] = float(len(state.solved.retired))
         if config.kl_in_reward and "reward/kl" in metrics:
-            state.kl.follow(metrics["reward/kl"], sum(len(g.rollouts) for g in rollouts.kept))
-        if state.entropy.rule is not None:
+            state.kl.follow(metrics["reward/kl"], sum(len(g.rollouts) for g in self.kept))
+        if config.entropy_target is not None:
             seen["policy/entropy_coef"] = self.model.loss.entropy_coef
             state.entropy.follow(metrics.get("rollout/entropy"))
-        if state.reference is not None and number % config.ref_every == 0:
+        if state.reference is not None and self.step_number % config.ref_every == 0:
             state.reference.refresh(config.ref_mix)
         return seen
 
-    def _sync(self) -> None:
+    def _sync(self, store: WeightStore) -> None:
         """Publish the newest weights and load them into the sampler; its report stays until the next hand-over."""
         with self._timed("sync"):
-            if self.store is not None:
-                self.synced = self.store.hand_over(self.model, self.sampler) or self.synced
+            self.synced = store.hand_over(self.model, self.sampler) or self.synced
 
     def _restore(self) -> None:
         self.step_number, self.unfinished = self.snapshots.load_newest()

@@ -13,7 +13,7 @@ from gruppo.errors import InputError
 from gruppo.loss import Clip, ClippedWeight, MaskedWeight, TruncatedWeight, k2, token_mean
 from gruppo.recipes import RECIPES, Recipe, recipe
 from gruppo.trainer import TrainConfig
-from gruppo.trainer.build import LOSSES, build_advantage, build_loss, build_shape
+from gruppo.trainer.build import LOSSES, build_advantage, build_loss
 
 every = pytest.mark.parametrize("name", RECIPES)
 
@@ -25,7 +25,6 @@ def test_a_recipe_is_a_configuration_whose_parts_can_be_built(name: str) -> None
     assert (made.name, config.loss, config.advantage) == (name, made.values["loss"], made.values["advantage"])
     assert type(build_loss(config)) is LOSSES[config.loss]
     assert type(build_advantage(config)) is ADVANTAGES[config.advantage]
-    assert build_shape(config).overlong_cache == config.overlong_cache
 
 
 @every

@@ -1,6 +1,14 @@
-"""Rewards for the trainer's tests; they run in this process, so that a step takes milliseconds."""
+"""Rewards for the trainer's tests, which run in this process, so that a step takes milliseconds; and a short cut."""
 
 from collections.abc import Callable, Sequence
+
+from gruppo.trainer import GRPOTrainer
+from gruppo.types import Rollout
+
+
+def rollouts_of(trainer: GRPOTrainer) -> list[Rollout]:
+    """Rollouts of the last step that were trained on."""
+    return [rollout for group in trainer.kept for rollout in group.rollouts]
 
 
 def constant(completions: Sequence[str]) -> list[float]:

@@ -3,6 +3,7 @@
 import pytest
 
 from gruppo.errors import InputError
+from gruppo.trainer import TrainConfig
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL
 
 
@@ -16,35 +17,35 @@ from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL
     ],
 )
 def test_beta_follows_the_kl(kl, beta):
-    assert AdaptiveKL(target=0.1, horizon=1000).next(0.5, kl=kl, count=32) == pytest.approx(beta)
+    rule = AdaptiveKL(0.5, target=0.1, horizon=1000)
+    rule.follow(kl, completions=32)
+    assert rule.coefficient == pytest.approx(beta)
 
 
 def test_beta_doubles_while_the_kl_stays_high():
-    rule, beta = AdaptiveKL(target=0.1, horizon=100), 1.0
+    rule = AdaptiveKL(1.0, target=0.1, horizon=100)
     for _ in range(4):
-        beta = rule.next(beta, kl=1.0, count=100)
-    assert beta == pytest.approx(1.2**4)
+        rule.follow(1.0, completions=100)
+    assert rule.coefficient == pytest.approx(1.2**4)
 
 
 def test_the_bonus_grows_below_its_target_and_shrinks_above():
-    rule = AdaptiveEntropy(target=0.2, change=0.005, lowest=0.0, highest=0.012)
-    coefs, coef = [], 0.0
+    rule = AdaptiveEntropy(0.0, target=0.2, change=0.005, highest=0.012)
+    coefs = []
     for entropy in (0.1, 0.2, 0.15, 0.3, 0.9, 0.9, 0.9):
-        coef = rule.next(coef, entropy)
-        coefs.append(coef)
+        rule.follow(entropy)
+        coefs.append(rule.coefficient)
     assert coefs == pytest.approx([0.005, 0.01, 0.012, 0.007, 0.002, 0.0, 0.0])
 
 
 def test_the_bonus_acts_only_at_or_below_its_target():
-    rule = AdaptiveEntropy(target=0.2)
-    assert (rule.applied(0.01, 0.2), rule.applied(0.01, 0.2001)) == (0.01, 0.0)
+    rule = AdaptiveEntropy(0.01, target=0.2)
+    assert (rule.at(0.2), rule.at(0.2001)) == (0.01, 0.0)
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda: AdaptiveKL(0.0), lambda: AdaptiveKL(0.1, -1), lambda: AdaptiveEntropy(0.1, change=0),
-     lambda: AdaptiveEntropy(0.1, lowest=2)],
-)  # fmt: skip
-def test_numbers_that_make_no_rule_are_refused(make):
-    with pytest.raises(InputError):
-        make()
+    "wrong", [{"kl_target": 0.0}, {"kl_horizon": -1}, {"entropy_change": 0}, {"entropy_target": 0}]
+)
+def test_numbers_that_make_no_rule_are_refused(wrong):
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        TrainConfig.read({"kl_in_reward": 0.1} | wrong)

@@ -12,6 +12,7 @@ import torch
 
 from gruppo.errors import InputError
 from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.trainer.trainer import TrainResult
 from gruppo.types import Rollout
 
 Make = Callable[..., GRPOTrainer]
@@ -20,13 +21,13 @@ Make = Callable[..., GRPOTrainer]
 def per_rollout(trainer: GRPOTrainer) -> list[tuple[Any, Any]]:
     """The rows of the last step's file, each with its rollout."""
     found = trainer.run.completions(trainer.step_number).to_pylist()
-    return list(zip(found, [r for g in trainer.batch.groups for r in g.rollouts], strict=True))
+    return list(zip(found, [r for g in trainer.groups for r in g.rollouts], strict=True))
 
 
 def test_numbers_in_the_file_are_those_of_the_rollouts(make_trainer: Make) -> None:
     trainer = make_trainer(completions_every=1, kl_in_reward=0.1, overlong_cache=2)
     for _ in range(2):
-        trainer.step()
+        trainer._take_step(TrainResult(0))
         for row, rollout in per_rollout(trainer):
             trajectory = rollout.trajectory
             assert (row["tokens"], row["prompt_ids"]) == (list(trajectory.tokens), list(trajectory.prompt_ids))
@@ -54,9 +55,9 @@ def test_the_file_holds_what_the_last_update_saw_of_each_token(make_trainer: Mak
     options = {"loss": "dppo_tv", "loss_options": {"region": region}, "beta": 0.01, "lr": 1e-2}
     one = make_trainer(**options, output=str(tmp_path / "one"))
     before = copy.deepcopy(one.model.model)
-    one.step()  # its weights are those that the second update of the other run begins with
+    one._take_step(TrainResult(0))  # its weights are those that the second update of the other run begins with
     two = make_trainer(**options, epochs_per_batch=2, completions_every=1, output=str(tmp_path / "two"))
-    two.step()
+    two._take_step(TrainResult(0))
     rejected = kept = 0
     for row, rollout in per_rollout(two):
         old, _ = plainly_scored(before, rollout)
@@ -83,7 +84,7 @@ def test_a_run_marks_what_it_does_not_train_on(make_trainer: Make) -> None:
         dynamic_sampling=2,
         rewards=("step_rewards:later_half",),
     )
-    trainer.step()
+    trainer._take_step(TrainResult(0))
     seen = set()
     for row, rollout in per_rollout(trainer):
         if row["status"] != "kept":
@@ -99,7 +100,7 @@ def test_a_run_marks_what_it_does_not_train_on(make_trainer: Make) -> None:
 
 def test_a_group_without_signal_has_no_advantage_in_the_file(make_trainer: Make) -> None:
     trainer = make_trainer(completions_every=1, rewards=("step_rewards:constant",))
-    trainer.step()
+    trainer._take_step(TrainResult(0))
     assert {reason for row, _ in per_rollout(trainer) for reason in row["untrained"]} == {"no_advantage"}
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from step_rewards import rollouts_of
 
 from gruppo.errors import InputError
 from gruppo.reward import RewardScorer, load_reward
 from gruppo.trainer import GRPOTrainer
+from gruppo.trainer.trainer import TrainResult
 
 Make = Callable[..., GRPOTrainer]
 HELD_OUT = {"eval_data": "builtin:carries?split=heldout", "eval_prompts": 128}
@@ -20,7 +22,7 @@ HOT = {"temperature": 1.5, "max_new_tokens": 5}
 
 
 def rate(trainer: GRPOTrainer, name: str = "exact_match") -> float:
-    rollouts = trainer.batch.rollouts
+    rollouts = rollouts_of(trainer)
     return sum(r.rewards[name] == 1.0 for r in rollouts) / len(rollouts)
 
 
@@ -89,7 +91,7 @@ def test_correct_at_is_a_threshold_on_the_deciding_reward_alone(make_trainer: Ma
         rewards=("step_rewards:by_place", "exact_match"), correct_by="by_place", correct_at=0.5, reward_weights=(0.1, 5)
     )
     metrics = trainer.step()
-    assert [r.correct for r in trainer.batch.rollouts] == [False, False, True, True] * 4
+    assert [r.correct for r in rollouts_of(trainer)] == [False, False, True, True] * 4
     assert metrics["reward/correct_frac"] == 0.5
 
 
@@ -100,9 +102,9 @@ def test_prompts_retire_by_their_answers_and_not_by_their_sums(make_trainer: Mak
     trainer = make_trainer(rewards=("exact_match", "step_rewards:right"), retire_solved=1, prompts_per_step=8)
     for _ in range(4):
         trainer.step()
-        solved = {g.prompt.index for g in trainer.batch.kept if all(r.rewards["exact_match"] == 1 for r in g.rollouts)}
+        solved = {g.prompt.index for g in trainer.kept if all(r.rewards["exact_match"] == 1 for r in g.rollouts)}
         assert solved <= trainer.state.solved.retired
-        others = {g.prompt.index for g in trainer.batch.kept} - solved
+        others = {g.prompt.index for g in trainer.kept} - solved
         assert not others & trainer.state.solved.retired
     assert 0 < len(trainer.state.solved.retired) < 32
 
@@ -127,9 +129,9 @@ def test_estimators_of_success_learn_with_penalties_in_the_reward(name: str, cha
     trainer = make_trainer(**options, **change, **HOT, lr=1e-3, prompts_per_step=8)
     for _ in range(3):
         trainer.step()
-        right = [r for r in trainer.batch.rollouts if r.correct]
+        right = [r for r in rollouts_of(trainer) if r.correct]
         assert len(right) > 5 and [r.rewards["exact_match"] for r in right] == [1.0] * len(right)
-        mixed = [g for g in trainer.batch.kept if 2 <= sum(r.correct for r in g.rollouts) <= 5]
+        mixed = [g for g in trainer.kept if 2 <= sum(r.correct for r in g.rollouts) <= 5]
         assert mixed
         for group in mixed:
             mean = {
@@ -150,7 +152,7 @@ def test_equal_rewards_get_exactly_nothing_while_the_policy_is_the_reference(
 ) -> None:
     trainer = make_trainer(rewards=("step_rewards:constant",), kl_in_reward=coefficient, lora=lora, **HOT)
     metrics = trainer.step()
-    assert {r.advantage for r in trainer.batch.rollouts} == {0.0}
+    assert {r.advantage for r in rollouts_of(trainer)} == {0.0}
     assert (metrics["reward/kl"], metrics["group/dead_frac"], metrics["group/zero_std_frac"]) == (0.0, 1.0, 1.0)
 
 
@@ -161,15 +163,15 @@ def test_reward_metrics_cover_everything_that_dynamic_sampling_drew(make_trainer
     trainer = make_trainer(dynamic_sampling=3, prompts_per_step=6, group_size=4)
     for _ in range(4):
         metrics = trainer.step()
-        rollouts = [r for g in trainer.batch.groups for r in g.rollouts]
+        rollouts = [r for g in trainer.groups for r in g.rollouts]
         mean = sum(r.reward for r in rollouts) / len(rollouts)
         assert metrics["reward/mean"] == metrics["reward/exact_match/mean"] == pytest.approx(mean)
         assert metrics["reward/correct_frac"] == pytest.approx(mean)
-        dead = sum(len({r.reward for r in g.rollouts}) == 1 for g in trainer.batch.groups)
-        assert metrics["group/zero_std_frac"] == dead / len(trainer.batch.groups)
+        dead = sum(len({r.reward for r in g.rollouts}) == 1 for g in trainer.groups)
+        assert metrics["group/zero_std_frac"] == dead / len(trainer.groups)
         lengths = [len(r.trajectory.tokens) for r in rollouts]
         assert metrics["completion/len_mean"] == pytest.approx(sum(lengths) / len(lengths))
-    assert any(g.status == "surplus" for g in trainer.batch.groups) or metrics["dynamic/groups_surplus"] == 0
+    assert any(g.status == "surplus" for g in trainer.groups) or metrics["dynamic/groups_surplus"] == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"entropy_coef": 1e-9}, {"epochs_per_batch": 2}])
@@ -177,13 +179,13 @@ def test_live_metrics_cover_the_same_sequences_whatever_the_options(options: Any
     """Half of the groups is dead. With a KL penalty or a bonus they are computed too, and still not counted."""
     trainer = make_trainer(rewards=("step_rewards:later_half",), lr=1e-9, **options, **HOT)
     metrics = trainer.step()
-    live = [r for r in trainer.batch.rollouts if r.advantage]
-    assert metrics["live/frac"] == len(live) / len(trainer.batch.rollouts) == 8 / 16
+    live = [r for r in rollouts_of(trainer) if r.advantage]
+    assert metrics["live/frac"] == len(live) / len(rollouts_of(trainer)) == 8 / 16
     logps = [x for r in live for x in r.trajectory.logps]
     assert metrics["live/mean_new_logp"] == pytest.approx(sum(logps) / len(logps), abs=1e-5)
     entropies = [x for r in live for x in r.trajectory.entropies]
     assert metrics["live/entropy"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-5)
-    everything = [x for r in trainer.batch.rollouts for x in r.trajectory.entropies]
+    everything = [x for r in rollouts_of(trainer) for x in r.trajectory.entropies]
     assert metrics["rollout/entropy"] == pytest.approx(sum(everything) / len(everything), abs=1e-9)
 
 
@@ -228,7 +230,7 @@ def test_the_gap_to_the_sampler_is_not_the_policys_own_move_and_covers_dead_sequ
 
     trainer.model.mismatch.add = count  # type: ignore[method-assign]
     trainer.step()
-    tokens = sum(len(r.trajectory.tokens) for r in trainer.batch.rollouts)
+    tokens = sum(len(r.trajectory.tokens) for r in rollouts_of(trainer))
     assert sum(counted) == 2 * tokens  # all of them, in each of two epochs
 
 
@@ -251,7 +253,7 @@ def test_rejected_tokens_are_reported(make_trainer: Make) -> None:
 
 def test_logged_columns_and_tolerated_failures_reach_the_run_directory(make_trainer: Make) -> None:
     trainer = make_trainer(rewards=("exact_match", "step_rewards:logs_and_sometimes_fails"), completions_every=1)
-    trainer.step()
+    trainer._take_step(TrainResult(0))
     rows = pq.read_table(trainer.run.path / "completions" / "step-000001.parquet").to_pylist()
     assert [r["extra/first_letter"] for r in rows] == [
         None if r["error/logs_and_sometimes_fails"] else r["completion"][:1] for r in rows
@@ -266,7 +268,8 @@ def test_logged_columns_and_tolerated_failures_reach_the_run_directory(make_trai
 
 def test_groups_that_are_left_out_are_in_the_file_of_completions_too(make_trainer: Make) -> None:
     trainer = make_trainer(dynamic_sampling=2, rewards=("step_rewards:later_half",), completions_every=1)
-    metrics = trainer.step()
+    trainer._take_step(TrainResult(0))
+    (metrics,) = trainer.run.metrics()
     rows = pq.read_table(trainer.run.path / "completions" / "step-000001.parquet").to_pylist()
     counts = {s: sum(r["status"] == s for r in rows) / 4 for s in ("kept", "no_signal", "surplus")}
     assert counts == {

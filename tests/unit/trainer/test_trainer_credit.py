@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from step_rewards import rollouts_of
 
 from gruppo.advantage import ADVANTAGES
 from gruppo.errors import InputError
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.trainer.build import build_advantage
-from gruppo.trainer.state import RewardKL
+from gruppo.trainer.state import AdaptiveKL
 from gruppo.types import InputFeature
 
 Make = Callable[..., GRPOTrainer]
@@ -24,9 +25,8 @@ HOT = {"temperature": 1.5, "max_new_tokens": 5}
 
 def flat(trainer: GRPOTrainer) -> tuple[list[Any], list[int]]:
     """The rollouts of the step, and the group of each."""
-    assert trainer.batch is not None
-    groups = trainer.batch.kept
-    return trainer.batch.rollouts, [i for i, g in enumerate(groups) for _ in g.rollouts]
+    groups = trainer.kept
+    return rollouts_of(trainer), [i for i, g in enumerate(groups) for _ in g.rollouts]
 
 
 # --- estimators by name -------------------------------------------------------------------------------------------
@@ -214,14 +214,14 @@ def test_with_an_adapter_the_reference_is_the_base(make_trainer: Make) -> None:
 
 
 def test_the_controller_by_hand() -> None:
-    kl = RewardKL(coefficient=0.2, target=5.0, horizon=1000)
+    kl = AdaptiveKL(coefficient=0.2, target=5.0, horizon=1000)
     kl.follow(5.5, completions=100)  # error 0.1: 1 + 0.1 * 0.1
     assert kl.coefficient == pytest.approx(0.202)
     kl.follow(50.0, completions=100)  # error cut to 0.2
     assert kl.coefficient == pytest.approx(0.202 * 1.02)
     kl.follow(0.0, completions=500)  # error cut to -0.2
     assert kl.coefficient == pytest.approx(0.202 * 1.02 * 0.9)
-    fixed = RewardKL(coefficient=0.2)
+    fixed = AdaptiveKL(coefficient=0.2)
     fixed.follow(50.0, completions=100)
     assert fixed.coefficient == 0.2
 

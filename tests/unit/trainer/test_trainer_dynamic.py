@@ -49,7 +49,7 @@ def test_only_groups_with_different_rewards_are_kept_and_the_step_is_filled(make
     for _ in range(5):
         del batches[:]
         metrics = trainer.step()
-        groups = trainer.batch.kept
+        groups = trainer.kept
         assert all(len({r.reward for r in g.rollouts}) > 1 for g in groups)
         assert all(any(r.advantage for r in g.rollouts) for g in groups)
         made = counts(metrics)
@@ -88,7 +88,7 @@ def test_the_bound_is_kept_and_a_step_without_any_signal_does_nothing(make_train
     assert counts(metrics) == {
         "batches": 3.0, "groups_sampled": 12.0, "groups_kept": 0.0, "groups_dropped": 12.0, "groups_surplus": 0.0,
     }  # fmt: skip
-    assert trainer.batch.kept == ()
+    assert trainer.kept == []
     assert (metrics["reward/mean"], metrics["group/zero_std_frac"]) == (pytest.approx(0.7), 1.0)
     assert metrics["policy/loss"] == 0.0 and "optim/grad_norm" not in metrics
     assert all(math.isfinite(v) for v in metrics.values())

@@ -9,7 +9,6 @@ import pytest
 
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
-from gruppo.trainer.advantages import assign_advantages
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
 from gruppo.trainer.plan import make_plan
 from gruppo.trainer.rollout import rollout_metrics, score
@@ -189,7 +188,7 @@ def test_the_entropy_of_rollouts_is_the_samplers_own_where_it_is_known() -> None
 def test_masking_a_truncated_rollout_keeps_it_in_the_batch_unscored(make_trainer: Callable[..., Any]) -> None:
     stage = make_trainer().stage
     for mask_truncated, scored in ((False, [2, 4, 2, 1, 2, 3, 2, 2]), (True, [2, 4, 2, 1, 2, 0, 2, 2])):
-        assigned, _ = assign_advantages(groups(), stage, None, mask_truncated=mask_truncated)  # type: ignore[arg-type]
+        assigned = replace(stage, mask_truncated=mask_truncated).assign(groups())
         rollouts = [r for g in assigned for r in g.rollouts]
         assert [r.num_scored for r in rollouts] == scored
         assert [r.trajectory for r in rollouts] == [r.trajectory for g in groups() for r in g.rollouts]

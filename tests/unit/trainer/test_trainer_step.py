@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from step_rewards import rollouts_of
 
 from gruppo.errors import CheckpointError, MissingExtraError, NumericError
 from gruppo.trainer import GRPOTrainer
@@ -76,7 +77,7 @@ def test_a_single_update_is_on_policy_to_the_bit(make_trainer: Make) -> None:
 def test_advantages_are_the_standard_scores_of_the_groups(make_trainer: Make) -> None:
     trainer = make_trainer(**LIVE)
     trainer.step()
-    groups = trainer.batch.kept
+    groups = trainer.kept
     assert len(groups) == 4
     # Rewards 0, 1/3, 2/3, 1: mean 1/2, variance (1/4 + 1/36 + 1/36 + 1/4) / 3 = 5/27.
     expected = [x / math.sqrt(5 / 27) for x in (-1 / 2, -1 / 6, 1 / 6, 1 / 2)]
@@ -90,7 +91,7 @@ def test_the_loss_of_an_on_policy_step_is_minus_the_mean_advantage(make_trainer:
     # than 0.
     trainer = make_trainer(**LIVE, max_new_tokens=3, mask_truncated=True, temperature=3.0, normalization="centered")
     metrics = trainer.step()
-    rollouts = trainer.batch.rollouts
+    rollouts = rollouts_of(trainer)
     kept = [r.advantage for r in rollouts if not r.trajectory.is_truncated and r.trajectory.tokens]
     assert 0 < len(kept) < len(rollouts)
     assert metrics["policy/loss"] == pytest.approx(-sum(kept) / len(rollouts), abs=1e-6)
@@ -100,13 +101,13 @@ def test_the_loss_of_an_on_policy_step_is_minus_the_mean_advantage(make_trainer:
 def test_a_step_takes_the_prompts_and_seeds_of_its_number(make_trainer: Make, tmp_path: Path) -> None:
     first, second = make_trainer(), make_trainer(output=str(tmp_path / "other"), seed=1)
     first.step()
-    texts = [r.trajectory.text for r in first.batch.rollouts]
-    indices = [g.prompt.index for g in first.batch.kept]
+    texts = [r.trajectory.text for r in rollouts_of(first)]
+    indices = [g.prompt.index for g in first.kept]
     first.step()
-    assert [g.prompt.index for g in first.batch.kept] != indices
+    assert [g.prompt.index for g in first.kept] != indices
     second.step()
-    assert [g.prompt.index for g in second.batch.kept] != indices
-    assert [r.trajectory.text for r in second.batch.rollouts] != texts
+    assert [g.prompt.index for g in second.kept] != indices
+    assert [r.trajectory.text for r in rollouts_of(second)] != texts
 
 
 def test_epochs_and_minibatches_are_optimizer_steps(make_trainer: Make) -> None:
@@ -115,7 +116,7 @@ def test_epochs_and_minibatches_are_optimizer_steps(make_trainer: Make) -> None:
     assert trainer.model.version == 4
     assert metrics["optim/lr"] == pytest.approx(4e-4)  # the fourth of eight warm-up steps
     assert metrics["live/token_ratio_max"] > 1.0  # old log-probs are those before the first update
-    assert {s.policy_version for g in trainer.batch.kept for r in g.rollouts for s in [r.trajectory]} == {0}
+    assert {s.policy_version for g in trainer.kept for r in g.rollouts for s in [r.trajectory]} == {0}
 
 
 def test_old_logps_of_several_updates_are_the_trainers_before_the_first(make_trainer: Make, tmp_path: Path) -> None:
@@ -123,9 +124,9 @@ def test_old_logps_of_several_updates_are_the_trainers_before_the_first(make_tra
     trainer = make_trainer(**LIVE, epochs_per_batch=2, minibatches=2)
     trainer.step()
     other = make_trainer(**LIVE, epochs_per_batch=2, minibatches=2, output=str(tmp_path / "other"))
-    sequences = [r.trajectory for r in trainer.batch.rollouts]
+    sequences = [r.trajectory for r in rollouts_of(trainer)]
     features = [InputFeature(prompt_ids=s.prompt_ids, completion_ids=s.tokens) for s in sequences]
-    advantages = [r.advantage for r in trainer.batch.rollouts]
+    advantages = [r.advantage for r in rollouts_of(trainer)]
     old = other.model.forward_only(features)["logps"]
     for _ in range(2):
         for part in (slice(0, 8), slice(8, 16)):
@@ -551,7 +552,7 @@ def test_a_run_killed_between_record_and_checkpoint_has_each_step_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever is written first, the other is missing after a kill: neither order may lose or double a line."""
-    from gruppo.trainer.snapshot import Snapshots
+    from gruppo.trainer.state import Snapshots
 
     save = Snapshots.save
     for when in ("before", "after"):
