@@ -253,6 +253,31 @@ def test_scoring_and_training_choose_the_same_head_at_any_size(monkeypatch: pyte
     assert routes in ([], ["score", "train"])
 
 
+class OutOfRange(kernel_head.ChunkRoute):
+    """A route that finds a log-prob out of its range in the last window of a walk, as the fused one can."""
+
+    def window(self, head, hidden, labels, stats, directions):
+        stats.overflowed.fill_(1)
+        return kernel_head.TORCH.window(head, hidden, labels, stats, directions)
+
+
+def test_a_walk_that_begins_again_on_another_route_counts_its_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = random_features(num=8, seed=7)
+    monkeypatch.setattr(kernel_head, "CPU_SCRATCH", SCRATCH["tiny"])
+    results = []
+    for route in (kernel_head.TORCH, OutOfRange("fused", "gruppo.kernel.chunk_ops", holds_logits=False)):
+        monkeypatch.setattr(kernel_head, "best_route", lambda _weight, route=route: route)
+        monkeypatch.setattr(kernel_head, "TRITON", kernel_head.TORCH)
+        model = actor("qwen3", head="walk")
+        model.set_loss(DAPOLoss(beta=0.1, entropy_coef=0.0))
+        output = model.forward_backward(features, advantages=ADVANTAGES)
+        results.append((output.loss, output.terms["policy"], gradients(model.model)))
+    (loss, policy, grads), (again, policy_again, grads_again) = results
+    assert abs(loss.item()) > 1e-3
+    torch.testing.assert_close((again, policy_again), (loss, policy), rtol=1e-6, atol=1e-7)
+    assert largest_gap(list(grads_again.values()), list(grads.values())) < 1e-6
+
+
 @pytest.mark.parametrize("head", ["dense", "walk"])
 def test_a_body_that_ends_in_float32_meets_a_head_in_bfloat16(head: str) -> None:
     """Mamba keeps its residuals in float32 whatever its weights are in."""
