@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.batch.batch import PackedBatch
-from gruppo.batch.padded import offsets_from_positions
-from gruppo.batch.segments import IGNORE_INDEX, Segments
-from gruppo.batch.totals import Totals
+from gruppo.batch.packed import PackedBatch, Totals
+from gruppo.batch.segments import IGNORE_INDEX, Segments, offsets_from_positions
 from gruppo.errors import InputError
 from gruppo.kernel.reference import logps_and_entropy
 from gruppo.random import token_places

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.batch import PackedBatch, Totals
-from gruppo.batch.padded import pad_tokens
+from gruppo.batch.packed import pad_tokens
 from gruppo.kernel.head import Head, HeadResult, best_route
 from gruppo.kernel.index import take_repeated, take_unique
 from gruppo.kernel.reference import check_temperature, logps_and_entropy
