@@ -35,6 +35,7 @@ class LossInputs:
     segments: Segments
     totals: Totals
     on_policy: bool = False  # no old_logps were given: the ratio is 1 by definition
+    has_advantages: bool = True  # False: none were given, and they are 0
     ref_logps: Tensor | None = None  # [T]
     sampler_logps: Tensor | None = None  # [T] as the sampler computed them
     entropies: Tensor | None = None  # [T] with gradient
@@ -128,6 +129,7 @@ def align(
         segments=segments,
         totals=Totals.of(segments) if totals is None else totals,
         on_policy=old_logps is None,
+        has_advantages=advantages is not None,
         ref_logps=ref_T,
         sampler_logps=sampler_T,
         entropies=aligner.per_token("entropies", outputs["entropies"]) if "entropies" in outputs else None,
