@@ -40,8 +40,8 @@ def test_the_examples_of_the_public_entry_points_were_found():
     assert {
         "gruppo.loss",
         "gruppo.types",
-        "gruppo.batch.pack.pack",
-        "gruppo.batch.totals.Totals",
+        "gruppo.batch.packed.pack",
+        "gruppo.batch.packed.Totals",
         "gruppo.advantage.grpo.GRPOAdvantage",
         "gruppo.kernel.reference.logps_and_entropy",
     } <= names

@@ -1,4 +1,4 @@
-"""Which sequences share a forward.
+"""Micro-batches: the sequences that share a forward.
 
 The split is for memory and speed only: losses divide by the totals of the step, so no result depends on it.
 """
@@ -74,8 +74,6 @@ def split_shared(
     >>> split_shared([0, 0, 1, 1], [4, 4, 4, 4], [2, 2, 5, 6], tokens_per_microbatch=10)
     [[0, 1], [2], [3]]
     """
-    if tokens_per_microbatch < 1:
-        raise InputError(f"tokens_per_microbatch must be at least 1, got {tokens_per_microbatch}")
     members: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)

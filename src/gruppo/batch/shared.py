@@ -1,7 +1,7 @@
-"""A prompt is computed once per group: the rows that the body of a model runs on when completions share a prompt.
+"""Shared prompts: the rows that the body of a model runs on when a prompt is computed once per group.
 
-`PackedBatch` keeps one slot per token of every sequence; losses, metrics and the head see nothing else. Here is only
-what the *body* computes, and `slot_of` says which computed slot holds the hidden state of which slot of the batch.
+`PackedBatch` keeps one slot per token of every sequence; losses, metrics and the head see nothing else. These rows are
+for the *body* alone; `slot_of` maps each slot of the batch to the computed slot with its hidden state.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gruppo.batch.batch import PackedBatch, SharedPrompts
 from gruppo.batch.microbatch import split_shared
-from gruppo.batch.pack import as_rollouts, pack
+from gruppo.batch.packed import PackedBatch, SharedPrompts, as_rollouts, pack
 from gruppo.types import InputFeature, Rollout, Trajectory
 
 
 def prompt_groups(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Which group each trajectory belongs to: those whose prompts are equal token by token, wherever they stand.
+    """The group of each trajectory: those whose prompts are equal token by token, in any order.
 
     >>> from gruppo.types import Prompt
     >>> first, other = (Trajectory(prompt=Prompt(token_ids=ids), tokens=(7,)) for ids in ((5, 6), (5, 7)))

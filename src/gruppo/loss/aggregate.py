@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gruppo.batch.packed import Count, Totals
 from gruppo.batch.segments import Segments
-from gruppo.batch.totals import Count, Totals
 from gruppo.errors import InputError
 
 __all__ = [

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.batch.batch import PackedBatch
-from gruppo.batch.padded import offsets_from_positions
-from gruppo.batch.segments import IGNORE_INDEX, Segments
-from gruppo.batch.totals import Totals
+from gruppo.batch.packed import PackedBatch, Totals
+from gruppo.batch.segments import IGNORE_INDEX, Segments, offsets_from_positions
 from gruppo.errors import InputError
 from gruppo.kernel.reference import logps_and_entropy
 from gruppo.random import token_places
@@ -37,6 +35,7 @@ class LossInputs:
     segments: Segments
     totals: Totals
     on_policy: bool = False  # no old_logps were given: the ratio is 1 by definition
+    has_advantages: bool = True  # False: none were given, and they are 0
     ref_logps: Tensor | None = None  # [T]
     sampler_logps: Tensor | None = None  # [T] as the sampler computed them
     entropies: Tensor | None = None  # [T] with gradient
@@ -130,6 +129,7 @@ def align(
         segments=segments,
         totals=Totals.of(segments) if totals is None else totals,
         on_policy=old_logps is None,
+        has_advantages=advantages is not None,
         ref_logps=ref_T,
         sampler_logps=sampler_T,
         entropies=aligner.per_token("entropies", outputs["entropies"]) if "entropies" in outputs else None,

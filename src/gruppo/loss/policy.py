@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from gruppo.batch.packed import Totals
 from gruppo.batch.segments import Segments
-from gruppo.batch.totals import Totals
 from gruppo.errors import InputError
 from gruppo.loss.aggregate import local_token_mean, sequence_mean
 from gruppo.loss.inputs import LossInputs, PerToken, align

@@ -5,19 +5,10 @@ Keys, formulas and healthy ranges: `gruppo.keys` and `docs/metrics.md`. A metric
 """
 
 from gruppo.metric.base import Metric, largest, total
-from gruppo.metric.functional import pass_at_k
 from gruppo.metric.mismatch import MismatchMetric
-from gruppo.metric.policy import CISPOMetric, GRPOMetric, GSPOMetric, PolicyMetric, metric_for
+from gruppo.metric.policy import CISPOMetric, GRPOMetric, GSPOMetric, PolicyMetric, approx_kl, metric_for, pass_at_k
 
 __all__ = [
-    "CISPOMetric",
-    "GRPOMetric",
-    "GSPOMetric",
-    "Metric",
-    "MismatchMetric",
-    "PolicyMetric",
-    "largest",
-    "metric_for",
-    "pass_at_k",
-    "total",
-]
+    "CISPOMetric", "GRPOMetric", "GSPOMetric", "Metric", "MismatchMetric", "PolicyMetric", "approx_kl", "largest",
+    "metric_for", "pass_at_k", "total",
+]  # fmt: skip

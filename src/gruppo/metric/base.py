@@ -25,7 +25,7 @@ GRID = 2.0**30
 
 
 def exact_sum_(values: Tensor) -> Tensor:
-    """Sum in float64 of values on the grid of 2^-30, `[]`. Uses up the values: they are overwritten."""
+    """Sum in float64 of values on the grid of 2^-30, `[]`. The values are overwritten."""
     # A float32 times a power of two loses nothing, and rounding it is exact: what is no integer is below 2^23.
     return values.mul_(GRID).round_().sum(dtype=torch.float64) / GRID
 
@@ -56,7 +56,7 @@ class Metric:
     """
 
     keys: ClassVar[tuple[Key, ...]] = ()
-    """What it reports, where `gruppo.keys` does not say so already."""
+    """Keys that it reports and that `gruppo.keys` does not list."""
     sums: ClassVar[tuple[str, ...]] = ()
     maxima: ClassVar[tuple[str, ...]] = ()
 
@@ -82,42 +82,39 @@ class Metric:
         """Add one micro-batch; arguments as for a loss."""
         if not isinstance(outputs, Mapping):
             raise InputError(f"outputs must be a mapping with 'logps' or 'logits', got {type(outputs).__name__}")
-        given = {"advantages": None} | given
+        given.setdefault("advantages", None)
         with torch.no_grad():
-            self._add(align(inputs, outputs, **given, ignore_index=self.ignore_index))
+            aligned = align(inputs, outputs, **given, ignore_index=self.ignore_index)
+        self.add(aligned, live_only=False)
 
     @torch.no_grad()
-    def add(self, inputs: LossInputs) -> None:
-        """Add the micro-batch that a loss was computed on: its sequences with an advantage other than 0."""
-        self._add(inputs.of_live())
-
-    def _add(self, inputs: LossInputs) -> None:
-        values = self.measure(inputs)
-        zero = torch.zeros((), dtype=torch.float64, device=inputs.segments.bits.device)
-        if self._sums is None or self._maxima is None:
-            self._sums, self._maxima = self._empty(zero.device)
+    def add(self, inputs: LossInputs, live_only: bool = True) -> None:
+        """Add the micro-batch that a loss was computed on, or only its sequences with an advantage other than 0."""
+        values = self.measure(inputs.of_live() if live_only else inputs)
+        device = inputs.segments.bits.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
         if self.sums:
-            self._sums += torch.stack([values.get(name, zero).to(torch.float64) for name in self.sums])
+            seen = torch.stack([values.get(name, zero).to(torch.float64) for name in self.sums])
+            self._sums = self._sums.to(device, non_blocking=True) + seen
         if self.maxima:
-            seen = [values.get(name, zero - torch.inf).to(torch.float64) for name in self.maxima]
-            self._maxima = torch.maximum(self._maxima, torch.stack(seen))
-
-    def _empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        zeros = torch.zeros(len(self.sums), dtype=torch.float64, device=device)
-        return zeros, torch.full((len(self.maxima),), -torch.inf, dtype=torch.float64, device=device)
+            seen = torch.stack([values.get(name, zero - torch.inf).to(torch.float64) for name in self.maxima])
+            self._maxima = torch.maximum(self._maxima.to(device, non_blocking=True), seen)
+        self._num_sequences += inputs.segments.num_sequences
 
     def calculate(self) -> dict[str, Any]:
         """Metrics of everything since the last `reset`, over all ranks; {} when nothing was scored."""
         sums, maxima = self._sums, self._maxima
-        if sums is None or maxima is None:
+        if not self._num_sequences:
             if not self.groups:
                 return {}
-            sums, maxima = self._empty(reduction_device(self.groups))
+            sums, maxima = (values.to(reduction_device(self.groups)) for values in (sums, maxima))
         totals = dict(zip(self.sums, sum_over(self.groups, sums).tolist(), strict=True))
         totals |= dict(zip(self.maxima, max_over(self.groups, maxima).tolist(), strict=True))
         return self.report(totals)
 
     def reset(self) -> None:
         """Forget everything."""
-        self._sums: Tensor | None = None
-        self._maxima: Tensor | None = None
+        self._sums = torch.zeros(len(self.sums), dtype=torch.float64)
+        self._maxima = torch.full((len(self.maxima),), -torch.inf, dtype=torch.float64)
+        self._num_sequences = 0
+        self._top: Tensor | None = None  # rows of single tokens, for a metric that reports some

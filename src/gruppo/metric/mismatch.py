@@ -56,10 +56,9 @@ class MismatchMetric(Metric):
         blank = {"logps": torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)}
         super().accumulate(inputs, blank, old_logps=old_logps, sampler_logps=sampler_logps)
 
-    @torch.no_grad()
-    def add(self, inputs: LossInputs) -> None:
+    def add(self, inputs: LossInputs, live_only: bool = False) -> None:
         """Add the micro-batch that a loss was computed on: all of its sequences."""
-        self._add(inputs)
+        super().add(inputs, live_only)
 
     def measure(self, inputs: LossInputs) -> Mapping[str, Tensor]:
         segments = inputs.segments

@@ -3,6 +3,7 @@
 The three classes differ in what counts as clipped. `metric_for` finds the one that fits a loss.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs, PerToken
+from gruppo.loss.level import MAX_LOG_RATIO, token_level
 from gruppo.loss.policy import PolicyLoss
+from gruppo.loss.terms import MAX_DELTA
 from gruppo.metric.base import Metric, exact_sum_
-from gruppo.metric.functional import above, below, kl_and_ratio, sequence_ratio, token_ratio
 from gruppo.parallel.ranks import gather_over, reduction_device
 
 if TYPE_CHECKING:
@@ -89,24 +91,24 @@ class PolicyMetric(Metric):
         advantages: Tensor | Sequence[float] | PerToken | None = None,
     ) -> None:
         """Add one micro-batch. Arguments as for a loss; without `old_logps` or `advantages` fewer keys are reported."""
-        self._has_advantages = advantages is not None
         super().accumulate(inputs, outputs, old_logps=old_logps, advantages=advantages)
-        self._has_advantages = True
 
     def measure(self, inputs: LossInputs) -> Mapping[str, Tensor]:
         segments = inputs.segments
         num_tokens = segments.length.sum()
-        new_T, old_T = self._scaled(inputs.logps), self._scaled(inputs.old_logps)
+        new_T, old_T = inputs.logps, inputs.old_logps
+        if self.temperature != 1:
+            new_T, old_T = new_T * self.temperature, old_T * self.temperature
         values = {"tokens": num_tokens}
         # Aligned values are 0 in slots that are not scored, and so are their differences and KL: plain sums will do.
-        # These tensors were made for this call, so that the sums may use them up; they come last.
+        # These tensors were made for this call, so that the sums may overwrite them; they come last.
         if not inputs.on_policy:
             kl_T, ratio_T = kl_and_ratio(new_T, old_T)
             if self.temperature != 1:
-                ratio_T = token_ratio(inputs)
+                ratio_T = token_level(inputs).exp()
             if self.top_k_kl:
                 self._merge_top(_top_tokens(inputs, kl_T, ratio_T, new_T, old_T, self.top_k_kl, self._num_sequences))
-            if self._has_advantages and self.clips:
+            if inputs.has_advantages and self.clips:
                 values["units"], values["low"], values["high"] = self.count_clipped(inputs, ratio_T)
             # Both are never negative, so 0 in a slot that is not scored cannot win.
             if len(kl_T):
@@ -117,11 +119,7 @@ class PolicyMetric(Metric):
             values["diff"] = values["new"] - values["old"]
         if inputs.entropies is not None:
             values |= {"with_entropy": num_tokens, "entropy": exact_sum_(inputs.entropies)}
-        self._num_sequences += segments.num_sequences
         return values
-
-    def _scaled(self, logps_T: Tensor) -> Tensor:
-        return logps_T if self.temperature == 1 else logps_T * self.temperature
 
     def report(self, totals: Mapping[str, float]) -> dict[str, Any]:
         results: dict[str, Any] = {}
@@ -144,12 +142,6 @@ class PolicyMetric(Metric):
         if self.top_k_kl and (top := self._top_of_all_ranks()):
             results["train/top_k_kl"] = top
         return results
-
-    def reset(self) -> None:
-        super().reset()
-        self._has_advantages = True
-        self._num_sequences = 0
-        self._top: Tensor | None = None  # [<= k, fields], best first
 
     # --- the K tokens that moved most -----------------------------------------------------------------------------
 
@@ -212,9 +204,9 @@ class GRPOMetric(PolicyMetric):
 
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The ratio of a slot that is not scored is 1, which no band leaves out.
-        low = torch.dot(below(ratio_T, self.low), below(inputs.advantages, 0))
-        high = torch.dot(above(ratio_T, self.high), above(inputs.advantages, 0))
-        return inputs.segments.length.sum(), low, high
+        low_T = (ratio_T < self.low) & (inputs.advantages < 0)
+        high_T = (ratio_T > self.high) & (inputs.advantages > 0)
+        return inputs.segments.length.sum(), low_T.count_nonzero(), high_T.count_nonzero()
 
 
 class CISPOMetric(PolicyMetric):
@@ -222,7 +214,7 @@ class CISPOMetric(PolicyMetric):
 
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The ratio of a slot that is not scored is 1, which no band leaves out.
-        counts = below(ratio_T, self.low).sum(), above(ratio_T, self.high).sum()
+        counts = (ratio_T < self.low).count_nonzero(), (ratio_T > self.high).count_nonzero()
         return inputs.segments.length.sum(), *counts
 
 
@@ -234,7 +226,7 @@ class GSPOMetric(PolicyMetric):
     """
 
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ratio_S = sequence_ratio(inputs)
+        ratio_S = inputs.segments.mean(token_level(inputs)).exp()
         advantage_S = inputs.segments.mean(inputs.advantages)
         low_S = (ratio_S < self.low) & (advantage_S < 0)
         high_S = (ratio_S > self.high) & (advantage_S > 0)
@@ -250,3 +242,35 @@ def metric_for(loss: PolicyLoss, **options: Any) -> PolicyMetric:
     elif loss.caps_every_sign:
         cls = CISPOMetric
     return cls(epsilon=None, **options) if loss.clip_range is None else cls.from_loss(loss, **options)
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+def approx_kl(new_logps_T: Tensor, old_logps_T: Tensor) -> Tensor:
+    """k3 of KL(old || new) from tokens drawn from old: r - 1 - log r, r = new / old.
+
+    Never negative; the difference is bounded to +-40.
+    """
+    return kl_and_ratio(new_logps_T, old_logps_T)[0]
+
+
+def kl_and_ratio(new_logps_T: Tensor, old_logps_T: Tensor) -> tuple[Tensor, Tensor]:
+    """`approx_kl` and the ratio that a token-level loss sees, from one exponential, without gradient."""
+    diff_T = (new_logps_T - old_logps_T).clamp_(-MAX_DELTA, MAX_DELTA)
+    ratio_T = diff_T.expm1()
+    kl_T = (ratio_T - diff_T).clamp_(min=0)
+    return kl_T, ratio_T.add_(1).clamp_(max=math.exp(MAX_LOG_RATIO))
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that at least one of k samples drawn without replacement is correct.
+
+        1 - C(n - c, k) / C(n, k)
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise InputError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={num_samples}, c={num_correct}, k={k}")
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.batch import PackedBatch, Totals
-from gruppo.batch.padded import pad_tokens
+from gruppo.batch.packed import pad_tokens
 from gruppo.kernel.chunk_ops import LogitShape
 from gruppo.kernel.dense import dense_logps_and_entropy
 from gruppo.kernel.head import Head, HeadResult, best_route

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.batch import PackedBatch, Totals, pack
-from gruppo.batch.pack import as_rollouts
+from gruppo.batch.packed import as_rollouts
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gruppo.batch import is_packed, pack_rows, pad_tokens
-from gruppo.batch.padded import offsets_from_positions
+from gruppo.batch.segments import offsets_from_positions
 from gruppo.errors import InputError
 
 
