@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
-from gruppo.kernel.reference import logps_and_entropy
+from gruppo.kernel.logps import logps_and_entropy
 from gruppo.loss import GRPOLoss, PolicyGradient, PolicyLoss
 from gruppo.task.chat import encode_texts
 

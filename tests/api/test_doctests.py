@@ -43,5 +43,5 @@ def test_the_examples_of_the_public_entry_points_were_found():
         "gruppo.batch.packed.pack",
         "gruppo.batch.packed.Totals",
         "gruppo.advantage.grpo.GRPOAdvantage",
-        "gruppo.kernel.reference.logps_and_entropy",
+        "gruppo.kernel.logps.logps_and_entropy",
     } <= names

@@ -91,8 +91,7 @@ def test_every_layout_scores_as_each_sequence_alone(family: str, layout: Any, ca
     assert largest_gap(model.reference_logps(features), expected) < 1e-5
     if layout == "padded" or family not in NOT_SHARED:
         assert warnings_of(caplog) == []
-        (micro,) = model.planner.split([f.rollout() for f in features])
-        batch = micro.batch
+        (batch,) = model.planner.split([f.rollout() for f in features])
         assert (batch.in_one_row, batch.shared is not None) == (layout == "packed", layout == "shared")
         return
     (line,) = warnings_of(caplog)

@@ -99,6 +99,7 @@ class PackedBatch(_Tensors):
     scored: Tensor  # [N] int64: the slots that are scored
     offsets: Tensor  # [S + 1] int64: first of each sequence among the scored slots, then N
     lengths: tuple[int, ...]  # scored slots of each sequence, on the host
+    indices: tuple[int, ...] = ()  # which rollouts of a step the sequences are
     advantages: Tensor  # [T] float32, 0 where not scored; so the next three
     old_logps: Tensor | None = None  # [T] float32
     ref_logps: Tensor | None = None  # [T] float32

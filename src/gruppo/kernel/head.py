@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gruppo.errors import InputError
 from gruppo.kernel.chunk_ops import LogitShape
-from gruppo.kernel.reference import at_least_float32, check_head, check_temperature
+from gruppo.kernel.logps import at_least_float32, check_head, check_temperature
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gruppo.batch.packed import PackedBatch, Totals
 from gruppo.batch.segments import IGNORE_INDEX, Segments, offsets_from_positions
 from gruppo.errors import InputError
-from gruppo.kernel.reference import logps_and_entropy
+from gruppo.kernel.logps import logps_and_entropy
 from gruppo.random import token_places
 
 PerToken = Tensor | Sequence[Sequence[float] | Tensor]

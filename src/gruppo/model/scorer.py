@@ -19,7 +19,7 @@ forward runs, and gradients reach it through autograd.
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,10 +29,9 @@ from torch import Tensor, nn
 from gruppo.batch import PackedBatch, Totals
 from gruppo.batch.packed import pad_tokens
 from gruppo.kernel.chunk_ops import LogitShape
-from gruppo.kernel.dense import dense_logps_and_entropy
 from gruppo.kernel.head import Head, HeadResult, best_route
 from gruppo.kernel.index import take_repeated, take_unique
-from gruppo.kernel.reference import check_temperature, logps_and_entropy
+from gruppo.kernel.logps import check_temperature, dense_logps_and_entropy, logps_and_entropy
 from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.model.attention_hook import call_keywords, set_shared_attention
@@ -81,7 +80,12 @@ class Scorer:
         if head is None or not self.walks(batch.num_slots):
             inputs = LossInputs.of(batch, *self(batch), totals)
             return loss.compute(inputs), inputs
-        walk = LossWalk(loss, batch, totals)
+
+        def inputs_of(dtype: torch.dtype) -> LossInputs:
+            blank = torch.zeros(len(batch.scored), dtype=dtype, device=batch.scored.device)
+            return LossInputs.of(batch, blank, None, totals)
+
+        walk = LossWalk(loss, inputs_of, batch.lengths)
         more = (head, walk, batch.labels[batch.scored], self.temperature)
         total = self._run(batch, lambda hidden_ND: _Walk.apply(hidden_ND, head.weight, head.bias, *more))
         inputs, result = walk.inputs, walk.result
@@ -151,8 +155,10 @@ class LossWalk:
     """The loss of a walk over windows: dL/dlogp of each window, and the sums of what the loss reports."""
 
     loss: PolicyLoss
-    batch: PackedBatch
-    totals: Totals
+    make_inputs: Callable[[torch.dtype], LossInputs]
+    """The inputs over all scored tokens, for log-probs of this dtype, which are not read."""
+    lengths: Sequence[int]
+    """Scored tokens of each sequence."""
     terms: dict[str, Tensor] = field(default_factory=dict)
     rejected: Tensor | None = None
     result: HeadResult | None = None
@@ -162,25 +168,24 @@ class LossWalk:
 
     @property
     def inputs(self) -> LossInputs:
-        """The inputs over all scored tokens. Made at the first window, while the GPU is busy with its product."""
+        """Made at the first window, while the GPU is busy with its product."""
         if self._inputs is None:
-            scored = self.batch.scored
-            unread = torch.zeros(len(scored), dtype=self._dtype, device=scored.device)
-            self._inputs = LossInputs.of(self.batch, unread, None, self.totals)
+            self._inputs = self.make_inputs(self._dtype)
         return self._inputs
 
-    def __call__(self, head: Head, hidden: Tensor, labels: Tensor, *, trains: bool) -> Tensor:
-        """The loss; log-probs and gradients are in `result`. `trains`: whether the output weight gets a gradient."""
+    def __call__(self, head: Head, hidden: Tensor, labels: Tensor, trains: bool) -> tuple[HeadResult, Tensor]:
+        """Log-probs and gradients, and the loss; `trains`: whether the output weight gets a gradient."""
         self._dtype = head.dtype
         self.result = head.train(
             hidden,
             labels,
             self._gradient,
-            lengths=None if self.loss.is_per_token else self.batch.lengths,
+            lengths=None if self.loss.is_per_token else self.lengths,
             needs_weight=trains,
             entropy_gradient=self.loss.differentiates_entropies,
         )
-        return torch.zeros((), dtype=head.dtype, device=hidden.device) if self._total is None else self._total
+        total = torch.zeros((), dtype=head.dtype, device=hidden.device) if self._total is None else self._total
+        return self.result, total
 
     def _gradient(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
         if rows.start == 0:  # a walk that left a route's range begins again
@@ -270,8 +275,9 @@ class _Walk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight, bias, head: LogpHead, walk: LossWalk, labels_N, temperature) -> Tensor:
         windows, wide_ND = head.walk(hidden_ND, temperature)
-        loss = walk(windows, wide_ND, labels_N, trains=ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
-        ctx.width, ctx.dtype, ctx.result = hidden_ND.shape[1], hidden_ND.dtype, walk.result
+        trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        ctx.result, loss = walk(windows, wide_ND, labels_N, trains)
+        ctx.width, ctx.dtype = hidden_ND.shape[1], hidden_ND.dtype
         return loss
 
     @staticmethod

@@ -15,10 +15,9 @@ from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.metric import Metric, MismatchMetric
-from gruppo.model.layout import Layout
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
-from gruppo.model.plan import MicroBatch, Planner, StepPlan
+from gruppo.model.plan import Layout, Planner, StepPlan
 from gruppo.model.reference import Reference
 from gruppo.model.scorer import HeadChoice, Scorer
 from gruppo.parallel.ranks import Ranks
@@ -201,9 +200,9 @@ class TransformersModel:
         rollouts = as_rollouts([InputFeature(prompt_ids=row, completion_ids=(0,)) for row in rows])
         order: list[int] = []
         logits = []
-        for micro in self.planner.split(rollouts):
-            order += micro.indices
-            logits.append(self.scorer.logits(micro.batch.to(self.device)).float())
+        for batch in self.planner.split(rollouts):
+            order += batch.indices
+            logits.append(self.scorer.logits(batch.to(self.device)).float())
         return torch.cat(logits)[torch.tensor(order).argsort()]
 
     @torch.no_grad()
@@ -212,10 +211,10 @@ class TransformersModel:
         lengths = [rollout.num_scored for rollout in rollouts]
         empty = torch.zeros(0, device=self.device)
         results: dict[str, list[Tensor]] = {name: [empty] * len(rollouts) for name in ("logps", "entropies")}
-        for micro in self.planner.split(rollouts):
-            scored = scorer(micro.batch.to(self.device))
+        for batch in self.planner.split(rollouts):
+            scored = scorer(batch.to(self.device))
             for values, numbers in zip(results.values(), scored, strict=True):
-                for i, piece in zip(micro.indices, numbers.split(micro.batch.lengths), strict=False):  # not if idle
+                for i, piece in zip(batch.indices, numbers.split(batch.lengths), strict=False):  # not if idle
                     values[i] = piece
         if self.ranks.world > 1:
             for name, values in results.items():  # each rank has its own share, and 0 elsewhere
@@ -268,12 +267,12 @@ class TransformersModel:
             totals = self._survey(rollouts, totals)
         return self.planner.step(rollouts, self.loss, totals, measures_gap=self.measures_gap)
 
-    def run(self, plan: StepPlan, watch: Callable[[MicroBatch, LossInputs], None] | None = None) -> LossOutput:
+    def run(self, plan: StepPlan, watch: Callable[[PackedBatch, LossInputs], None] | None = None) -> LossOutput:
         """Forward, loss and backward of each micro-batch of a plan; `watch` sees what each loss was computed on."""
         loss, terms = torch.zeros((), device=self.device), {}
         on_policy, rejected = True, None
-        for micro in plan.microbatches:
-            batch = micro.batch.to(self.device)
+        for batch in plan.microbatches:
+            batch = batch.to(self.device)
             if "ref_logps" in self.loss.needs and batch.ref_logps is None:
                 batch = replace(batch, ref_logps=self._reference_logps(batch))
             output, inputs = self.scorer.loss_of(batch, self.loss, plan.totals)
@@ -287,9 +286,9 @@ class TransformersModel:
                 rejected = output.rejected if rejected is None else rejected + output.rejected
             self._observe(inputs)
             if watch is not None:
-                watch(micro, inputs)
-        for micro in plan.observed:
-            self._measure_gap(micro.batch.to(self.device), plan.totals)
+                watch(batch, inputs)
+        for batch in plan.observed:
+            self._measure_gap(batch.to(self.device), plan.totals)
         sum_ = self.ranks.sum
         return LossOutput(
             loss=sum_(loss),

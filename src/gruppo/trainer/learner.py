@@ -12,9 +12,9 @@ from gruppo.types import Group, Rollout
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gruppo.batch import PackedBatch
     from gruppo.loss.inputs import LossInputs
     from gruppo.model import TransformersModel
-    from gruppo.model.plan import MicroBatch
 
 MAX_SKIPPED = 3
 """Optimizer steps in a row whose gradient was not finite before the run stops."""
@@ -102,14 +102,14 @@ class TokenRecord:
         self.model = model
         self.seen: dict[int, dict[str, Tensor]] = {}
 
-    def of(self, first: int) -> "Callable[[MicroBatch, LossInputs], None]":
+    def of(self, first: int) -> "Callable[[PackedBatch, LossInputs], None]":
         """A watch for `TransformersModel.run` over rollouts that are numbered from `first`."""
 
-        def watch(micro: "MicroBatch", inputs: "LossInputs") -> None:
+        def watch(batch: "PackedBatch", inputs: "LossInputs") -> None:
             columns = {"policy_logps": inputs.logps.detach(), "rejected": self.model.loss.rejected_tokens(inputs)}
             columns |= {"old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps, "entropies": inputs.entropies}
-            pieces = {k: v.detach().split(micro.batch.lengths) for k, v in columns.items() if v is not None}
-            for row, i in enumerate(micro.indices):
+            pieces = {k: v.detach().split(batch.lengths) for k, v in columns.items() if v is not None}
+            for row, i in enumerate(batch.indices):
                 self.seen[first + i] = {name: split[row] for name, split in pieces.items()}
 
         return watch

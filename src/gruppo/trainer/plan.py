@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gruppo.kernel.head import memory_estimate
-from gruppo.model.layout import WORTH_IT, plan_rows
+from gruppo.model.plan import WORTH_IT, plan_rows
 from gruppo.model.scorer import SMALL_LOGITS
 from gruppo.trainer.config import TrainConfig
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.kernel.chunk_ops import LogitShape
 from gruppo.kernel.head import Head
-from gruppo.kernel.reference import check_head, check_temperature
+from gruppo.kernel.logps import check_head, check_temperature
 
 
 def walked_logps_and_entropy(

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from gruppo.kernel import linear_logps_and_entropy
-from gruppo.kernel.dense import dense_logps_and_entropy
+from gruppo.kernel.logps import dense_logps_and_entropy
 from gruppo.loss import GRPOLoss, GSPOLoss
 from gruppo.model import TransformersModel, plan
 from gruppo.types import InputFeature

@@ -13,7 +13,7 @@ from gruppo.loss import DAPOLoss, GRPOLoss, GSPOLoss
 from gruppo.metric import GRPOMetric
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.model import attention_hook as model_attention
-from gruppo.model.layout import plan_rows
+from gruppo.model.plan import plan_rows
 from gruppo.types import InputFeature
 
 # Ragged prompts (one of a single token) and completions (some of one token, one repeated, one with masked tokens), the
@@ -154,8 +154,8 @@ def test_auto_shares_where_the_estimate_says_so():
 def test_auto_pads_what_does_not_share():
     model = actor("llama", layout="auto")
     features = [InputFeature(prompt_ids=(i, 4), completion_ids=(5, 6)) for i in range(3, 9)]
-    (micro,) = model.planner.split([f.rollout() for f in features])
-    assert micro.batch.shared is None
+    (batch,) = model.planner.split([f.rollout() for f in features])
+    assert batch.shared is None
     assert model.model.config._attn_implementation == "sdpa"
 
 
