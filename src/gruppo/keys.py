@@ -129,11 +129,7 @@ KEYS = (
     Key("optim/lr", "learning rate of the last update", reduce="last"),
     Key("optim/skipped", "updates whose gradient was not finite", "updates", expect="0", reduce="sum"),
     Key("live/frac", "share of live completions", "kept"),
-    Key(
-        "live/rejected_frac",
-        "share of tokens that the loss's weights leave out; for losses that can",
-        TOKENS,
-    ),
+    Key("live/rejected_frac", "share of tokens that the loss's weights leave out; for losses that can", TOKENS),
     Key(
         "live/policy_confidence",
         "geometric mean of the tokens' probabilities",
@@ -168,14 +164,7 @@ KEYS = (
         r"$\operatorname{mean}H_t$, in nats",
         "falling slowly, well above 0",
     ),
-    Key(
-        "live/clip_ratio",
-        "share clipped; for losses that clip",
-        TOKENS,
-        "low + high",
-        "0 to 0.1",
-        line="clip {:.1%}",
-    ),
+    Key("live/clip_ratio", "share clipped; for losses that clip", TOKENS, "low + high", "0 to 0.1", line="clip {:.1%}"),
     Key(
         "live/clip_ratio_low",
         "share clipped from below",
