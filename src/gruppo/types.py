@@ -149,10 +149,10 @@ class Rollout:
     """Which sampled tokens the loss left out of its policy term in that update."""
 
     def __post_init__(self) -> None:
-        for name in ("old_logps", "ref_logps", "policy_logps", "entropies", "rejected"):
-            check_per_token(name, getattr(self, name), self.trajectory.num_sampled)
-        if isinstance(self.advantage, tuple):
-            check_per_token("advantage", self.advantage, self.trajectory.num_sampled)
+        for name in ("advantage", "old_logps", "ref_logps", "policy_logps", "entropies", "rejected"):
+            values = getattr(self, name)
+            if hasattr(values, "__len__"):  # an advantage may be one number
+                check_per_token(name, values, self.trajectory.num_sampled)
 
     @property
     def num_scored(self) -> int:
