@@ -45,6 +45,8 @@ def test_the_order_has_every_package() -> None:
 
 
 def test_an_import_upward_would_be_found(tmp_path: Path) -> None:
-    source = "def f():\n    from gruppo.trainer.config import TrainConfig\n\nfrom gruppo import cli\nimport gruppo.loss\n"
+    source = (
+        "def f():\n    from gruppo.trainer.config import TrainConfig\n\nfrom gruppo import cli\nimport gruppo.loss\n"
+    )
     (tmp_path / "module.py").write_text(source)
     assert imported(tmp_path / "module.py") == {"trainer", "cli", "loss"}

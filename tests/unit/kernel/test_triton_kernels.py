@@ -15,6 +15,7 @@ from gruppo.kernel.chunk_ops import LogitShape
 from gruppo.kernel.head import RowStats
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the compiled kernels"),
     pytest.mark.filterwarnings(
         "ignore::RuntimeWarning:triton"

@@ -20,6 +20,8 @@ from gruppo.sampler.vllm.server import _flags
 from gruppo.types import InputFeature, Prompt, SampleResponse
 from gruppo.weights import WeightStore, store
 
+pytestmark = pytest.mark.slow  # starts servers
+
 PROMPTS = ["47+85=", "12+9=", "99+1=", "5+5=", "30+31="]
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
 LORA = LoraSpec(rank=4)
