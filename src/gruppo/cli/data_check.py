@@ -14,10 +14,10 @@ import tyro
 
 from gruppo.cli.options import parse
 from gruppo.errors import GruppoError
+from gruppo.run.console import printable
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
 from gruppo.task.load import resolve_source
 from gruppo.task.prompts import PromptSet, load_prompts
-from gruppo.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,8 +18,8 @@ from rich.text import Text
 from gruppo.cli.options import parse
 from gruppo.errors import GruppoError, InputError
 from gruppo.reward import RewardResult, RewardScorer, load_reward
-from gruppo.reward.outcome import statistics
-from gruppo.text import printable
+from gruppo.reward.scorer import statistics
+from gruppo.run.console import printable
 
 _HUGE = "1 + 1 = 2, <think> \\boxed{ and so on. " * 2700
 _JUNK = "\u202e\u0000\u001b[2J\ud800 \U0001f9ee ４２ Z\u0351\u036b\u0343 [/red] </script> "

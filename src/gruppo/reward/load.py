@@ -3,15 +3,16 @@
 import importlib.util
 import inspect
 import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from gruppo.errors import InputError, require
 from gruppo.imports import did_you_mean, import_name, import_object
-from gruppo.reward.base import Reward, name_of, parameters_of
+from gruppo.reward.call import Parameters, name_of, parameters_of
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.math_equal import MathMatch
 from gruppo.reward.number import NumberMatch
@@ -28,6 +29,35 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "soft_overlong": SoftOverlong,
     "pattern_match": PatternMatch,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A reward function, with its weight in the total and the place where it runs."""
+
+    name: str
+    """Key of its values and metrics (`reward/<name>/mean`)."""
+    function: Callable[..., Any]
+    weight: float = 1.0
+    """Factor in the total; 0 means "log only"."""
+    isolated: bool = True
+    """Run in a worker process that can be killed. False runs it in this process, where a hang hangs the trainer."""
+    source: str = ""
+    """`module:function` that a worker imports it from; empty when only the object is known."""
+    is_unnamed: bool = False
+    """The name is the function's own, not one that was given, so a scorer may number it: `name_2`."""
+
+    parameters: Parameters = field(init=False, repr=False, compare=False)
+    """Arguments that the function takes."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or not self.name.isprintable():
+            raise InputError(f"reward name must be printable text without '/', got {self.name!r}")
+        if not callable(self.function) or inspect.isclass(self.function):
+            raise InputError(f"reward {self.name!r} must be a function or an instance, got {self.function!r}")
+        if not math.isfinite(self.weight):
+            raise InputError(f"weight of reward {self.name!r} must be a finite number, got {self.weight!r}")
+        object.__setattr__(self, "parameters", parameters_of(self.function))
 
 
 def load_reward(
@@ -76,7 +106,6 @@ def load_reward(
         raise require("math", "math-verify", "math_match")
     if not callable(target):
         raise InputError(f"{spec!r} is {type(target).__name__} {target!r}, not a function")
-    parameters_of(target)  # refuses a signature that cannot be called with keywords
     return Reward(
         name=name or default_name,
         function=target,

@@ -6,12 +6,11 @@ makes a verifier give up. Where that cannot be had, the reward runs in a worker 
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import InputError
-from gruppo.text import completion_text, text_inside
 
 _PUNCTUATION = string.punctuation + "‘’“”«»…–—−¿¡、。，！？：；（）「」"
 
@@ -38,18 +37,20 @@ class Verifier:
         return (self.column,)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        golds = _column(self, columns, self.column)
-        return [self._score_one(completion, gold) for completion, gold in zip(completions, golds, strict=True)]
-
-    def _score_one(self, completion: Any, gold: Any) -> float | None:
-        if gold is None:
-            return None
-        text = without_thoughts(completion_text(completion))
-        if self.inside and text is not None:
-            text = text_inside(text, self.inside)
-        score = self.score(text or "", str(gold))
-        # Whether a row abstains depends on its gold answer alone, so `score` decides that for empty text too.
-        return 0.0 if text is None and score is not None else score
+        if self.column not in columns:
+            raise _no_column(self, self.column, columns)
+        scores: list[float | None] = []
+        for completion, gold in zip(completion_texts(completions), columns[self.column], strict=True):
+            if gold is None:
+                scores.append(None)
+                continue
+            text = without_thoughts(completion)
+            if self.inside and text is not None:
+                text = text_inside(text, self.inside)
+            score = self.score(text or "", str(gold))
+            # Whether a row abstains depends on its gold answer alone, so `score` decides that for empty text too.
+            scores.append(0.0 if text is None and score is not None else score)
+        return scores
 
     def score(self, text: str, gold: str) -> float | None:
         """The reward of one completion; None when the gold answer cannot be used."""
@@ -108,16 +109,13 @@ class PatternMatch:
         return () if self.pattern else (self.column,)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        if self.pattern:
-            patterns: Sequence[Any] = [self.pattern] * len(completions)
-        else:
-            patterns = _column(self, columns, self.column)
-        return [self._score_one(*pair) for pair in zip(completions, patterns, strict=True)]
-
-    def _score_one(self, completion: Any, pattern: Any) -> float | None:
-        if pattern is None:
-            return None
-        return float(_compile(pattern).search(completion_text(completion)[-self.max_chars :]) is not None)
+        if not self.pattern and self.column not in columns:
+            raise _no_column(self, self.column, columns)
+        patterns = [self.pattern] * len(completions) if self.pattern else columns[self.column]
+        return [
+            None if pattern is None else float(_compile(pattern).search(text[-self.max_chars :]) is not None)
+            for text, pattern in zip(completion_texts(completions), patterns, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +128,7 @@ class _Format:
     isolated: ClassVar[bool] = False
 
     def __call__(self, completions: Sequence[Any]) -> list[float | None]:
-        return [float(self.fits(self.prefix + completion_text(completion))) for completion in completions]
+        return [float(self.fits(self.prefix + text)) for text in completion_texts(completions)]
 
     def fits(self, text: str) -> bool:
         raise NotImplementedError
@@ -176,6 +174,32 @@ class ThinkFormat(_Format):
         return answer is not None and bool(answer.strip())
 
 
+def completion_texts(completions: Sequence[Any]) -> list[str]:
+    """The text of each completion, be it a string or a list of messages (then of the last one)."""
+    texts: list[str] = []
+    for completion in completions:
+        content = completion
+        if not isinstance(completion, str):
+            content = completion[-1].get("content") if completion else ""
+        if isinstance(content, list):  # parts of a multimodal message
+            content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        texts.append(content or "")
+    return texts
+
+
+def text_inside(text: str, tag: str) -> str | None:
+    """The content of the last `<tag>...</tag>`, or None without one.
+
+    Searching from the end takes linear time; the usual regular expression is quadratic on hostile text.
+
+    >>> text_inside("<answer>1</answer> no, <answer>2</answer>", "answer")
+    '2'
+    """
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
+    return text[start + len(tag) + 2 : end] if start >= 0 else None
+
+
 def without_thoughts(text: str) -> str | None:
     """The answer: the text after the last `</think>`, up to a `<think>` that is never closed.
 
@@ -209,10 +233,8 @@ def _bare(word: str) -> str:
     return ("-" if "-" in lead or "−" in lead else "") + ("." if lead.endswith(".") else "") + core
 
 
-def _column(verifier: Any, columns: Mapping[str, Any], name: str) -> Sequence[Any]:
-    if name not in columns:
-        raise InputError(f"{verifier!r} needs the column {name!r}, got {', '.join(sorted(columns)) or 'no columns'}")
-    return columns[name]
+def _no_column(verifier: Any, name: str, columns: Iterable[str]) -> InputError:
+    return InputError(f"{verifier!r} needs the column {name!r}, got {', '.join(sorted(columns)) or 'no columns'}")
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

@@ -20,15 +20,19 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from gruppo.errors import InputError, RewardError
-from gruppo.reward.call import Call, CallResult, FunctionSpec
+from gruppo.reward.call import Call, CallResult
 from gruppo.reward.load import is_in_main
 from gruppo.reward.worker import STACK_SIGNAL, work
 
 _log = logging.getLogger(__name__)
+
+Functions = Mapping[str, str | Callable[..., Any]]
+"""Reward functions by name: the `module:function` that a worker imports, or the object itself."""
 
 _SPAWN = multiprocessing.get_context("spawn")  # fork would copy the trainer's threads and CUDA context
 
@@ -45,13 +49,13 @@ _MAX_RESULT_BYTES = 256 * 2**20
 class WorkerPool:
     """A fixed number of workers that make calls."""
 
-    def __init__(self, functions: Sequence[FunctionSpec], *, size: int, poll: Callable[[], None] | None = None) -> None:
+    def __init__(self, functions: Functions, *, size: int, poll: Callable[[], None] | None = None) -> None:
         self._functions = functions
         self._size = size
         self._poll = poll
         self._workers: list[WorkerHandle] = []
         self._failed_starts = 0
-        self._shown: set[int] = set()
+        self._shown: set[str] = set()
 
     @property
     def pids(self) -> list[int]:
@@ -96,7 +100,7 @@ class WorkerPool:
                 self._replace(worker)
             except Exception as error:
                 raise InputError(
-                    f"the arguments of reward {self._functions[queue[0].function].name!r} cannot be sent to its "
+                    f"the arguments of reward {queue[0].function!r} cannot be sent to its "
                     f"worker: {error}; use plain values in the columns, or isolated=False"
                 ) from error
             else:
@@ -122,7 +126,7 @@ class WorkerPool:
         call = worker.call
         if call is None or message.get("id") != call.id:
             return None
-        result = _read_result(message.get("result"), call.num)
+        result = _read_result(message.get("result"), len(call.indices))
         if result is None:
             return self._lose(worker)
         worker.call = None
@@ -149,7 +153,7 @@ class WorkerPool:
             return None
         if call.function not in self._shown:  # once per function is enough to see where it hangs
             self._shown.add(call.function)
-            _log.warning("reward %r is late; its stack follows on stderr", self._functions[call.function].name)
+            _log.warning("reward %r is late; its stack follows on stderr", call.function)
             worker.dump_stack()
         self._replace(worker)
         return call, CallResult(kind="timeout", text=f"no answer within {call.deadline_s:g} s; the worker was killed")
@@ -176,10 +180,10 @@ class WorkerPool:
 class WorkerHandle:
     """One worker process, the pipe to it, and the call it is busy with."""
 
-    def __init__(self, functions: Sequence[FunctionSpec]) -> None:
+    def __init__(self, functions: Functions) -> None:
         self.connection, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid()), name="gruppo-reward")
-        needs_main = any(is_in_main(spec.function) for spec in functions)
+        needs_main = any(map(is_in_main, functions.values()))
         with contextlib.nullcontext() if needs_main else _main_hidden():
             self._process.start()
         assert self._process.pid is not None  # signals to pid 0 would go to the trainer itself
@@ -190,7 +194,7 @@ class WorkerHandle:
         self.is_ready = False
         self.expires = time.monotonic() + _START_DEADLINE_S
         with contextlib.suppress(OSError):  # it died at once: seen at the first receive
-            self.connection.send(list(functions))
+            self.connection.send(dict(functions))
 
     def send(self, call: Call) -> None:
         self.connection.send(call)
