@@ -25,7 +25,7 @@ from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.kernel.reference import logps_and_entropy
 from gruppo.loss import GRPOLoss, PolicyGradient, PolicyLoss
-from gruppo.task.chat import encode_texts
+from gruppo.task.prompts import encode_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

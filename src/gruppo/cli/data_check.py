@@ -19,8 +19,8 @@ from gruppo.cli.options import parse
 from gruppo.errors import GruppoError
 from gruppo.run.console import printable
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
-from gruppo.task.load import resolve_source
 from gruppo.task.prompts import PromptSet, load_prompts
+from gruppo.task.sources import resolve_source
 
 PERCENTILES = (0, 50, 90, 99, 100)
 NUM_SHOWN = 3

@@ -65,7 +65,8 @@ def split_indices(split: Split) -> list[int]:
 
 def carries_rows(split: Split = "train") -> list[dict[str, str]]:
     """Rows with `prompt` and `answer`, as a data file would hold them."""
-    return [_row(*divmod(index, 100)) for index in split_indices(split)]
+    pairs = [divmod(index, 100) for index in split_indices(split)]
+    return [{"prompt": f"{a:02d}+{b:02d}=", "answer": add(a, b)} for a, b in pairs]
 
 
 def demonstrations(seed: int) -> Iterator[tuple[str, str]]:
@@ -80,7 +81,3 @@ def demonstrations(seed: int) -> Iterator[tuple[str, str]]:
         a, b = divmod(indices[int(rng.random() * len(indices))], 100)
         completion = add(a, b) if rng.random() < P_CORRECT else add_without_carries(a, b)
         yield f"{a:02d}+{b:02d}=", completion
-
-
-def _row(a: int, b: int) -> dict[str, str]:
-    return {"prompt": f"{a:02d}+{b:02d}=", "answer": add(a, b)}

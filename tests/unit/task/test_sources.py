@@ -12,8 +12,8 @@ import pytest
 
 from gruppo.errors import InputError, MissingExtraError
 from gruppo.task import carries, reasoning_gym
-from gruppo.task.gsm8k import INSTRUCTION, gsm8k_prompt
-from gruppo.task.load import resolve_source
+from gruppo.task.sources import GSM8K_INSTRUCTION as INSTRUCTION
+from gruppo.task.sources import gsm8k_prompt, resolve_source
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
 
