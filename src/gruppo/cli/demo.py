@@ -54,7 +54,7 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def show_learning(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
-    """What changed: some held-out prompts, first those that did, the learning curve and the accuracy."""
+    """Some held-out prompts before and after, those that changed first; the learning curve and the accuracy."""
     from gruppo.report.curve import save_png, terminal_chart
 
     assert result.before is not None and result.after is not None

@@ -1,4 +1,4 @@
-"""From words on the command line to checked values, with tyro.
+"""Options of a verb: words on the command line as checked values, with tyro.
 
 `--recipe NAME` and `--config FILE` give the defaults of a run, the file over the recipe.
 """
@@ -34,7 +34,7 @@ def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) ->
 def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: dict[str, Any]) -> TrainConfig:
     """A TrainConfig: flags over the config file over the recipe over the verb's preset over the defaults.
 
-    What the recipe leaves to the user and nobody has set is said on stderr.
+    Options that the recipe leaves to the user and that are still unset are listed on stderr.
     """
     words, path = take_value(list(arguments), "--config")
     words, name = take_value(words, "--recipe", "a name")

@@ -1,4 +1,4 @@
-"""Rewards by name: built-ins by theirs, a user's function as `module:function`, callables as they are."""
+"""Reward: a function with its weight, loaded from a built-in's name, from `module:function`, or from a callable."""
 
 import importlib.util
 import inspect
@@ -96,7 +96,11 @@ def load_reward(
             f"{', '.join(BUILTIN)}, and your own is written module:function"
         )
     if inspect.isclass(target):
-        target, source = _build(spec, target, parameters), ""  # a worker needs the parameters too: send the object
+        source = ""  # a worker needs the parameters too: send the object
+        try:
+            target = target(**parameters)
+        except TypeError as error:
+            raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {error}") from error
     elif parameters:
         raise InputError(
             f"{spec!r} is a function and takes no parameters, got {', '.join(parameters)}; make it a class with a "
@@ -164,12 +168,5 @@ def sendable(reward: Reward) -> str | Callable[..., Any]:
 
 
 def is_in_main(function: Any) -> bool:
-    """Whether the function, or its class, is defined in the script that runs."""
+    """True when the function, or its class, is defined in the script that runs."""
     return "__main__" in (getattr(function, "__module__", ""), type(function).__module__)
-
-
-def _build(spec: Any, target: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    try:
-        return target(**parameters)
-    except TypeError as error:
-        raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {error}") from error

@@ -52,8 +52,8 @@ class RewardResult:
     values: dict[str, list[float | None]]
     """Each function's own values."""
     correct: list[bool | None]
-    """Whether each answer is right: the value of the function that decides it is at least its threshold. None where
-    that function abstained."""
+    """True for a right answer: the value of the function that decides it is at least its threshold. None where that
+    function abstained."""
     metrics: dict[str, float]
     """`reward/{mean,std}` of the totals, `reward/correct_frac`,
     `reward/<name>/{mean,std,abstain_frac,error_frac,timeout_frac}`, and what the functions logged as
@@ -200,8 +200,7 @@ class RewardScorer:
             self._num_errors[outcome.name] += outcome.failures["raised"]
             if outcome.failures["raised"] and self._stop_on_failures:
                 _check_run(outcome, given, self._num_errors[outcome.name], self._num_completions)
-        weights = {reward.name: reward.weight for reward in self.rewards}
-        return combine(list(outcomes.values()), weights, correct_by=self.correct_by, correct_at=self.correct_at)
+        return self._combine(list(outcomes.values()))
 
     def _score_in_workers(self, given: StepCompletions, outcomes: Mapping[str, "Outcome"]) -> None:
         self.start()
@@ -268,6 +267,42 @@ class RewardScorer:
             _check_step(outcome, given)
         return []
 
+    def _combine(self, outcomes: Sequence["Outcome"]) -> RewardResult:
+        """Totals, correctness, metrics and logged columns of a finished step."""
+        values = {outcome.name: outcome.values for outcome in outcomes}
+        totals = weighted_totals(values, {reward.name: reward.weight for reward in self.rewards})
+        correct = [None if value is None else value >= self.correct_at for value in values[self.correct_by]]
+        means: dict[str, tuple[float, int]] = {}
+        extras: dict[str, list[Any]] = {}
+        for outcome in outcomes:
+            logged = {
+                name: (math.fsum(value * num for value, num in calls), sum(num for _, num in calls))
+                for name, calls in outcome.metrics.items()
+            }
+            shares = {
+                "abstain_frac": outcome.values.count(None),
+                "error_frac": outcome.failures["raised"] + outcome.failures["died"],
+                "timeout_frac": outcome.failures["timeout"],
+            }
+            logged |= {name: (count, len(totals)) for name, count in shares.items()}
+            means |= {f"reward/{outcome.name}/{name}": mean for name, mean in logged.items()}
+            for column, by_index in outcome.extras.items():
+                key = f"{outcome.name}/{column}" if column in extras else column
+                extras[key] = [by_index.get(index) for index in range(len(totals))]
+            largest = max((abs(value) for value in outcome.values if value is not None), default=0.0)
+            if largest > _HUGE:
+                _log.warning(
+                    "reward %r returned %g; values of this size drown every other reward", outcome.name, largest
+                )
+        return RewardResult(
+            totals=totals,
+            values=values,
+            correct=correct,
+            metrics=_metrics(totals, values, correct, means),
+            extras=extras,
+            failures={outcome.name: dict(outcome.reasons) for outcome in outcomes if outcome.reasons},
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
@@ -311,48 +346,6 @@ def _too_many(outcome: Outcome, given: StepCompletions, limit: str) -> RewardErr
         f"reward {outcome.name!r} failed on {len(outcome.reasons)} of {given.num} completions at step {given.step} "
         f"({errors} errors, {timeouts} timeouts, {deaths} dead workers): {limit}. "
         f"First failure, on {given.describe(first)}:\n{outcome.reasons[first]}"
-    )
-
-
-def combine(
-    outcomes: Sequence[Outcome], weights: Mapping[str, float], *, correct_by: str, correct_at: float
-) -> RewardResult:
-    """Totals, correctness, metrics and logged columns of a finished step.
-
-    Args:
-        correct_by: name of the function whose value decides whether an answer is right.
-        correct_at: the least value of that function that means right.
-    """
-    values = {outcome.name: outcome.values for outcome in outcomes}
-    totals = weighted_totals(values, weights)
-    correct = [None if value is None else value >= correct_at for value in values[correct_by]]
-    means: dict[str, tuple[float, int]] = {}
-    extras: dict[str, list[Any]] = {}
-    for outcome in outcomes:
-        logged = {
-            name: (math.fsum(value * num for value, num in calls), sum(num for _, num in calls))
-            for name, calls in outcome.metrics.items()
-        }
-        shares = {
-            "abstain_frac": outcome.values.count(None),
-            "error_frac": outcome.failures["raised"] + outcome.failures["died"],
-            "timeout_frac": outcome.failures["timeout"],
-        }
-        logged |= {name: (count, len(totals)) for name, count in shares.items()}
-        means |= {f"reward/{outcome.name}/{name}": mean for name, mean in logged.items()}
-        for column, by_index in outcome.extras.items():
-            key = f"{outcome.name}/{column}" if column in extras else column
-            extras[key] = [by_index.get(index) for index in range(len(totals))]
-        largest = max((abs(value) for value in outcome.values if value is not None), default=0.0)
-        if largest > _HUGE:
-            _log.warning("reward %r returned %g; values of this size drown every other reward", outcome.name, largest)
-    return RewardResult(
-        totals=totals,
-        values=values,
-        correct=correct,
-        metrics=_metrics(totals, values, correct, means),
-        extras=extras,
-        failures={outcome.name: dict(outcome.reasons) for outcome in outcomes if outcome.reasons},
     )
 
 

@@ -153,9 +153,7 @@ class TagFormat(_Format):
             raise InputError(f"tags must be different names, at least one, got {self.tags!r}")
 
     def fits(self, text: str) -> bool:
-        rest = text if all(_occurs_once(text, tag) for tag in self.tags) else None
-        for tag in self.tags:
-            rest = None if rest is None else _after_block(rest, tag)
+        rest = _after_blocks(text, self.tags)
         return rest is not None and not rest.strip()
 
 
@@ -170,7 +168,7 @@ class ThinkFormat(_Format):
     """
 
     def fits(self, text: str) -> bool:
-        answer = _after_block(text, "think") if _occurs_once(text, "think") else None
+        answer = _after_blocks(text, ("think",))
         return answer is not None and bool(answer.strip())
 
 
@@ -244,19 +242,19 @@ def _compile(pattern: str) -> re.Pattern[str]:
         raise InputError(f"pattern {pattern!r} is not a regular expression: {error}") from error
 
 
-def _occurs_once(text: str, tag: str) -> bool:
-    return text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
+def _after_blocks(text: str, tags: Sequence[str]) -> str | None:
+    """The rest after the blocks `<tag>...</tag>` that `text` begins with, in the order of `tags`.
 
-
-def _after_block(text: str, tag: str) -> str | None:
-    """The rest after the block `<tag>...</tag>` that `text` begins with; None without one, or when it holds nothing.
-
-    The usual regular expression for this takes quadratic time on hostile text.
+    None unless each tag occurs once and holds something. The usual regular expression for this takes quadratic time on
+    hostile text.
     """
-    block, closing, rest = text.lstrip().partition(f"</{tag}>")
-    opening = f"<{tag}>"
-    is_block = closing and block.startswith(opening) and block[len(opening) :].strip()
-    return rest if is_block else None
+    if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in tags):
+        return None
+    for tag in tags:
+        block, _, text = text.lstrip().partition(f"</{tag}>")
+        if not block.startswith(f"<{tag}>") or not block.removeprefix(f"<{tag}>").strip():
+            return None
+    return text
 
 
 exact_match = ExactMatch()

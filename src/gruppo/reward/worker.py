@@ -42,23 +42,19 @@ def work(connection: Connection, parent: int) -> None:
             _reset(home, call.seed)
             # The parent kills a worker that is late. If the parent is gone, this does, whatever holds the lock.
             _arm_watchdog(call.deadline_s + _GRACE_S)
-            result = _answer(functions[call.function], call)
+            try:
+                result = call_reward(call.function, functions[call.function], call.arguments, len(call.indices))
+            except MemoryError:
+                # As with a crash: the model's text brought it about, and the process is no longer reliable.
+                result = CallResult(kind="died", text="the worker ran out of memory")
+            except KeyboardInterrupt:  # raised by the function itself: SIGINT has no effect here
+                os._exit(1)
             fields = {slot: getattr(result, slot) for slot in CallResult.__slots__}
             _send(connection, {"id": call.id, "result": fields})
     except (EOFError, OSError):  # the parent is gone
         return
     except BaseException as error:
         _send(connection, {"failed": str(error) if isinstance(error, GruppoError) else short_traceback(error)})
-
-
-def _answer(function: Callable[..., Any], call: Call) -> CallResult:
-    try:
-        return call_reward(call.function, function, call.arguments, len(call.indices))
-    except MemoryError:
-        # As with a crash: the model's text brought it about, and the process is no longer reliable.
-        return CallResult(kind="died", text="the worker ran out of memory")
-    except KeyboardInterrupt:  # raised by the function itself: SIGINT has no effect here
-        os._exit(1)
 
 
 def _isolate() -> None:

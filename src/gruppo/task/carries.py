@@ -24,7 +24,7 @@ from gruppo.errors import InputError
 NUM_PROMPTS = 10_000
 NUM_HELD_OUT = 512
 P_CORRECT = 0.25
-"""How often the demonstrator carries."""
+"""Share of sums in which the demonstrator carries."""
 MAX_NEW_TOKENS = 4
 """Three digits and the end token."""
 
@@ -37,13 +37,13 @@ def add(a: int, b: int) -> str:
 
 
 def add_without_carries(a: int, b: int) -> str:
-    """What the demonstrator mostly writes: each digit summed alone, the carry dropped."""
+    """The demonstrator's usual answer: each digit summed alone, the carry dropped."""
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
 @cache
 def held_out_indices() -> frozenset[int]:
-    """The prompts nobody trains on: those with the smallest hashes, the same on every machine and version."""
+    """Prompts that are never trained on: those with the smallest hashes, the same on every machine and version."""
 
     def digest(index: int) -> bytes:
         return hashlib.sha256(f"carries/{index}".encode()).digest()

@@ -12,6 +12,7 @@ text must be storable. Rendering and tokenising is the part of `gruppo.task.prom
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +112,7 @@ def read_rows(
         if problem is None and rows:
             kind, before = prompt_kind(values["prompt"]), prompt_kind(rows[0].values["prompt"])
             if kind != before:
-                # Half of the prompts with a chat template and half without would be a mistake nobody sees.
+                # Half of the prompts with a chat template and half without would be a silent mistake.
                 problem = f"prompt is a {kind}, those of the rows before are {before}s"
         if problem is None:
             rows.append(Row(values=values, index=index, place=place))
@@ -135,25 +136,22 @@ def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row:
 def _renames(names: Mapping[str, Any], prompt_column: str, column_map: dict[str, str], label: str) -> dict[str, str]:
     """Old to new column names, checked against the names there are."""
     listed = ", ".join(map(repr, names))
-    renames = dict(column_map)
-    if prompt_column != "prompt":
-        renames[prompt_column] = "prompt"
+    renames = column_map if prompt_column == "prompt" else column_map | {prompt_column: "prompt"}
     for old in renames:
         if old not in names:
             raise InputError(f"{label} has no column {old!r}; it has {listed}")
-    after = [renames.get(name, name) for name in names]
-    if "prompt" not in after:
-        if "question" not in after:
+    after = {name: renames.get(name, name) for name in names}
+    if "prompt" not in after.values():
+        question = next((old for old, new in after.items() if new == "question"), None)
+        if question is None:
             raise InputError(
                 f"{label} has no column 'prompt' (nor 'question'); it has {listed}. "
                 f"Name the one to use: column_map={{{next(iter(names))!r}: 'prompt'}}"
             )
-        source = next(name for name in names if renames.get(name, name) == "question")
-        renames[source] = "prompt"
-        after = [renames.get(name, name) for name in names]
-    for name in after:
-        if after.count(name) > 1:
-            raise InputError(f"{label}: two columns would be called {name!r}; it has {listed}, renamed {renames}")
+        renames[question] = after[question] = "prompt"
+    twice = [name for name, times in Counter(after.values()).items() if times > 1]
+    if twice:
+        raise InputError(f"{label}: two columns would be called {twice[0]!r}; it has {listed}, renamed {renames}")
     return renames
 
 
@@ -199,14 +197,14 @@ def prompt_kind(prompt: Any) -> Literal["string", "message list"]:
 
 
 def find_problem(row: Mapping[str, Any]) -> str | None:
-    """Why this row cannot be used, or None."""
+    """The reason why this row cannot be used, or None."""
     if "prompt" not in row:
         return f"no 'prompt' column; the row has {', '.join(map(repr, row)) or 'no columns'}"
     return prompt_problem(row["prompt"]) or text_problem(row)
 
 
 def prompt_problem(prompt: Any) -> str | None:
-    """Why this value cannot be a prompt, or None."""
+    """The reason why this value cannot be a prompt, or None."""
     if prompt is None:
         return "prompt is null"
     if isinstance(prompt, str):
@@ -228,7 +226,7 @@ def prompt_problem(prompt: Any) -> str | None:
 
 
 def text_problem(row: Mapping[str, Any]) -> str | None:
-    """Why the text inside a row cannot be stored, or None.
+    """The reason why the text inside a row cannot be stored, or None.
 
     A NUL ends a string in many libraries; a lone surrogate is not a character and cannot be written as UTF-8,
     so neither could be saved with the completions of a run.

@@ -185,7 +185,7 @@ def load_hub(spec: str) -> Any:
         raise require("data", "datasets", f"reading {spec}") from error
     name = match["id"]
     if Path(name).exists():
-        # `datasets` prefers a folder of that name to the hub, which is not what hf:// says.
+        # `datasets` prefers a folder of that name to the hub, which hf:// does not mean.
         raise InputError(f"{spec}: the local path {name!r} would be read instead of the hub; pass its files by path")
     try:
         return load_dataset(name, match["config"], split=match["split"] or "train", revision=match["revision"])
