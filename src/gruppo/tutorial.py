@@ -9,7 +9,7 @@ run when they import these functions. Like the post's, they take the tokenizer f
     tutorial.tokenizer = AutoTokenizer.from_pretrained(model_str)
     grpo_loss(model, ref_model, "The quick brown fox jumped over the ", "fence and", advantage=2.0)
 
-`docs/tutorial.md` tells the story, and what the post has wrong. These functions are for reading and for trying things
+`docs/tutorial.md` follows the post and corrects it. These functions are for reading and for trying things
 out, one completion at a time. `gruppo.trainer` trains on batches of groups.
 """
 
@@ -25,7 +25,7 @@ from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.kernel.logps import logps_and_entropy
 from gruppo.loss import GRPOLoss, PolicyGradient, PolicyLoss
-from gruppo.task.chat import encode_texts
+from gruppo.task.prompts import encode_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ def compute_log_probs(model: nn.Module, input_ids: Tensor, attention_mask: Tenso
     device = next(model.parameters()).device
     with _without_dropout(model):
         logits_BLV = model(input_ids.to(device), attention_mask=attention_mask.to(device)).logits
-    # What the model says at slot t is about the next token, so token t is scored by the logits at t - 1.
+    # The logits at slot t predict the next token, so token t is scored by the logits at t - 1.
     logps, _ = logps_and_entropy(logits_BLV[:, :-1], input_ids[:, 1:].to(logits_BLV.device))
     return F.pad(logps, (1, 0))
 

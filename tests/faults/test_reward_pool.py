@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from gruppo.errors import InputError, RewardError
-from gruppo.reward import RewardScorer, load_reward, outcome, workers
+from gruppo.reward import RewardScorer, load_reward, workers
+from gruppo.reward import scorer as scorer_module
 
 HOSTILE = Path(__file__).parents[1] / "unit" / "reward"
 PROMPTS = ["p"] * 4 + ["q"] * 4
@@ -132,8 +133,8 @@ def test_hanging_on_everything_at_step_0_stops_early():
 
 
 def test_many_dead_workers_stop_the_run(monkeypatch):
-    monkeypatch.setattr(outcome, "_MAX_FAILED_STEP", 0.1)
-    monkeypatch.setattr(outcome, "_FREE_FAILURES", 3)
+    monkeypatch.setattr(scorer_module, "_MAX_FAILED_STEP", 0.1)
+    monkeypatch.setattr(scorer_module, "_FREE_FAILURES", 3)
     with scorer("exits") as rewards, pytest.raises(RewardError, match="exit code 3"):
         rewards.score(PROMPTS, ["bad"] * 8, step=5)
 

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from gruppo.cli.export import export
+from gruppo.cli.models import export
 from gruppo.trainer import GRPOTrainer
 from gruppo.weights.source import linear_layers, resolve
 

@@ -1,1 +1,1 @@
-"""The command line: `main.py` finds the verb, one module per verb builds a config and calls the library."""
+"""The command line: `main.py` finds the verb; the other modules hold the verbs, which call the library."""

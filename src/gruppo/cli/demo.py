@@ -2,10 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
 
 from gruppo.cli.options import parse_run, take_value
-from gruppo.trainer.config import TrainConfig
+from gruppo.cli.train import run
+from gruppo.run.console import visible
+
+if TYPE_CHECKING:
+    from gruppo.trainer.trainer import GRPOTrainer, TrainResult
 
 DEMO_HELP = """A tiny language model learns to carry, in about a minute on one CPU core.
 
@@ -34,70 +41,43 @@ PRESET: dict[str, Any] = {
 def demo(arguments: Sequence[str]) -> int:
     words, folder = take_value(list(arguments), "--rebuild-base")
     if folder is not None:
-        return rebuild(Path(folder))
+        from gruppo.task.builtin import rebuild_base
+
+        rebuild_base(folder, log=print)
+        print(f"the base model is in {folder}; train it with: gruppo demo --model {folder}")
+        return 0
     config = parse_run(words, verb="demo", description=DEMO_HELP, preset=PRESET)
-    if config.lr is None:
-        config = config.model_copy(update={"lr": 1e-3 if config.lora else 1e-4})
-    return run(config.model_copy(update={"output": free_name(config.output)}))
+    lr = (1e-3 if config.lora else 1e-4) if config.lr is None else config.lr
+    config = config.model_copy(update={"lr": lr, "output": free_name(config.output)})
+    opening = "The base model drops carries: it has seen 47+85= answered with 022 three times in four."
+    return run(config, opening=opening, show=show_learning)
 
 
-def run(config: TrainConfig) -> int:
-    """Train, then show what changed."""
-    from rich.console import Console
-
+def show_learning(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
+    """Some held-out prompts before and after, those that changed first; the learning curve and the accuracy."""
     from gruppo.report.curve import save_png, terminal_chart
-    from gruppo.trainer import GRPOTrainer
 
-    console = Console(highlight=False, markup=False, emoji=False)  # paths are printed as they are
-    console.print("The base model drops carries: it has seen 47+85= answered with 022 three times in four.")
-    trainer = GRPOTrainer(config)
-    for line in trainer.plan().lines(config):
-        console.print(line, soft_wrap=True)
-    result = trainer.train()
-    if result.status == "stopped":
-        text = f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}"
-        console.print(text, soft_wrap=True)
-        return 75
     assert result.before is not None and result.after is not None
-    show_before_after(console, trainer.prompts.held_out.prompts, result.before, result.after)
-    points = [(m["step"], m["eval/accuracy"]) for m in result.metrics if "eval/accuracy" in m]
-    console.print(terminal_chart(points, title="held-out accuracy (greedy) by step"), markup=False)
-    picture = trainer.run.path / "learning_curve.png"
-    save_png(result.metrics, picture)
-    count = len(trainer.prompts.held_out)
-    console.print(
-        f"held-out accuracy on {count} prompts never trained on: "
-        f"{result.before.accuracy:.3f} -> {result.after.accuracy:.3f}"
-    )
-    console.print(f"run: {trainer.run.path}   model: {trainer.run.model}   curve: {picture}", soft_wrap=True)
-    console.print(f'try: gruppo sample --model {trainer.run.model} "47+85=" --num-samples 4', soft_wrap=True)
-    return 0
-
-
-def show_before_after(console: Any, prompts: Sequence[Any], before: Any, after: Any) -> None:
-    """Some held-out prompts, first those that changed."""
-    from rich.table import Table
-
-    from gruppo.run.console import visible
-
     table = Table(title="held-out prompts, greedy", title_justify="left")
     for name in ("prompt", "before", "after", "right answer"):
         table.add_column(name)
-    rows = list(zip(prompts, before.greedy, after.greedy, strict=True))
+    prompts = trainer.prompts.held_out.prompts
+    rows = list(zip(prompts, result.before.greedy, result.after.greedy, strict=True))
     rows.sort(key=lambda row: bool(row[1].correct) - bool(row[2].correct))  # gained first; else the order stays
     for prompt, old, new in rows[:6]:
         texts = (prompt.text, old.trajectory.text, new.trajectory.text, prompt.columns.get("answer"))
         table.add_row(*map(visible, texts))
-    console.print(table)
-
-
-def rebuild(folder: Path) -> int:
-    """Make the starting model again."""
-    from gruppo.task.builtin import rebuild_base
-
-    rebuild_base(folder, log=print)
-    print(f"the base model is in {folder}; train it with: gruppo demo --model {folder}")
-    return 0
+    console.print(table, soft_wrap=False)
+    points = [(m["step"], m["eval/accuracy"]) for m in result.metrics if "eval/accuracy" in m]
+    console.print(terminal_chart(points, title="held-out accuracy (greedy) by step"), soft_wrap=False)
+    picture = trainer.run.path / "learning_curve.png"
+    save_png(result.metrics, picture)
+    console.print(
+        f"held-out accuracy on {len(prompts)} prompts never trained on: "
+        f"{result.before.accuracy:.3f} -> {result.after.accuracy:.3f}"
+    )
+    console.print(f"run: {trainer.run.path}   model: {trainer.run.model}   curve: {picture}")
+    console.print(f'try: gruppo sample --model {trainer.run.model} "47+85=" --num-samples 4')
 
 
 def free_name(output: str) -> str:

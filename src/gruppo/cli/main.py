@@ -1,4 +1,4 @@
-"""`gruppo VERB ...`: finds the verb, imports only what it needs, and turns errors into exit codes.
+"""`gruppo VERB ...`: finds the verb, imports only its module, and turns errors into exit codes.
 
 Exit codes: 0 done; 2 wrong option, data or file, before training; 3 non-finite numbers; 4 rewards failing; 5 sampler
 lost; 6 checkpoint or disk; 75 stopped by a signal and saved, `gruppo resume` goes on.
@@ -42,13 +42,13 @@ VERBS = {
     ("demo",): ("gruppo.cli.demo", "demo"),
     ("train",): ("gruppo.cli.train", "train"),
     ("resume",): ("gruppo.cli.train", "resume"),
-    ("eval",): ("gruppo.cli.evaluate", "evaluate_model"),
-    ("sample",): ("gruppo.cli.sample", "sample"),
-    ("export",): ("gruppo.cli.export", "export"),
-    ("losses",): ("gruppo.cli.losses", "losses"),
+    ("eval",): ("gruppo.cli.models", "evaluate_model"),
+    ("sample",): ("gruppo.cli.models", "sample"),
+    ("export",): ("gruppo.cli.models", "export"),
+    ("losses",): ("gruppo.cli.listing", "losses"),
     ("data", "check"): ("gruppo.cli.data_check", "data_check"),
     ("reward", "check"): ("gruppo.cli.reward_check", "reward_check"),
-    ("recipes",): ("gruppo.cli.recipes", "recipes"),
+    ("recipes",): ("gruppo.cli.listing", "recipes"),
 }
 
 

@@ -1,11 +1,13 @@
-"""From words on the command line to checked values, with tyro.
+"""Options of a verb: words on the command line as checked values, with tyro.
 
 `--recipe NAME` and `--config FILE` give the defaults of a run, the file over the recipe.
 """
 
+import inspect
 import sys
+import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -13,53 +15,46 @@ from gruppo.errors import InputError
 from gruppo.run.reader import read_yaml
 from gruppo.trainer.config import REFUSED, TrainConfig
 
-if TYPE_CHECKING:
-    from gruppo.recipes import Recipe
-
 T = TypeVar("T")
 
 
-def parse(kind: type[T], arguments: Sequence[str], *, verb: str, description: str, default: Any = None) -> T:
-    """An instance of `kind` from flags; a wrong flag prints what it should be and exits with 2."""
-    options: dict[str, Any] = {} if default is None else {"default": default}
-    return tyro.cli(
-        kind,
-        args=list(arguments),
-        prog=f"gruppo {verb}",
-        description=description,
-        config=(tyro.conf.AvoidSubcommands,),
-        **options,
-    )
+def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) -> T:
+    """An instance of `kind` from flags; a wrong flag prints what it should be and exits with 2.
+
+    Args:
+        options: further ones of `tyro.cli`. Without a `description`, the docstring of `kind` is the help: a paragraph,
+            then examples.
+    """
+    summary, _, examples = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
+    text = " ".join(summary.split()) + "\n\n" + textwrap.indent(examples, "  ")  # tyro would join the lines of both
+    options = {"description": text.rstrip(), "config": (tyro.conf.AvoidSubcommands,)} | options
+    return tyro.cli(kind, args=list(arguments), prog=f"gruppo {verb}", **options)
 
 
 def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: dict[str, Any]) -> TrainConfig:
     """A TrainConfig: flags over the config file over the recipe over the verb's preset over the defaults.
 
-    What the recipe leaves to the user and nobody has set is said on stderr.
+    Options that the recipe leaves to the user and that are still unset are listed on stderr.
     """
     words, path = take_value(list(arguments), "--config")
     words, name = take_value(words, "--recipe", "a name")
     flags = {w.partition("=")[0].removeprefix("--").replace("-", "_") for w in words if w.startswith("--")}
     for flag in sorted(flags & REFUSED.keys()):
         raise InputError(f"--{flag.replace('_', '-')} is refused: {REFUSED[flag]}")
-    chosen = _find_recipe(name)
+    chosen = None
+    if name is not None:
+        from gruppo.recipes import recipe
+
+        chosen = recipe(name)
     file = read_yaml(path) if path else {}
     values = preset | (chosen.values if chosen else {}) | file
     default = TrainConfig.read(values, where=path or verb)
-    config = parse(TrainConfig, words, verb=verb, description=description, default=default)
+    config = parse(TrainConfig, words, verb, description=description, default=default)
     if chosen:
         reminder = chosen.reminder(preset.keys() | file.keys() | flags)
         if reminder:
             print(reminder, file=sys.stderr)
     return config
-
-
-def _find_recipe(name: str | None) -> "Recipe | None":
-    if name is None:
-        return None
-    from gruppo.recipes import recipe
-
-    return recipe(name)
 
 
 def take_value(words: list[str], flag: str, what: str = "a file name") -> tuple[list[str], str | None]:

@@ -18,15 +18,22 @@ from rich.text import Text
 from gruppo.cli.options import parse
 from gruppo.errors import GruppoError, InputError
 from gruppo.reward import RewardResult, RewardScorer, load_reward
-from gruppo.reward.outcome import statistics
-from gruppo.text import printable
+from gruppo.reward.scorer import statistics
+from gruppo.run.console import printable
+from gruppo.task.dataset import read_rows
 
+MADE_UP_ROW = {"prompt": "What is 6 times 7?", "answer": "42"}
 _HUGE = "1 + 1 = 2, <think> \\boxed{ and so on. " * 2700
 _JUNK = "\u202e\u0000\u001b[2J\ud800 \U0001f9ee ４２ Z\u0351\u036b\u0343 [/red] </script> "
 
 
 @dataclass
 class RewardCheckArguments:
+    """Run a reward on good, bad, empty and huge completions and report what it gives, how long it takes and what fails.
+
+    gruppo reward check number_match --data problems.jsonl
+    """
+
     reward: tyro.conf.Positional[str]
     """A built-in name, or module:function."""
     data: str | None = None
@@ -42,24 +49,16 @@ class RewardCheckArguments:
 
 
 def reward_check(arguments: Sequence[str]) -> int:
-    given = parse(
-        RewardCheckArguments,
-        arguments,
-        verb="reward check",
-        description="Run a reward on good, bad, empty and huge completions and report what it gives, how long it takes "
-        "and what fails.\n\n  gruppo reward check number_match --data problems.jsonl",
-    )
-    return check_reward(given)
+    return check_reward(parse(RewardCheckArguments, arguments, "reward check"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
     """Scores of one kind of completion, one per row."""
 
-    kind: str
     values: list[float | None]
-    failures: int
-    traceback: str
+    failures: dict[int, str]
+    """Row -> traceback or reason."""
     seconds: float
 
     @property
@@ -82,51 +81,42 @@ def check_reward(
     """
     console = console or Console(highlight=False)
     try:
-        chosen = _read(given.data, rows)[: given.num_rows]
-        trials = _try_all(given, chosen, parameters or {})
+        if rows is None:
+            rows = [MADE_UP_ROW] if given.data is None else list(read_rows(given.data))
+        if not rows:
+            raise InputError(f"{given.data or 'rows'} has no rows to try the reward on")
+        rows = rows[: given.num_rows]
+        trials = _try_all(given, rows, parameters or {})
     except GruppoError as error:
         _say(console, f"unusable: {error}", "bold red")
         return 2
-    _show(console, given.reward, len(chosen), trials)
+    _show(console, given.reward, len(rows), trials)
     problems, warnings = _judge(trials)
     for warning in warnings:
         _say(console, f"warning: {warning}", "yellow")
-    first = next((trial for trial in trials if trial.traceback), None)
-    if first is not None:
-        _say(console, f"first failure ({first.kind}):\n{first.traceback}")
+    failed = next((kind for kind, trial in trials.items() if trial.failures), None)
+    if failed is not None:
+        reasons = trials[failed].failures
+        _say(console, f"first failure ({failed}):\n{reasons[min(reasons)]}")
     for problem in problems:
         _say(console, f"unusable: {problem}", "bold red")
     return 2 if problems else 0
 
 
-def _read(data: str | None, rows: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
-    if rows is None and data is None:
-        return [{"prompt": "What is 6 times 7?", "answer": "42"}]
-    if rows is None:
-        from gruppo.task.dataset import read_rows
-
-        rows = list(read_rows(data))
-    if not rows:
-        raise InputError(f"{data or 'rows'} has no rows to try the reward on")
-    return rows
-
-
 def _try_all(
     given: RewardCheckArguments, rows: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]
-) -> list[_Trial]:
-    golds = [None if (gold := row.get(given.answer_column)) is None else str(gold) for row in rows]
-    kinds: dict[str, list[str]] = {"empty": [""], "huge": [_HUGE], "junk": [_JUNK]}
-    kinds = {kind: texts * len(rows) for kind, texts in kinds.items()}
-    if all(gold is not None for gold in golds):
-        known = [gold for gold in golds if gold is not None]
-        wrong = [_wrong(gold, known) for gold in known]
-        good, bad = ([given.template.replace("{answer}", text) for text in texts] for texts in (known, wrong))
-        kinds = {"good": good, "bad": bad, **kinds}
+) -> dict[str, _Trial]:
+    """Scores by kind of completion."""
+    golds = [str(gold) for row in rows if (gold := row.get(given.answer_column)) is not None]
+    kinds: dict[str, list[str]] = {}
+    if len(golds) == len(rows):
+        kinds["good"] = [given.template.replace("{answer}", gold) for gold in golds]
+        kinds["bad"] = [given.template.replace("{answer}", _wrong(gold, golds)) for gold in golds]
+    kinds |= {kind: [text] * len(rows) for kind, text in (("empty", ""), ("huge", _HUGE), ("junk", _JUNK))}
     prompts = [row.get("prompt", row.get("question", "")) for row in rows]
-    names = set().union(*rows) - {"prompt"}
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns = {name: [row.get(name) for row in rows] for name in set().union(*rows) - {"prompt"}}
     reward = load_reward(given.reward, **parameters)
-    trials: list[_Trial] = []
+    trials: dict[str, _Trial] = {}
     with RewardScorer([reward], deadline_s=given.deadline, stop_on_failures=False) as scorer:
 
         def score(texts: list[str]) -> RewardResult:
@@ -138,15 +128,8 @@ def _try_all(
             started = time.perf_counter()
             result = score(texts)
             seconds = time.perf_counter() - started
-            trials.append(
-                _Trial(
-                    kind=kind,
-                    values=result.values[reward.name],
-                    failures=len(result.failures.get(reward.name, {})),
-                    traceback=result.tracebacks.get(reward.name, ""),
-                    seconds=seconds,
-                )
-            )
+            failures = result.failures.get(reward.name, {})
+            trials[kind] = _Trial(values=result.values[reward.name], failures=failures, seconds=seconds)
     return trials
 
 
@@ -159,23 +142,23 @@ def _wrong(gold: str, golds: Sequence[str]) -> str:
     return changed if changed != gold else "wrong"
 
 
-def _judge(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
+def _judge(trials: Mapping[str, _Trial]) -> tuple[list[str], list[str]]:
     """Reasons why the reward is unusable, and warnings."""
     problems: list[str] = []
     warnings: list[str] = []
-    by_kind = {trial.kind: trial for trial in trials}
-    for trial in trials:
-        if trial.failures == len(trial.values) and trial.kind in ("good", "bad"):
-            problems.append(f"it fails on every {trial.kind} completion")
+    for kind, trial in trials.items():
+        if len(trial.failures) == len(trial.values) and kind in ("good", "bad"):
+            problems.append(f"it fails on every {kind} completion")
         elif trial.failures:
-            warnings.append(f"it fails on {trial.failures} of {len(trial.values)} {trial.kind} completions")
-    means = [trial.mean for trial in trials if trial.mean is not None]
+            warnings.append(f"it fails on {len(trial.failures)} of {len(trial.values)} {kind} completions")
+    means = {kind: trial.mean for kind, trial in trials.items() if trial.mean is not None}
     if not means:
         problems.append("it gives no value to any completion")
-    elif len(set(means)) == 1:
-        warnings.append(f"it gives {means[0]:g} to every kind of completion: nothing can be learned from it")
-    good, bad = (by_kind[kind].mean if kind in by_kind else None for kind in ("good", "bad"))
-    if "good" not in by_kind:
+    elif len(set(means.values())) == 1:
+        everywhere = next(iter(means.values()))
+        warnings.append(f"it gives {everywhere:g} to every kind of completion: nothing can be learned from it")
+    good, bad = means.get("good"), means.get("bad")
+    if "good" not in trials:
         warnings.append("the rows have no gold answer, so good and bad completions were not tried")
     elif good is not None and good == bad:
         warnings.append(f"it cannot tell good from bad: both get {good:g} on average; is the template right?")
@@ -184,19 +167,18 @@ def _judge(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
     return problems, warnings
 
 
-def _show(console: Console, spec: str, num_rows: int, trials: Sequence[_Trial]) -> None:
+def _show(console: Console, spec: str, num_rows: int, trials: Mapping[str, _Trial]) -> None:
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2, title=None)
     for heading in ("completions", "mean", "std", "abstained", "failed", "ms per call"):
         table.add_column(heading, justify="left" if heading == "completions" else "right")
-    for trial in trials:
+    for kind, trial in trials.items():
         stats = statistics(trial.values)
-        abstained = sum(value is None for value in trial.values)
-        cells = [trial.kind, *(f"{stats[key]:.4g}" if key in stats else "-" for key in ("mean", "std"))]
-        cells += [f"{abstained}/{num_rows}", f"{trial.failures}/{num_rows}", f"{trial.seconds * 1e3:.1f}"]
-        table.add_row(*(Text(cell) for cell in cells))
+        cells = [kind, *(f"{stats[key]:.4g}" if key in stats else "-" for key in ("mean", "std"))]
+        cells += [f"{trial.values.count(None)}/{num_rows}", f"{len(trial.failures)}/{num_rows}"]
+        table.add_row(*map(Text, cells), Text(f"{trial.seconds * 1e3:.1f}"))
     _say(console, f"{spec} on {num_rows} rows", "bold")
     console.print(table)
-    means = statistics([trial.mean for trial in trials])
+    means = statistics([trial.mean for trial in trials.values()])
     if means:
         _say(console, f"std over kinds: {means['std']:.4g}")
 

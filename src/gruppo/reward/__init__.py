@@ -1,12 +1,4 @@
-"""Stage 3: completions become numbers.
-
-    base.py      contract of a reward function; `Reward`
-    load.py      "exact_match", "module:function" or a callable becomes a `Reward`
-    verifiers.py number.py math_equal.py length.py     the built-in rewards, and `RewardShape`
-    call.py      one call, and the check of its return value
-    outcome.py   totals, metrics, failures; when there are too many of them
-    scorer.py    `RewardScorer`: all rewards of a step
-    workers.py worker.py     processes that can be killed, for functions that are not ours
+"""Rewards: completions become numbers, in processes that can be killed.
 
 To use your own, write a function with TRL's signature in a module and name it `module:function`:
 
@@ -18,13 +10,11 @@ in the text or `isolated = True`, and enter it in `load.BUILTIN`. The lower-case
 their default parameters; the classes take others: `NumberMatch(column="target")`.
 """
 
-from gruppo.reward.base import Reward
 from gruppo.reward.length import LengthPenalty, RewardShape, SoftOverlong, length_penalty, soft_overlong
-from gruppo.reward.load import load_reward
+from gruppo.reward.load import Reward, load_reward
 from gruppo.reward.math_equal import MathMatch, math_match
 from gruppo.reward.number import NumberMatch, number_match
-from gruppo.reward.outcome import RewardResult, weighted_totals
-from gruppo.reward.scorer import RewardScorer
+from gruppo.reward.scorer import RewardResult, RewardScorer, weighted_totals
 from gruppo.reward.verifiers import (
     ExactMatch,
     NormalizedMatch,

@@ -1,21 +1,53 @@
-"""Calls of reward functions: a `Call` goes in, a `CallResult` of plain values comes out, in whatever process.
+"""Calls of reward functions: the arguments a function gets, one call of it, and the check of its return value.
 
-A `CallResult` holds only what JSON can hold, so that nothing a reward function made (an object, a tensor, a lazy proxy)
-reaches the trainer. The return value is checked strictly, because every lenient check has cost somebody a run: a single
-value that was broadcast to all completions, a None that turned all advantages into NaN.
+A reward function has TRL's signature, so that a file of rewards moves over without an edit:
+
+    def f(prompts, completions, **columns) -> list[float | None]
+
+It is called with keyword arguments only, and only with the parameters it names (with all of them, if it has
+`**kwargs`):
+
+    prompts         the rows' prompts: strings, or lists of messages
+    completions     strings; for a prompt of messages, `[{"role": "assistant", "content": text}]`
+    completion_ids  the sampled token ids of each completion
+    step, rng_seed  the optimizer step, and a seed that is a function of run and step
+    log_extra       `log_extra(column, values)`: a column for the table of completions
+    log_metric      `log_metric(name, value)`: a number for the step, shown as `reward/<function>/<name>`
+    <column>        any other column of the data set, one value per completion
+
+It may be an `async def`. It returns one value per completion; `None` abstains. A function with an attribute
+`decides_correctness = True` decides which answers are right, unless another is named; the verifiers have it.
+
+The return value is checked strictly, because lenient checks have cost runs: a single value that was broadcast to all
+completions, a None that turned all advantages into NaN. A `CallResult` holds only what JSON can hold, so that no object
+made by a reward function (a tensor, a lazy proxy) reaches the trainer.
 """
 
 import atexit
 import inspect
+import itertools
 import math
+import re
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, Literal
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import GruppoError, InputError
-from gruppo.reward.base import parameters_of
+
+if TYPE_CHECKING:
+    from gruppo.reward.load import Reward
+
+HOOKS = ("log_extra", "log_metric")
+"""Parameters that are functions. They do not cross a process: the arguments of a call hold None under their names."""
+
+PER_STEP = frozenset({"step", "rng_seed", *HOOKS})
+"""Parameters with one value for all completions."""
+
+STANDARD = PER_STEP | {"prompts", "completions", "completion_ids"}
+"""Names that mean the same for every data set; a column of such a name is not passed."""
 
 ResultKind = Literal["scored", "raised", "invalid", "timeout", "died"]
 """`scored`: the function returned values. `raised`: it raised. `invalid`: its return value cannot be used, in any step.
@@ -26,14 +58,18 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 _MAX_TRACEBACK = 4000
 _MAX_EXTRA_TEXT = 10_000
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionSpec:
-    """A reward function for a worker process: its `module:function`, or the object itself."""
+class Parameters:
+    """Arguments that a reward function takes."""
 
-    name: str
-    function: str | Callable[..., Any]
+    names: frozenset[str]
+    takes_all: bool
+    """It has `**kwargs`."""
+    required: tuple[str, ...]
+    """Names without a default, and those in the function's attribute `needs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +77,11 @@ class Call:
     """One call in a worker process."""
 
     id: int
-    function: int
-    """Index of the function among those the worker has loaded."""
+    function: str
+    """Name of the reward."""
+    indices: Sequence[int]
+    """Completions of this call."""
     arguments: dict[str, Any]
-    num: int
-    """Completions in this call."""
     seed: int
     """Seed of the global random generators before the call; without it, results would depend on earlier calls."""
     deadline_s: float
@@ -65,24 +101,129 @@ class CallResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class CallLog:
-    """Columns and metrics logged during one call: `log_extra` and `log_metric` are its methods."""
+class StepCompletions:
+    """Completions of one step as arguments for reward functions: checked once, cut into calls."""
 
-    def __init__(self, num: int) -> None:
-        self.num = num
-        self.extras: dict[str, list[Any]] = {}
-        self.metrics: dict[str, float] = {}
+    def __init__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        step: int = 0,
+        rng_seed: int = 0,
+        group_ids: Sequence[int] | None = None,
+    ) -> None:
+        columns = columns or {}
+        self.num = len(completions)
+        self.step = step
+        self.rng_seed = rng_seed
+        lists = [("prompts", prompts), ("completion_ids", completion_ids), ("group_ids", group_ids), *columns.items()]
+        for name, values in lists:
+            if values is not None and len(values) != self.num:
+                raise InputError(f"{name} has {len(values)} entries for {self.num} completions; give one for each")
+        groups = [
+            (mark, len(list(run))) for mark, run in itertools.groupby(prompts if group_ids is None else group_ids)
+        ]
+        torn = [mark for mark, times in Counter(mark for mark, _ in groups).items() if times > 1] if group_ids else []
+        if torn:
+            raise InputError(f"group_ids must keep the completions of a group together, got {torn[0]} in two places")
+        self._places = [place for _, size in groups for place in range(size)]
+        """Place of each completion within its group."""
+        self._texts = completions
+        self.available: dict[str, Any] = {
+            **{name: values for name, values in columns.items() if name not in STANDARD},
+            "prompts": prompts,
+            "completions": [
+                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                for prompt, text in zip(prompts, completions, strict=True)
+            ],
+            "step": step,
+            "rng_seed": rng_seed,
+            **dict.fromkeys(HOOKS),
+        }
+        if completion_ids is not None:
+            self.available["completion_ids"] = completion_ids
 
-    def extra(self, column: str, values: Sequence[Any]) -> None:
-        """A column for the table of completions, one value per completion."""
-        if len(values) != self.num:
-            raise InputError(f"log_extra({column!r}) got {len(values)} values for {self.num} completions")
-        self.extras[str(column)] = [_plain(value) for value in values]
+    def arguments(self, reward: "Reward", indices: Sequence[int]) -> dict[str, Any]:
+        """Arguments of a reward function, for some of the completions."""
+        parameters = reward.parameters
+        for name in parameters.required:
+            if name not in self.available:
+                raise missing_argument(reward.name, name, self.available)
+        return {
+            name: value if name in PER_STEP else [value[index] for index in indices]
+            for name, value in self.available.items()
+            if parameters.takes_all or name in parameters.names
+        }
 
-    def metric(self, name: str, value: float) -> None:
-        """A number for this step; one that is not finite is left out."""
-        if math.isfinite(number := float(value)):
-            self.metrics[str(name)] = number
+    def chunks(self, parts: int) -> list[range]:
+        """About `parts` runs of equal size, never cut within a group: a function may compare its members."""
+        aim = -(-self.num // parts)
+        cuts = [0]
+        for start in range(1, self.num):
+            if start - cuts[-1] >= aim and self._places[start] == 0:
+                cuts.append(start)
+        return [range(start, end) for start, end in zip(cuts, [*cuts[1:], self.num], strict=True)]
+
+    def spread(self, indices: Sequence[int]) -> list[int]:
+        """The same completions in an order that visits every group early: one bad group should not look like all."""
+        return sorted(indices, key=lambda index: (self._places[index], index))
+
+    def describe(self, index: int) -> str:
+        """A completion for an error text, short and without control characters."""
+        prompt, text = repr(self.available["prompts"][index]), repr(self._texts[index])
+        return f"completion {index} {_shorten(text)} of prompt {_shorten(prompt)}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def parameters_of(function: Callable[..., Any]) -> Parameters:
+    """The signature of a function, with the columns of its attribute `needs`, if it has one."""
+    needs = tuple(getattr(function, "needs", ()))
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some compiled callables have none
+        return Parameters(names=frozenset(needs), takes_all=True, required=needs)
+    taken: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            taken.append(parameter)
+        elif parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise InputError(
+                f"reward function {name_of(function)!r} takes {parameter.name!r} by position only; rewards are called "
+                "with keywords, so remove the '/' from its signature"
+            )
+    without_default = [parameter.name for parameter in taken if parameter.default is parameter.empty]
+    return Parameters(
+        names=frozenset([*(parameter.name for parameter in taken), *needs]),
+        takes_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()),
+        required=tuple(dict.fromkeys([*without_default, *needs])),
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or the class name of an instance in the style of one: `ExactMatch` -> `exact_match`.
+
+    A `functools.partial` has the name of what it wraps.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", "")
+    return name or re.sub(r"(?<!^)(?=[A-Z])", "_", type(function).__name__).lower()
+
+
+def missing_argument(name: str, missing: str, available: Iterable[str]) -> InputError:
+    """The error for reward `name`, which needs an argument that is neither a standard one nor a column."""
+    if missing in STANDARD:
+        return InputError(f"reward {name!r} takes {missing!r}, which this call does not provide")
+    columns = ", ".join(sorted(set(available) - STANDARD)) or "none"
+    return InputError(
+        f"reward {name!r} needs {missing!r}, which is neither a standard parameter nor a column of the data set; "
+        f"columns are: {columns}. Give the parameter a default or rename the column"
+    )
 
 
 def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str, Any], num: int) -> CallResult:
@@ -90,19 +231,31 @@ def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str,
 
     MemoryError and KeyboardInterrupt pass: they are about the process, not about the function.
     """
-    log = CallLog(num)
-    parameters = parameters_of(function)
-    hooks = {"log_extra": log.extra, "log_metric": log.metric}
-    hooks = {hook: method for hook, method in hooks.items() if parameters.takes(hook)}
+    extras: dict[str, list[Any]] = {}
+    metrics: dict[str, float] = {}
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        if len(values) != num:
+            raise InputError(f"log_extra({column!r}) got {len(values)} values for {num} completions")
+        extras[str(column)] = [_plain(value) for value in values]
+
+    def log_metric(metric: str, value: float) -> None:
+        if math.isfinite(number := float(value)):
+            metrics[str(metric)] = number
+
+    hooks = {"log_extra": log_extra, "log_metric": log_metric}
     try:
-        result = check_returned(name, _await(function(**arguments, **hooks)), num)
+        returned = function(**{key: hooks.get(key, value) for key, value in arguments.items()})
+        if inspect.isawaitable(returned):
+            returned = _await(returned)
+        result = check_returned(name, returned, num)
     except (MemoryError, KeyboardInterrupt):
         raise
     except GruppoError as error:  # wrong return value, wrong use of a hook, absent extra: the same in every step
         return CallResult(kind="invalid", text=str(error))
     except BaseException as error:  # some libraries derive their timeout from BaseException
         return CallResult(kind="raised", text=short_traceback(error))
-    return replace(result, extras=log.extras, metrics=log.metrics)
+    return replace(result, extras=extras, metrics=metrics)
 
 
 def check_returned(name: str, returned: Any, num: int) -> CallResult:
@@ -127,7 +280,7 @@ def check_returned(name: str, returned: Any, num: int) -> CallResult:
     values: list[float | None] = []
     non_finite: list[int] = []
     for index, item in enumerate(plain):
-        value = None if item is None else _as_float(name, index, item)
+        value = item if item is None or type(item) is float else _as_float(name, index, item)
         if value is not None and not abs(value) <= FLOAT32_MAX:  # also true for NaN
             non_finite.append(index)
             value = None
@@ -168,19 +321,20 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
-def _await(result: Any) -> Any:
-    if not inspect.isawaitable(result):
-        return result
+def _await(awaitable: Awaitable[Any]) -> Any:
     import asyncio  # half of a worker's start, for the few functions that are asynchronous
     from concurrent.futures import ThreadPoolExecutor
+
+    async def finish() -> Any:
+        return await awaitable
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _runner().run(_finish(result))
+        return _runner().run(finish())
     # A notebook runs its own loop in this thread, and a loop cannot be entered twice.
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(_runner().run, _finish(result)).result()
+        return thread.submit(_runner().run, finish()).result()
 
 
 @cache
@@ -191,10 +345,6 @@ def _runner() -> Any:
     runner = asyncio.Runner()
     atexit.register(runner.close)
     return runner
-
-
-async def _finish(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Length of a completion in sampled tokens, as a reward of its own and as a penalty on the sum of all rewards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gruppo.errors import InputError
@@ -83,18 +83,15 @@ class RewardShape:
     truncated_factor: float | None = None
     """Factor on the reward of a completion that was cut off; None switches the discount off."""
 
+    overlong: SoftOverlong | None = field(init=False, repr=False)
+    does_nothing: bool = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
-        _ = self.overlong  # its own checks
         if self.truncated_factor is not None and not 0 <= self.truncated_factor <= 1:
             raise InputError(f"truncated_factor must be in 0..1, got {self.truncated_factor!r}")
-
-    @property
-    def overlong(self) -> SoftOverlong | None:
-        return SoftOverlong(max_length=self.max_length, cache=self.overlong_cache) if self.overlong_cache else None
-
-    @property
-    def does_nothing(self) -> bool:
-        return not self.overlong_cache and self.truncated_factor is None
+        overlong = SoftOverlong(max_length=self.max_length, cache=self.overlong_cache) if self.overlong_cache else None
+        object.__setattr__(self, "overlong", overlong)
+        object.__setattr__(self, "does_nothing", overlong is None and self.truncated_factor is None)
 
     def __call__(
         self, rewards: Sequence[float | None], lengths: Sequence[int], truncated: Sequence[bool]
@@ -105,8 +102,7 @@ class RewardShape:
     def one(self, reward: float | None, length: int, is_truncated: bool) -> float | None:
         """The reward of one completion with its penalties."""
         reward = self.discounted(reward, is_truncated)
-        overlong = self.overlong
-        return reward if reward is None or overlong is None else reward - overlong.penalty(length)
+        return reward if reward is None or self.overlong is None else reward - self.overlong.penalty(length)
 
     def discounted(self, reward: float | None, is_truncated: bool) -> float | None:
         """The reward with the discount for being cut off alone."""

@@ -1,17 +1,18 @@
-"""Rewards by name: built-ins by theirs, a user's function as `module:function`, callables as they are."""
+"""Reward: a function with its weight, loaded from a built-in's name, from `module:function`, or from a callable."""
 
 import importlib.util
 import inspect
 import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from gruppo.errors import InputError, require
 from gruppo.imports import did_you_mean, import_name, import_object
-from gruppo.reward.base import Reward, name_of, parameters_of
+from gruppo.reward.call import Parameters, name_of, parameters_of
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.math_equal import MathMatch
 from gruppo.reward.number import NumberMatch
@@ -28,6 +29,35 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "soft_overlong": SoftOverlong,
     "pattern_match": PatternMatch,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A reward function, with its weight in the total and the place where it runs."""
+
+    name: str
+    """Key of its values and metrics (`reward/<name>/mean`)."""
+    function: Callable[..., Any]
+    weight: float = 1.0
+    """Factor in the total; 0 means "log only"."""
+    isolated: bool = True
+    """Run in a worker process that can be killed. False runs it in this process, where a hang hangs the trainer."""
+    source: str = ""
+    """`module:function` that a worker imports it from; empty when only the object is known."""
+    is_unnamed: bool = False
+    """The name is the function's own, not one that was given, so a scorer may number it: `name_2`."""
+
+    parameters: Parameters = field(init=False, repr=False, compare=False)
+    """Arguments that the function takes."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or not self.name.isprintable():
+            raise InputError(f"reward name must be printable text without '/', got {self.name!r}")
+        if not callable(self.function) or inspect.isclass(self.function):
+            raise InputError(f"reward {self.name!r} must be a function or an instance, got {self.function!r}")
+        if not math.isfinite(self.weight):
+            raise InputError(f"weight of reward {self.name!r} must be a finite number, got {self.weight!r}")
+        object.__setattr__(self, "parameters", parameters_of(self.function))
 
 
 def load_reward(
@@ -66,7 +96,11 @@ def load_reward(
             f"{', '.join(BUILTIN)}, and your own is written module:function"
         )
     if inspect.isclass(target):
-        target, source = _build(spec, target, parameters), ""  # a worker needs the parameters too: send the object
+        source = ""  # a worker needs the parameters too: send the object
+        try:
+            target = target(**parameters)
+        except TypeError as error:
+            raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {error}") from error
     elif parameters:
         raise InputError(
             f"{spec!r} is a function and takes no parameters, got {', '.join(parameters)}; make it a class with a "
@@ -76,7 +110,6 @@ def load_reward(
         raise require("math", "math-verify", "math_match")
     if not callable(target):
         raise InputError(f"{spec!r} is {type(target).__name__} {target!r}, not a function")
-    parameters_of(target)  # refuses a signature that cannot be called with keywords
     return Reward(
         name=name or default_name,
         function=target,
@@ -135,12 +168,5 @@ def sendable(reward: Reward) -> str | Callable[..., Any]:
 
 
 def is_in_main(function: Any) -> bool:
-    """Whether the function, or its class, is defined in the script that runs."""
+    """True when the function, or its class, is defined in the script that runs."""
     return "__main__" in (getattr(function, "__module__", ""), type(function).__module__)
-
-
-def _build(spec: Any, target: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    try:
-        return target(**parameters)
-    except TypeError as error:
-        raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {error}") from error

@@ -1,8 +1,14 @@
-"""Scores of a step's completions by several reward functions, whatever those functions do.
+"""RewardScorer: scores of a step's completions by several reward functions, their totals, metrics and failures.
 
 Functions marked `isolated` run in worker processes, others in this one. A worker gets several whole groups in one call.
 Only when such a call fails are its completions tried again one at a time, so that a failure costs the completion that
 brought it about and no other. (A function that compares completions with each other then sees them alone.)
+
+A value of None means that the function abstained. It is left out of sums and means, never counted as 0.
+
+Failures are of two kinds. One that the model's text brought about (a verifier that never ends, a worker that dies)
+costs the completion `failure_score`: abstaining would let the policy escape a penalty by breaking the verifier. One of
+the function itself (an exception, a NaN) abstains. Both are counted, and too many of them stop the run.
 """
 
 import atexit
@@ -12,18 +18,55 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
-from gruppo.errors import InputError
-from gruppo.reward.base import PER_STEP, STANDARD, Parameters, Reward, as_completions, check_columns, parameters_of
-from gruppo.reward.call import Call, CallResult, FunctionSpec, call_reward
-from gruppo.reward.load import load_reward, number_names, sendable
-from gruppo.reward.outcome import FailureLimit, Outcome, RewardResult, combine
+from gruppo.errors import InputError, RewardError
+from gruppo.reward.call import FLOAT32_MAX, STANDARD, Call, CallResult, StepCompletions, call_reward, missing_argument
+from gruppo.reward.load import Reward, load_reward, number_names, sendable
 from gruppo.reward.workers import WorkerPool
 
 _log = logging.getLogger(__name__)
 
-_MAX_SHOWN = 200
+_HUGE = 1e18
+"""The square of a larger reward is infinite in float32."""
+
+_MAX_FAILED_STEP = 0.5
+"""Share of a step's completions on which a function may fail, in whatever way."""
+_MAX_FAILED_RUN = 0.2
+"""Share of all completions so far, beyond one step's worth, for which a function may raise or return NaN. Timeouts and
+dead workers are caused by the model's text and do not count."""
+_FREE_FAILURES = 16
+"""Fewer failures than this are tolerated whatever their share, so that one bad group does not stop a run."""
+_FIRST_TIMEOUTS = 8
+"""Timeouts without a single success that end the first step: a function that waits for a dead server would otherwise
+hold the run for the deadline times the number of completions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """Rewards of one step, in the order of its completions."""
+
+    totals: list[float | None]
+    """Weighted sum per completion; None where every function with a weight abstained."""
+    values: dict[str, list[float | None]]
+    """Each function's own values."""
+    correct: list[bool | None]
+    """True for a right answer: the value of the function that decides it is at least its threshold. None where that
+    function abstained."""
+    metrics: dict[str, float]
+    """`reward/{mean,std}` of the totals, `reward/correct_frac`,
+    `reward/<name>/{mean,std,abstain_frac,error_frac,timeout_frac}`, and what the functions logged as
+    `reward/<name>/<metric>`. A mean of nothing is left out."""
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """Columns that the functions logged, None where there is no value."""
+    failures: dict[str, dict[int, str]] = field(default_factory=dict)
+    """Of each function that failed: completion -> traceback or reason."""
+
+    @property
+    def tracebacks(self) -> dict[str, str]:
+        """The first failure of each function that had one."""
+        return {name: reasons[min(reasons)] for name, reasons in self.failures.items()}
 
 
 class RewardScorer:
@@ -54,7 +97,8 @@ class RewardScorer:
             deadline_s: wall-clock time for one call in a worker. A completion that alone takes longer has failed.
             failure_score: value of a completion whose verification timed out or killed the worker. It should be the
                 least that the functions give, or the policy gains by breaking them.
-            stop_on_failures: raise when a function fails too often. False only reports failures in the result.
+            stop_on_failures: raise when a function fails too often; at step 0, when it fails on every completion.
+                False only reports failures in the result.
             correct_by: name of the function that decides whether an answer is right. None: the first verifier, or the
                 first function where there is none.
             correct_at: the least value of that function that means right.
@@ -68,16 +112,21 @@ class RewardScorer:
                 "workers must be at least 1, deadline_s positive and failure_score finite, got "
                 f"{workers}, {deadline_s} and {failure_score}"
             )
-        self.correct_by = _deciding(self.rewards, correct_by)
+        names = [reward.name for reward in self.rewards]
+        deciding = [reward.name for reward in self.rewards if getattr(reward.function, "decides_correctness", False)]
+        self.correct_by = [*deciding, *names][0] if correct_by is None else correct_by
+        if self.correct_by not in names:
+            raise InputError(f"correct_by={correct_by!r} is not one of the rewards; they are {', '.join(names)}")
         self.correct_at = correct_at
-        self._isolated = [reward for reward in self.rewards if reward.isolated]
-        self._parameters = {reward.name: parameters_of(reward.function) for reward in self.rewards}
-        functions = [FunctionSpec(name=reward.name, function=sendable(reward)) for reward in self._isolated]
+        self._isolated = {reward.name: reward for reward in self.rewards if reward.isolated}
+        functions = {name: sendable(reward) for name, reward in self._isolated.items()}
         self._pool = WorkerPool(functions, size=workers, poll=poll)
         self._num_workers = workers
         self._deadline_s = deadline_s
         self._failure_score = float(failure_score)
-        self._limit = FailureLimit() if stop_on_failures else None
+        self._stop_on_failures = stop_on_failures
+        self._num_completions = 0
+        self._num_errors: Counter[str] = Counter()
         self._one_at_a_time: set[str] = set()
         self._ids = itertools.count()
 
@@ -108,7 +157,9 @@ class RewardScorer:
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise when a function needs a column that the data set does not have."""
         for reward in self.rewards:
-            check_columns(reward, self._parameters[reward.name], [*STANDARD, *columns])
+            for name in reward.parameters.required:
+                if name not in STANDARD and name not in columns:
+                    raise missing_argument(reward.name, name, columns)
 
     def score(
         self,
@@ -135,61 +186,51 @@ class RewardScorer:
             RewardError: a function failed more often than is tolerated.
         """
         given = StepCompletions(prompts, completions, completion_ids, columns, step, rng_seed, group_ids)
-        for reward in self.rewards:
-            check_columns(reward, self._parameters[reward.name], given.available)
         outcomes = {reward.name: Outcome(name=reward.name, values=[None] * given.num) for reward in self.rewards}
-        if given.num:
-            for reward in self.rewards:
-                if not reward.isolated:
-                    self._score_here(reward, given, outcomes[reward.name])
-            if self._isolated:
-                self._score_in_workers(given, outcomes)
-            if self._limit is not None:
-                for outcome in outcomes.values():
-                    self._limit.close_step(outcome, step, given.describe)
-        weights = {reward.name: reward.weight for reward in self.rewards}
-        return combine(list(outcomes.values()), weights, correct_by=self.correct_by, correct_at=self.correct_at)
+        for reward in self.rewards:
+            queue: deque[Sequence[int]] = deque([range(given.num)] if given.num and not reward.isolated else [])
+            while queue:
+                indices = queue.popleft()
+                result = call_reward(reward.name, reward.function, given.arguments(reward, indices), len(indices))
+                queue.extend(self._record(outcomes[reward.name], given, indices, result))
+        if self._isolated and given.num:
+            self._score_in_workers(given, outcomes)
+        self._num_completions += given.num
+        for outcome in outcomes.values():
+            self._num_errors[outcome.name] += outcome.failures["raised"]
+            if outcome.failures["raised"] and self._stop_on_failures:
+                _check_run(outcome, given, self._num_errors[outcome.name], self._num_completions)
+        return self._combine(list(outcomes.values()))
 
-    def _score_here(self, reward: Reward, given: "StepCompletions", outcome: Outcome) -> None:
-        queue: deque[Sequence[int]] = deque([range(given.num)])
-        while queue:
-            indices = queue.popleft()
-            arguments = given.arguments(self._parameters[reward.name], indices)
-            result = call_reward(reward.name, reward.function, arguments, len(indices))
-            queue.extend(self._record(outcome, given, indices, result))
-
-    def _score_in_workers(self, given: "StepCompletions", outcomes: Mapping[str, Outcome]) -> None:
+    def _score_in_workers(self, given: StepCompletions, outcomes: Mapping[str, "Outcome"]) -> None:
         self.start()
-        pending: dict[int, Sequence[int]] = {}
         queue: deque[Call] = deque()
 
-        def add(function: int, indices: Sequence[int]) -> None:
+        def add(name: str, indices: Sequence[int]) -> None:
             call = Call(
                 id=next(self._ids),
-                function=function,
-                arguments=given.arguments(self._parameters[self._isolated[function].name], indices),
-                num=len(indices),
+                function=name,
+                indices=indices,
+                arguments=given.arguments(self._isolated[name], indices),
                 seed=abs(given.rng_seed) * 1_000_003 + indices[0],
                 deadline_s=self._deadline_s,
             )
-            pending[call.id] = indices
             queue.append(call)
 
-        chunks: list[range] = given.chunks(self._num_workers)
-        for function, reward in enumerate(self._isolated):
-            singly = reward.name in self._one_at_a_time
-            for indices in [range(i, i + 1) for i in range(given.num)] if singly else chunks:
-                add(function, indices)
+        chunks = given.chunks(self._num_workers)
+        singles = [range(index, index + 1) for index in range(given.num)]
+        for name in self._isolated:
+            for indices in singles if name in self._one_at_a_time else chunks:
+                add(name, indices)
         late: set[str] = set()
         with contextlib.closing(self._pool.run(queue)) as results:
             for call, result in results:
-                outcome = outcomes[self._isolated[call.function].name]
-                if result.kind == "timeout" and call.num > 1:
-                    late.add(outcome.name)
-                for indices in self._record(outcome, given, pending.pop(call.id), result):
+                if result.kind == "timeout" and len(call.indices) > 1:
+                    late.add(call.function)
+                for indices in self._record(outcomes[call.function], given, call.indices, result):
                     add(call.function, indices)
         for name in late:
-            if not outcomes[name].timeouts:
+            if not outcomes[name].failures["timeout"]:
                 self._one_at_a_time.add(name)
                 _log.warning(
                     "reward %r takes longer than deadline_s=%g for a whole call, though no completion alone does; "
@@ -199,106 +240,186 @@ class RewardScorer:
                 )
 
     def _record(
-        self, outcome: Outcome, given: "StepCompletions", indices: Sequence[int], result: CallResult
+        self, outcome: "Outcome", given: StepCompletions, indices: Sequence[int], result: CallResult
     ) -> list[Sequence[int]]:
         """Enter a result, and return the calls that are to be made because of it."""
         if result.kind == "invalid":
             raise InputError(result.text)
-        if result.kind == "scored":
-            outcome.add_scores(indices, result)
-        elif len(indices) > 1:
+        if result.kind != "scored" and len(indices) > 1:
             return [(index,) for index in given.spread(indices)]
+        if result.kind == "scored":
+            for index, value in zip(indices, result.values, strict=True):
+                outcome.values[index] = value
+            for place in result.non_finite:
+                outcome.failures["raised"] += 1
+                outcome.reasons[indices[place]] = "it returned NaN, an infinity, or a number beyond float32"
+            outcome.num_scored += len(indices) - len(result.non_finite)
+            for column, logged in result.extras.items():
+                outcome.extras.setdefault(column, {}).update(zip(indices, logged, strict=True))
+            for metric, value in result.metrics.items():
+                outcome.metrics.setdefault(metric, []).append((value, len(indices)))
         else:
-            outcome.add_failure(indices[0], result, self._failure_score)
-        if self._limit is not None:
-            self._limit.check_step(outcome, given.step, given.describe)
+            outcome.failures[result.kind] += 1
+            outcome.reasons[indices[0]] = result.text
+            if result.kind != "raised":
+                outcome.values[indices[0]] = self._failure_score
+        if outcome.reasons and self._stop_on_failures:
+            _check_step(outcome, given)
         return []
 
-
-class StepCompletions:
-    """Completions of one step as arguments for reward functions: checked once, cut into calls."""
-
-    def __init__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]] | None = None,
-        columns: Mapping[str, Sequence[Any]] | None = None,
-        step: int = 0,
-        rng_seed: int = 0,
-        group_ids: Sequence[int] | None = None,
-    ) -> None:
-        columns = columns or {}
-        self.num = len(completions)
-        self.step = step
-        self.rng_seed = rng_seed
-        lists = [("prompts", prompts), ("completion_ids", completion_ids), ("group_ids", group_ids), *columns.items()]
-        for name, values in lists:
-            if values is not None and len(values) != self.num:
-                raise InputError(f"{name} has {len(values)} entries for {self.num} completions; give one for each")
-        self._texts = completions
-        self._prompts = prompts
-        self._group_ids = group_ids
-        if group_ids is not None:
-            firsts = [group_ids[i] for i in range(self.num) if i == 0 or self._starts_group(i)]
-            torn = next((group for group, times in Counter(firsts).items() if times > 1), None)
-            if torn is not None:
-                raise InputError(f"group_ids must keep the completions of a group together, got {torn} in two places")
-        self.available: dict[str, Any] = {
-            **{name: values for name, values in columns.items() if name not in STANDARD},
-            "prompts": prompts,
-            "completions": as_completions(prompts, completions),
-            "step": step,
-            "rng_seed": rng_seed,
-        }
-        if completion_ids is not None:
-            self.available["completion_ids"] = completion_ids
-
-    def arguments(self, parameters: Parameters, indices: Sequence[int]) -> dict[str, Any]:
-        """Arguments of a function with these parameters, for some of the completions."""
-        return {
-            name: value if name in PER_STEP else [value[index] for index in indices]
-            for name, value in self.available.items()
-            if parameters.takes(name)
-        }
-
-    def chunks(self, parts: int) -> list[range]:
-        """About `parts` runs of equal size, never cut within a group: a function may compare its members."""
-        aim = -(-self.num // parts)
-        cuts = [0]
-        for start in range(1, self.num):
-            if start - cuts[-1] >= aim and self._starts_group(start):
-                cuts.append(start)
-        return [range(start, end) for start, end in zip(cuts, [*cuts[1:], self.num], strict=True)]
-
-    def spread(self, indices: Sequence[int]) -> list[int]:
-        """The same completions in an order that visits every group early: one bad group should not look like all."""
-        place: dict[int, int] = {}
-        for index in indices:
-            starts = index - 1 not in place or self._starts_group(index)
-            place[index] = 0 if starts else place[index - 1] + 1
-        return sorted(indices, key=lambda index: (place[index], index))
-
-    def describe(self, index: int) -> str:
-        """A completion for an error text, short and without control characters."""
-        prompt, text = repr(self._prompts[index]), repr(self._texts[index])
-        return f"completion {index} {_shorten(text)} of prompt {_shorten(prompt)}"
-
-    def _starts_group(self, index: int) -> bool:
-        marks = self._prompts if self._group_ids is None else self._group_ids
-        this, before = marks[index], marks[index - 1]
-        return this is not before and this != before
+    def _combine(self, outcomes: Sequence["Outcome"]) -> RewardResult:
+        """Totals, correctness, metrics and logged columns of a finished step."""
+        values = {outcome.name: outcome.values for outcome in outcomes}
+        totals = weighted_totals(values, {reward.name: reward.weight for reward in self.rewards})
+        correct = [None if value is None else value >= self.correct_at for value in values[self.correct_by]]
+        means: dict[str, tuple[float, int]] = {}
+        extras: dict[str, list[Any]] = {}
+        for outcome in outcomes:
+            logged = {
+                name: (math.fsum(value * num for value, num in calls), sum(num for _, num in calls))
+                for name, calls in outcome.metrics.items()
+            }
+            shares = {
+                "abstain_frac": outcome.values.count(None),
+                "error_frac": outcome.failures["raised"] + outcome.failures["died"],
+                "timeout_frac": outcome.failures["timeout"],
+            }
+            logged |= {name: (count, len(totals)) for name, count in shares.items()}
+            means |= {f"reward/{outcome.name}/{name}": mean for name, mean in logged.items()}
+            for column, by_index in outcome.extras.items():
+                key = f"{outcome.name}/{column}" if column in extras else column
+                extras[key] = [by_index.get(index) for index in range(len(totals))]
+            largest = max((abs(value) for value in outcome.values if value is not None), default=0.0)
+            if largest > _HUGE:
+                _log.warning(
+                    "reward %r returned %g; values of this size drown every other reward", outcome.name, largest
+                )
+        return RewardResult(
+            totals=totals,
+            values=values,
+            correct=correct,
+            metrics=_metrics(totals, values, correct, means),
+            extras=extras,
+            failures={outcome.name: dict(outcome.reasons) for outcome in outcomes if outcome.reasons},
+        )
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """Scores and failures of one reward function in one step, filled in as results come."""
+
+    name: str
+    values: list[float | None]
+    num_scored: int = 0
+    """Completions for which the function returned, None included."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Number of failures by `ResultKind`; NaN and infinities count as `raised`."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Completion -> traceback or reason, of every failure."""
+    extras: dict[str, dict[int, Any]] = field(default_factory=dict)
+    """Logged columns: completion -> value."""
+    metrics: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    """Logged metrics: value and number of completions of each call."""
 
 
-def _deciding(rewards: Sequence[Reward], wanted: str | None) -> str:
-    """Name of the reward that decides whether an answer is right."""
-    names = [reward.name for reward in rewards]
-    if wanted is None:
-        return next((r.name for r in rewards if getattr(r.function, "decides_correctness", False)), names[0])
-    if wanted not in names:
-        raise InputError(f"correct_by={wanted!r} is not one of the rewards; they are {', '.join(names)}")
-    return wanted
+def _check_step(outcome: Outcome, given: StepCompletions) -> None:
+    """Raise as soon as a step has too many failures, without waiting for the rest of it."""
+    num, failures = len(outcome.values), len(outcome.reasons)
+    is_hanging = outcome.failures["timeout"] >= _FIRST_TIMEOUTS and outcome.num_scored == 0
+    if given.step == 0 and (failures == num or is_hanging):
+        raise _too_many(outcome, given, "nothing succeeded at the first step")
+    if failures >= _FREE_FAILURES and failures > _MAX_FAILED_STEP * num:
+        raise _too_many(outcome, given, f"the budget is {_MAX_FAILED_STEP:.0%} of a step")
+
+
+def _check_run(outcome: Outcome, given: StepCompletions, errors: int, num: int) -> None:
+    """Raise when a function had too many errors in the `num` completions of the run so far."""
+    # One step's worth is free: early in a run, a share of all completions is a share of very few.
+    if errors >= _FREE_FAILURES and errors > _MAX_FAILED_RUN * num + given.num:
+        raise _too_many(outcome, given, f"{errors} of {num} in this run, the budget is {_MAX_FAILED_RUN:.0%}")
+
+
+def _too_many(outcome: Outcome, given: StepCompletions, limit: str) -> RewardError:
+    first = min(outcome.reasons)  # not the first to arrive: workers answer in any order
+    errors, timeouts, deaths = (outcome.failures[kind] for kind in ("raised", "timeout", "died"))
+    return RewardError(
+        f"reward {outcome.name!r} failed on {len(outcome.reasons)} of {given.num} completions at step {given.step} "
+        f"({errors} errors, {timeouts} timeouts, {deaths} dead workers): {limit}. "
+        f"First failure, on {given.describe(first)}:\n{outcome.reasons[first]}"
+    )
+
+
+def merged_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
+    """The metrics of several calls as if they had been one: shares and logged metrics by the number of completions."""
+    if len(results) == 1:
+        return dict(results[0].metrics)
+    means: dict[str, tuple[float, int]] = {}
+    for key in dict.fromkeys(key for result in results for key in result.metrics):
+        there = [(result.metrics[key], len(result.totals)) for result in results if key in result.metrics]
+        means[key] = (math.fsum(value * num for value, num in there), sum(num for _, num in there))
+    totals = [total for result in results for total in result.totals]
+    names = results[0].values if results else ()
+    values = {name: [value for result in results for value in result.values[name]] for name in names}
+    return _metrics(totals, values, [is_right for result in results for is_right in result.correct], means)
+
+
+def _metrics(
+    totals: Sequence[float | None],
+    values: Mapping[str, Sequence[float | None]],
+    correct: Sequence[bool | None],
+    means: Mapping[str, tuple[float, int]],
+) -> dict[str, float]:
+    """Metrics of scored completions: statistics of totals and values, share of right answers, and other means.
+
+    Args:
+        means: sum and count by key. Where a function logged a metric by the name of a statistic, the statistic stays.
+    """
+    columns = {"reward": totals} | {f"reward/{name}": column for name, column in values.items()}
+    metrics = {f"{name}/{key}": value for name, column in columns.items() for key, value in statistics(column).items()}
+    judged = [is_right for is_right in correct if is_right is not None]
+    if judged:
+        metrics["reward/correct_frac"] = sum(judged) / len(judged)
+    return metrics | {key: total / num for key, (total, num) in means.items() if num and key not in metrics}
+
+
+def weighted_totals(values: Mapping[str, Sequence[float | None]], weights: Mapping[str, float]) -> list[float | None]:
+    """Sum of weight times value over the functions that did not abstain.
+
+    A weight of 0 means "log only": such a function does not turn an abstention into a reward of 0.
+
+    >>> weighted_totals({"a": [1.0, None, None], "b": [3.0, 3.0, None]}, {"a": 1.0, "b": 0.5})
+    [2.5, 1.5, None]
+    """
+    if set(values) != set(weights):
+        raise InputError(f"values are of {sorted(values)}, weights of {sorted(weights)}; give one weight per function")
+    if len({len(column) for column in values.values()}) > 1:
+        sizes = {name: len(column) for name, column in values.items()}
+        raise InputError(f"every function needs one value per completion, got {sizes}")
+    counted = [name for name in values if weights[name] != 0.0] or list(values)
+    totals: list[float | None] = []
+    for row in zip(*(values[name] for name in counted), strict=True):
+        terms = [weights[name] * value for name, value in zip(counted, row, strict=True) if value is not None]
+        total = sum(terms) if terms else None
+        if total is not None and not abs(total) <= FLOAT32_MAX:
+            _log.warning("a total reward of %g does not fit into float32 and is left out", total)
+            total = None
+        totals.append(total)
+    return totals
+
+
+def statistics(values: Sequence[float | None]) -> dict[str, float]:
+    """Mean and population standard deviation of what is not None; empty when all is.
+
+    >>> statistics([1.0, None, 3.0])
+    {'mean': 2.0, 'std': 1.0}
+    """
+    present = [value for value in values if value is not None]
+    if not present:
+        return {}
+    if min(present) == max(present):  # rounding must not give equal values a spread
+        return {"mean": present[0], "std": 0.0}
+    # Exactly rounded sums do not depend on the order in which workers answer. Scaled, since a square may overflow.
+    mean = math.fsum(present) / len(present)
+    scale = max(abs(value - mean) for value in present)
+    spread = math.fsum(((value - mean) / scale) ** 2 for value in present) / len(present)
+    return {"mean": mean, "std": scale * math.sqrt(spread)}

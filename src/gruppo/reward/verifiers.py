@@ -6,12 +6,11 @@ makes a verifier give up. Where that cannot be had, the reward runs in a worker 
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import InputError
-from gruppo.text import completion_text, text_inside
 
 _PUNCTUATION = string.punctuation + "‘’“”«»…–—−¿¡、。，！？：；（）「」"
 
@@ -38,18 +37,20 @@ class Verifier:
         return (self.column,)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        golds = _column(self, columns, self.column)
-        return [self._score_one(completion, gold) for completion, gold in zip(completions, golds, strict=True)]
-
-    def _score_one(self, completion: Any, gold: Any) -> float | None:
-        if gold is None:
-            return None
-        text = without_thoughts(completion_text(completion))
-        if self.inside and text is not None:
-            text = text_inside(text, self.inside)
-        score = self.score(text or "", str(gold))
-        # Whether a row abstains depends on its gold answer alone, so `score` decides that for empty text too.
-        return 0.0 if text is None and score is not None else score
+        if self.column not in columns:
+            raise _no_column(self, self.column, columns)
+        scores: list[float | None] = []
+        for completion, gold in zip(completion_texts(completions), columns[self.column], strict=True):
+            if gold is None:
+                scores.append(None)
+                continue
+            text = without_thoughts(completion)
+            if self.inside and text is not None:
+                text = text_inside(text, self.inside)
+            score = self.score(text or "", str(gold))
+            # Whether a row abstains depends on its gold answer alone, so `score` decides that for empty text too.
+            scores.append(0.0 if text is None and score is not None else score)
+        return scores
 
     def score(self, text: str, gold: str) -> float | None:
         """The reward of one completion; None when the gold answer cannot be used."""
@@ -108,16 +109,13 @@ class PatternMatch:
         return () if self.pattern else (self.column,)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        if self.pattern:
-            patterns: Sequence[Any] = [self.pattern] * len(completions)
-        else:
-            patterns = _column(self, columns, self.column)
-        return [self._score_one(*pair) for pair in zip(completions, patterns, strict=True)]
-
-    def _score_one(self, completion: Any, pattern: Any) -> float | None:
-        if pattern is None:
-            return None
-        return float(_compile(pattern).search(completion_text(completion)[-self.max_chars :]) is not None)
+        if not self.pattern and self.column not in columns:
+            raise _no_column(self, self.column, columns)
+        patterns = [self.pattern] * len(completions) if self.pattern else columns[self.column]
+        return [
+            None if pattern is None else float(_compile(pattern).search(text[-self.max_chars :]) is not None)
+            for text, pattern in zip(completion_texts(completions), patterns, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +128,7 @@ class _Format:
     isolated: ClassVar[bool] = False
 
     def __call__(self, completions: Sequence[Any]) -> list[float | None]:
-        return [float(self.fits(self.prefix + completion_text(completion))) for completion in completions]
+        return [float(self.fits(self.prefix + text)) for text in completion_texts(completions)]
 
     def fits(self, text: str) -> bool:
         raise NotImplementedError
@@ -155,9 +153,7 @@ class TagFormat(_Format):
             raise InputError(f"tags must be different names, at least one, got {self.tags!r}")
 
     def fits(self, text: str) -> bool:
-        rest = text if all(_occurs_once(text, tag) for tag in self.tags) else None
-        for tag in self.tags:
-            rest = None if rest is None else _after_block(rest, tag)
+        rest = _after_blocks(text, self.tags)
         return rest is not None and not rest.strip()
 
 
@@ -172,8 +168,34 @@ class ThinkFormat(_Format):
     """
 
     def fits(self, text: str) -> bool:
-        answer = _after_block(text, "think") if _occurs_once(text, "think") else None
+        answer = _after_blocks(text, ("think",))
         return answer is not None and bool(answer.strip())
+
+
+def completion_texts(completions: Sequence[Any]) -> list[str]:
+    """The text of each completion, be it a string or a list of messages (then of the last one)."""
+    texts: list[str] = []
+    for completion in completions:
+        content = completion
+        if not isinstance(completion, str):
+            content = completion[-1].get("content") if completion else ""
+        if isinstance(content, list):  # parts of a multimodal message
+            content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        texts.append(content or "")
+    return texts
+
+
+def text_inside(text: str, tag: str) -> str | None:
+    """The content of the last `<tag>...</tag>`, or None without one.
+
+    Searching from the end takes linear time; the usual regular expression is quadratic on hostile text.
+
+    >>> text_inside("<answer>1</answer> no, <answer>2</answer>", "answer")
+    '2'
+    """
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
+    return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
 def without_thoughts(text: str) -> str | None:
@@ -209,10 +231,8 @@ def _bare(word: str) -> str:
     return ("-" if "-" in lead or "−" in lead else "") + ("." if lead.endswith(".") else "") + core
 
 
-def _column(verifier: Any, columns: Mapping[str, Any], name: str) -> Sequence[Any]:
-    if name not in columns:
-        raise InputError(f"{verifier!r} needs the column {name!r}, got {', '.join(sorted(columns)) or 'no columns'}")
-    return columns[name]
+def _no_column(verifier: Any, name: str, columns: Iterable[str]) -> InputError:
+    return InputError(f"{verifier!r} needs the column {name!r}, got {', '.join(sorted(columns)) or 'no columns'}")
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -222,19 +242,19 @@ def _compile(pattern: str) -> re.Pattern[str]:
         raise InputError(f"pattern {pattern!r} is not a regular expression: {error}") from error
 
 
-def _occurs_once(text: str, tag: str) -> bool:
-    return text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
+def _after_blocks(text: str, tags: Sequence[str]) -> str | None:
+    """The rest after the blocks `<tag>...</tag>` that `text` begins with, in the order of `tags`.
 
-
-def _after_block(text: str, tag: str) -> str | None:
-    """The rest after the block `<tag>...</tag>` that `text` begins with; None without one, or when it holds nothing.
-
-    The usual regular expression for this takes quadratic time on hostile text.
+    None unless each tag occurs once and holds something. The usual regular expression for this takes quadratic time on
+    hostile text.
     """
-    block, closing, rest = text.lstrip().partition(f"</{tag}>")
-    opening = f"<{tag}>"
-    is_block = closing and block.startswith(opening) and block[len(opening) :].strip()
-    return rest if is_block else None
+    if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in tags):
+        return None
+    for tag in tags:
+        block, _, text = text.lstrip().partition(f"</{tag}>")
+        if not block.startswith(f"<{tag}>") or not block.removeprefix(f"<{tag}>").strip():
+            return None
+    return text
 
 
 exact_match = ExactMatch()

@@ -20,7 +20,7 @@ from typing import Any
 
 from gruppo.errors import GruppoError
 from gruppo.imports import import_object
-from gruppo.reward.call import Call, CallResult, FunctionSpec, call_reward, short_traceback
+from gruppo.reward.call import Call, CallResult, call_reward, short_traceback
 
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a worker write its Python stack to stderr, even in the middle of a C call."""
@@ -36,30 +36,25 @@ def work(connection: Connection, parent: int) -> None:
     _isolate()
     home = os.getcwd()
     try:
-        specs: list[FunctionSpec] = connection.recv()
-        functions = [_load(spec) for spec in specs]
+        functions = {name: _load(function) for name, function in connection.recv().items()}
         _send(connection, {"ready": True})
         while (call := _next_call(connection, parent)) is not None:
             _reset(home, call.seed)
             # The parent kills a worker that is late. If the parent is gone, this does, whatever holds the lock.
             _arm_watchdog(call.deadline_s + _GRACE_S)
-            result = _answer(specs[call.function].name, functions[call.function], call)
+            try:
+                result = call_reward(call.function, functions[call.function], call.arguments, len(call.indices))
+            except MemoryError:
+                # As with a crash: the model's text brought it about, and the process is no longer reliable.
+                result = CallResult(kind="died", text="the worker ran out of memory")
+            except KeyboardInterrupt:  # raised by the function itself: SIGINT has no effect here
+                os._exit(1)
             fields = {slot: getattr(result, slot) for slot in CallResult.__slots__}
             _send(connection, {"id": call.id, "result": fields})
     except (EOFError, OSError):  # the parent is gone
         return
     except BaseException as error:
         _send(connection, {"failed": str(error) if isinstance(error, GruppoError) else short_traceback(error)})
-
-
-def _answer(name: str, function: Callable[..., Any], call: Call) -> CallResult:
-    try:
-        return call_reward(name, function, call.arguments, call.num)
-    except MemoryError:
-        # As with a crash: the model's text brought it about, and the process is no longer reliable.
-        return CallResult(kind="died", text="the worker ran out of memory")
-    except KeyboardInterrupt:  # raised by the function itself: SIGINT has no effect here
-        os._exit(1)
 
 
 def _isolate() -> None:
@@ -79,10 +74,9 @@ def _isolate() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected here and needs no core file
 
 
-def _load(spec: FunctionSpec) -> Callable[..., Any]:
-    function = import_object(spec.function, "reward") if isinstance(spec.function, str) else spec.function
-    prepare = getattr(function, "prepare", None)
-    if callable(prepare):
+def _load(given: str | Callable[..., Any]) -> Callable[..., Any]:
+    function = import_object(given, "reward") if isinstance(given, str) else given
+    if callable(prepare := getattr(function, "prepare", None)):
         prepare()
     return function
 

@@ -20,15 +20,19 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Generator, Iterator, Mapping
+from multiprocessing.connection import wait
+from typing import Any
 
 from gruppo.errors import InputError, RewardError
-from gruppo.reward.call import Call, CallResult, FunctionSpec
+from gruppo.reward.call import Call, CallResult
 from gruppo.reward.load import is_in_main
 from gruppo.reward.worker import STACK_SIGNAL, work
 
 _log = logging.getLogger(__name__)
+
+Functions = Mapping[str, str | Callable[..., Any]]
+"""Reward functions by name: the `module:function` that a worker imports, or the object itself."""
 
 _SPAWN = multiprocessing.get_context("spawn")  # fork would copy the trainer's threads and CUDA context
 
@@ -45,13 +49,13 @@ _MAX_RESULT_BYTES = 256 * 2**20
 class WorkerPool:
     """A fixed number of workers that make calls."""
 
-    def __init__(self, functions: Sequence[FunctionSpec], *, size: int, poll: Callable[[], None] | None = None) -> None:
+    def __init__(self, functions: Functions, *, size: int, poll: Callable[[], None] | None = None) -> None:
         self._functions = functions
         self._size = size
         self._poll = poll
         self._workers: list[WorkerHandle] = []
         self._failed_starts = 0
-        self._shown: set[int] = set()
+        self._shown: set[str] = set()
 
     @property
     def pids(self) -> list[int]:
@@ -72,15 +76,11 @@ class WorkerPool:
         try:
             while queue or any(worker.call for worker in self._workers):
                 self._assign(queue)
-                for worker in self._readable():
-                    done = self._receive(worker)
+                for worker in self._wait():
+                    is_hanging = not worker.connection.poll()
+                    done = self._lose(worker, is_hanging=True) if is_hanging else self._receive(worker)
                     if done is not None:
                         yield done
-                for worker in [worker for worker in self._workers if worker.is_awaited]:
-                    if time.monotonic() >= worker.expires and not worker.connection.poll():
-                        done = self._expire(worker)
-                        if done is not None:
-                            yield done
         finally:
             # Left early, by an error or Ctrl-C: a busy worker would answer into the next step.
             for worker in [worker for worker in self._workers if worker.call]:
@@ -96,19 +96,21 @@ class WorkerPool:
                 self._replace(worker)
             except Exception as error:
                 raise InputError(
-                    f"the arguments of reward {self._functions[queue[0].function].name!r} cannot be sent to its "
+                    f"the arguments of reward {queue[0].function!r} cannot be sent to its "
                     f"worker: {error}; use plain values in the columns, or isolated=False"
                 ) from error
             else:
                 queue.popleft()
 
-    def _readable(self) -> list["WorkerHandle"]:
+    def _wait(self) -> list["WorkerHandle"]:
+        """Workers with a message, after at most `_POLL_S`, and those that are late with one."""
         if self._poll is not None:
             self._poll()
-        until = min((worker.expires for worker in self._workers if worker.is_awaited), default=time.monotonic())
+        until = min((worker.expires for worker in self._workers if worker.is_awaited), default=0.0)
         timeout = min(max(until - time.monotonic(), 0.0), _POLL_S)
         ready = wait([worker.connection for worker in self._workers], timeout)
-        return [worker for worker in self._workers if worker.connection in ready]
+        now = time.monotonic()
+        return [w for w in self._workers if w.connection in ready or (w.is_awaited and now >= w.expires)]
 
     def _receive(self, worker: "WorkerHandle") -> tuple[Call, CallResult] | None:
         message = worker.receive()
@@ -122,7 +124,7 @@ class WorkerPool:
         call = worker.call
         if call is None or message.get("id") != call.id:
             return None
-        result = _read_result(message.get("result"), call.num)
+        result = _read_result(message.get("result"), len(call.indices))
         if result is None:
             return self._lose(worker)
         worker.call = None
@@ -130,67 +132,61 @@ class WorkerPool:
             self._replace(worker)
         return call, result
 
-    def _lose(self, worker: "WorkerHandle") -> tuple[Call, CallResult] | None:
-        call, was_ready = worker.call, worker.is_ready
-        is_late = time.monotonic() >= worker.expires
-        ending = self._replace(worker, start=was_ready, exit_s=_EXIT_S)
-        if not was_ready:
-            self._retry_start(ending)
-            return None
-        if call is None:
-            return None
-        return call, CallResult(kind="timeout" if is_late else "died", text=f"the worker {ending}")
-
-    def _expire(self, worker: "WorkerHandle") -> tuple[Call, CallResult] | None:
-        call = worker.call
-        if call is None:
-            self._replace(worker, start=False)
-            self._retry_start(f"was not ready within {_START_DEADLINE_S:g} s")
-            return None
-        if call.function not in self._shown:  # once per function is enough to see where it hangs
+    def _lose(self, worker: "WorkerHandle", *, is_hanging: bool = False) -> tuple[Call, CallResult] | None:
+        """Replace a worker that ended or does not answer; the result of its call, if it was busy with one."""
+        call, is_late = worker.call, time.monotonic() >= worker.expires
+        if is_hanging and call is not None and call.function not in self._shown:  # once is enough to see where
             self._shown.add(call.function)
-            _log.warning("reward %r is late; its stack follows on stderr", self._functions[call.function].name)
+            _log.warning("reward %r is late; its stack follows on stderr", call.function)
             worker.dump_stack()
-        self._replace(worker)
-        return call, CallResult(kind="timeout", text=f"no answer within {call.deadline_s:g} s; the worker was killed")
-
-    def _replace(self, worker: "WorkerHandle", *, start: bool = True, exit_s: float = 0.0) -> str:
         self._workers.remove(worker)
-        ending = worker.kill(exit_s=exit_s)
-        if start:
-            self.start()
-        return ending
+        ending = worker.kill(exit_s=0.0 if is_hanging else _EXIT_S)
+        if not worker.is_ready:
+            self._failed_starts += 1
+            if self._failed_starts >= _MAX_FAILED_STARTS:
+                ending = f"was not ready within {_START_DEADLINE_S:g} s" if is_hanging else ending
+                raise RewardError(
+                    f"a reward worker {ending} before it was ready, {self._failed_starts} times in a row; its own "
+                    "output is on stderr. If the reward is defined in the script you run, put the rest of that script "
+                    "under `if __name__ == '__main__':`"
+                )
+            time.sleep(0.1 * 2**self._failed_starts)
+        self.start()
+        if call is None:
+            return None
+        text = (
+            f"no answer within {call.deadline_s:g} s; the worker was killed" if is_hanging else f"the worker {ending}"
+        )
+        return call, CallResult(kind="timeout" if is_late else "died", text=text)
 
-    def _retry_start(self, ending: str) -> None:
-        self._failed_starts += 1
-        if self._failed_starts >= _MAX_FAILED_STARTS:
-            raise RewardError(
-                f"a reward worker {ending} before it was ready, {self._failed_starts} times in a row; its own output "
-                "is on stderr. If the reward is defined in the script you run, put the rest of that script under "
-                "`if __name__ == '__main__':`"
-            )
-        time.sleep(0.1 * 2**self._failed_starts)
+    def _replace(self, worker: "WorkerHandle") -> None:
+        self._workers.remove(worker)
+        worker.kill()
         self.start()
 
 
 class WorkerHandle:
     """One worker process, the pipe to it, and the call it is busy with."""
 
-    def __init__(self, functions: Sequence[FunctionSpec]) -> None:
+    def __init__(self, functions: Functions) -> None:
         self.connection, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid()), name="gruppo-reward")
-        needs_main = any(is_in_main(spec.function) for spec in functions)
+        needs_main = any(map(is_in_main, functions.values()))
         with contextlib.nullcontext() if needs_main else _main_hidden():
             self._process.start()
         assert self._process.pid is not None  # signals to pid 0 would go to the trainer itself
         self.pid = self._process.pid
         theirs.close()
-        _bound_waits(self.connection)
+        # A worker whose stray thread holds the interpreter lock never reads; a write must not wait for it.
+        limit = struct.pack("ll", _PIPE_STALL_S, 0)
+        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as view:
+            view.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.call: Call | None = None
         self.is_ready = False
         self.expires = time.monotonic() + _START_DEADLINE_S
         with contextlib.suppress(OSError):  # it died at once: seen at the first receive
-            self.connection.send(list(functions))
+            self.connection.send(dict(functions))
 
     def send(self, call: Call) -> None:
         self.connection.send(call)
@@ -229,7 +225,12 @@ class WorkerHandle:
         self.connection.close()
         if self._process.exitcode is not None:
             self._process.close()
-        return _exit_text(code)
+        if code is None:
+            return "stopped answering"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        return f"was killed by {name}"
 
 
 @contextlib.contextmanager
@@ -244,23 +245,6 @@ def _main_hidden() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _bound_waits(connection: Connection) -> None:
-    """Bound the time of a write: a worker whose stray thread holds the interpreter lock never reads."""
-    limit = struct.pack("ll", _PIPE_STALL_S, 0)
-    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as view:
-        view.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
-def _exit_text(code: int | None) -> str:
-    if code is None:
-        return "stopped answering"
-    if code < 0:
-        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        return f"was killed by {name}"
-    return f"ended with exit code {code}"
 
 
 def _read_result(fields: object, num: int) -> CallResult | None:

@@ -139,7 +139,7 @@ def read_prompt(prompt: PromptLike, position: int, tokenizer: Any) -> Prompt:
             raise InputError(f"prompt {position} is text, and this model has no tokenizer; give token ids")
         ids, text = tuple(tokenizer(value)["input_ids"]), value
     elif isinstance(value, Sequence) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
-        from gruppo.task.chat import render_chat
+        from gruppo.task.prompts import render_chat
 
         ids, text = render_chat(value, tokenizer)
     elif isinstance(value, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in value):

@@ -11,7 +11,6 @@ point on every machine. `rebuild_base` made them: the warm-up that imitates the 
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -101,6 +100,8 @@ def rebuild_base(
     import torch
     from transformers import Qwen3ForCausalLM
 
+    from gruppo.model.optim import schedule_factor
+
     if steps < 1:
         raise InputError(f"rebuild_base needs at least one step, got steps={steps}")
     tokenizer = builtin_tokenizer()
@@ -112,7 +113,7 @@ def rebuild_base(
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * _lr_factor(step, steps)
+            group["lr"] = LEARNING_RATE * schedule_factor("cosine", step, LR_WARMUP_STEPS, steps)
         pairs = list(islice(stream, BATCH_SIZE))
         prompt_ids = torch.tensor(tokenizer([prompt for prompt, _ in pairs])["input_ids"])
         texts = [completion + EOS for _, completion in pairs]
@@ -160,14 +161,6 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)
-
-
-def _lr_factor(step: int, steps: int) -> float:
-    """Linear over the first steps, then a half cosine that would reach 0 at `steps`."""
-    if step < LR_WARMUP_STEPS:
-        return (step + 1) / LR_WARMUP_STEPS
-    progress = (step - LR_WARMUP_STEPS) / max(1, steps - LR_WARMUP_STEPS)
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _completion_loss(model: Any, prompt_ids: "Tensor", completion_ids: "Tensor") -> "Tensor":

@@ -24,7 +24,7 @@ from gruppo.errors import InputError
 NUM_PROMPTS = 10_000
 NUM_HELD_OUT = 512
 P_CORRECT = 0.25
-"""How often the demonstrator carries."""
+"""Share of sums in which the demonstrator carries."""
 MAX_NEW_TOKENS = 4
 """Three digits and the end token."""
 
@@ -37,13 +37,13 @@ def add(a: int, b: int) -> str:
 
 
 def add_without_carries(a: int, b: int) -> str:
-    """What the demonstrator mostly writes: each digit summed alone, the carry dropped."""
+    """The demonstrator's usual answer: each digit summed alone, the carry dropped."""
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
 @cache
 def held_out_indices() -> frozenset[int]:
-    """The prompts nobody trains on: those with the smallest hashes, the same on every machine and version."""
+    """Prompts that are never trained on: those with the smallest hashes, the same on every machine and version."""
 
     def digest(index: int) -> bytes:
         return hashlib.sha256(f"carries/{index}".encode()).digest()
@@ -65,7 +65,8 @@ def split_indices(split: Split) -> list[int]:
 
 def carries_rows(split: Split = "train") -> list[dict[str, str]]:
     """Rows with `prompt` and `answer`, as a data file would hold them."""
-    return [_row(*divmod(index, 100)) for index in split_indices(split)]
+    pairs = [divmod(index, 100) for index in split_indices(split)]
+    return [{"prompt": f"{a:02d}+{b:02d}=", "answer": add(a, b)} for a, b in pairs]
 
 
 def demonstrations(seed: int) -> Iterator[tuple[str, str]]:
@@ -80,7 +81,3 @@ def demonstrations(seed: int) -> Iterator[tuple[str, str]]:
         a, b = divmod(indices[int(rng.random() * len(indices))], 100)
         completion = add(a, b) if rng.random() < P_CORRECT else add_without_carries(a, b)
         yield f"{a:02d}+{b:02d}=", completion
-
-
-def _row(a: int, b: int) -> dict[str, str]:
-    return {"prompt": f"{a:02d}+{b:02d}=", "answer": add(a, b)}

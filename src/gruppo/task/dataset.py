@@ -6,22 +6,25 @@
     >>> rows.dropped
     (DroppedRow(row='rows[1]', reason='prompt is null'),)
 
-Every row that comes out has a usable `prompt`. Rendering and tokenising it is `gruppo.task.prompts`'s part.
+A row has a `prompt`: a string, or a list of messages with `role` and `content`. All other columns are free, but their
+text must be storable. Rendering and tokenising is the part of `gruppo.task.prompts`.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gruppo.errors import InputError
 from gruppo.task.reader import Record, load_hub, read_file, read_objects
-from gruppo.task.row import find_problem, prompt_kind
 
 BadRowPolicy = Literal["fail", "drop"]
 """`fail`: the first bad row ends the reading with an error. `drop`: bad rows are left out and listed."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 BAD_ROW_REMEDY = "fix it, or leave bad rows out with on_bad_row='drop'"
 
 
@@ -93,25 +96,28 @@ def read_rows(
     """
     if on_bad_row not in ("fail", "drop"):
         raise InputError(f"on_bad_row must be 'fail' or 'drop', got {on_bad_row!r}")
-    label, records = _open(source, label)
-    records = list(records)
-    names = dict.fromkeys(name for record in records if record.values for name in record.values)
+    label, opened = _open(source, label)
+    records = list(opened)
+    names = dict.fromkeys(name for _, read in records if not isinstance(read, str) for name in read)
     renamed = _renames(names, prompt_column, dict(column_map or {}), label) if names else {}
 
-    rows, dropped, kind = [], [], None
-    for index, record in enumerate(records):
-        reason = record.problem
-        if record.values is not None:
-            values = {renamed.get(name, name): value for name, value in record.values.items()}
-            reason = find_problem(values)
-            if not reason:
-                kind = kind or prompt_kind(values["prompt"])
-                if prompt_kind(values["prompt"]) == kind:
-                    rows.append(Row(values=values, index=index, place=record.place))
-                    continue
-                # Half of the prompts with a chat template and half without would be a mistake nobody sees.
-                reason = f"prompt is a {prompt_kind(values['prompt'])}, those of the rows before are {kind}s"
-        dropped.append(DroppedRow(record.place, reason))
+    rows: list[Row] = []
+    dropped: list[DroppedRow] = []
+    for index, (place, read) in enumerate(records):
+        if isinstance(read, str):
+            dropped.append(DroppedRow(place, read))
+            continue
+        values = {renamed.get(name, name): value for name, value in read.items()}
+        problem = find_problem(values)
+        if problem is None and rows:
+            kind, before = prompt_kind(values["prompt"]), prompt_kind(rows[0].values["prompt"])
+            if kind != before:
+                # Half of the prompts with a chat template and half without would be a silent mistake.
+                problem = f"prompt is a {kind}, those of the rows before are {before}s"
+        if problem is None:
+            rows.append(Row(values=values, index=index, place=place))
+        else:
+            dropped.append(DroppedRow(place, problem))
     check_dropped(label, dropped, len(records), on_bad_row)
     return Rows(rows=tuple(rows), dropped=tuple(dropped), source=label, renamed=renamed)
 
@@ -130,25 +136,22 @@ def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row:
 def _renames(names: Mapping[str, Any], prompt_column: str, column_map: dict[str, str], label: str) -> dict[str, str]:
     """Old to new column names, checked against the names there are."""
     listed = ", ".join(map(repr, names))
-    renames = dict(column_map)
-    if prompt_column != "prompt":
-        renames[prompt_column] = "prompt"
+    renames = column_map if prompt_column == "prompt" else column_map | {prompt_column: "prompt"}
     for old in renames:
         if old not in names:
             raise InputError(f"{label} has no column {old!r}; it has {listed}")
-    after = [renames.get(name, name) for name in names]
-    if "prompt" not in after:
-        if "question" not in after:
+    after = {name: renames.get(name, name) for name in names}
+    if "prompt" not in after.values():
+        question = next((old for old, new in after.items() if new == "question"), None)
+        if question is None:
             raise InputError(
                 f"{label} has no column 'prompt' (nor 'question'); it has {listed}. "
                 f"Name the one to use: column_map={{{next(iter(names))!r}: 'prompt'}}"
             )
-        source = next(name for name in names if renames.get(name, name) == "question")
-        renames[source] = "prompt"
-        after = [renames.get(name, name) for name in names]
-    for name in after:
-        if after.count(name) > 1:
-            raise InputError(f"{label}: two columns would be called {name!r}; it has {listed}, renamed {renames}")
+        renames[question] = after[question] = "prompt"
+    twice = [name for name, times in Counter(after.values()).items() if times > 1]
+    if twice:
+        raise InputError(f"{label}: two columns would be called {twice[0]!r}; it has {listed}, renamed {renames}")
     return renames
 
 
@@ -173,16 +176,101 @@ def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:
 
 
 def _check_path(source: str | os.PathLike[str]) -> Path:
+    path = Path(source)
     try:
-        path = Path(source).expanduser()
-        is_file, exists = path.is_file(), path.exists()
-        unusable = "it contains a NUL character" if "\0" in str(path) else None
+        if "\0" in str(path):
+            raise ValueError("it contains a NUL character")
+        path = path.expanduser()
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(f"no such file: {path}") from error
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a home that does not exist
         raise InputError(f"{str(source)[:80]!r} is not a usable path: {error}") from error
-    if unusable:
-        raise InputError(f"{str(source)[:80]!r} is not a usable path: {unusable}")
-    if not exists:
-        raise InputError(f"no such file: {path}")
     if not is_file:
         raise InputError(f"{path} is not a file; name a .jsonl, .csv or .parquet file")
     return path
+
+
+def prompt_kind(prompt: Any) -> Literal["string", "message list"]:
+    """The kind of a usable prompt."""
+    return "string" if isinstance(prompt, str) else "message list"
+
+
+def find_problem(row: Mapping[str, Any]) -> str | None:
+    """The reason why this row cannot be used, or None."""
+    if "prompt" not in row:
+        return f"no 'prompt' column; the row has {', '.join(map(repr, row)) or 'no columns'}"
+    return prompt_problem(row["prompt"]) or text_problem(row)
+
+
+def prompt_problem(prompt: Any) -> str | None:
+    """The reason why this value cannot be a prompt, or None."""
+    if prompt is None:
+        return "prompt is null"
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "prompt is empty"
+    if not isinstance(prompt, Sequence):
+        return f"prompt must be a string or a list of messages, got {type(prompt).__name__}"
+    if not prompt:
+        return "prompt is an empty list of messages"
+    for number, message in enumerate(prompt):
+        problem = _message_problem(message)
+        if problem:
+            return f"message {number} of the prompt {problem}"
+    last = prompt[-1]
+    if last["role"] == "assistant":
+        return "the last message is the assistant's; end with the turn that the model is to answer"
+    if not last["content"].strip():
+        return "prompt is empty: its last message has no content"
+    return None
+
+
+def text_problem(row: Mapping[str, Any]) -> str | None:
+    """The reason why the text inside a row cannot be stored, or None.
+
+    A NUL ends a string in many libraries; a lone surrogate is not a character and cannot be written as UTF-8,
+    so neither could be saved with the completions of a run.
+    """
+    for column, whole in row.items():
+        # A stack and not recursion: JSON may nest deeper than Python's call stack.
+        stack = [column, whole]
+        while stack:
+            value = stack.pop()
+            if isinstance(value, str):
+                problem = _character_problem(value)
+                if problem:
+                    return f"column {column!a} contains {problem}"
+            elif isinstance(value, Mapping):
+                stack.extend(value.keys())
+                stack.extend(value.values())
+            elif isinstance(value, list | tuple):
+                stack.extend(value)
+    return None
+
+
+def _character_problem(text: str) -> str | None:
+    if "\x00" in text:
+        return "a NUL character"
+    if text.isascii():
+        return None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        if 0xDC80 <= code <= 0xDCFF:  # where Python's surrogateescape puts bytes that it cannot decode
+            return f"the byte {code - 0xDC00:#04x}, which is not UTF-8"
+        return f"a lone surrogate, U+{code:04X}"
+    return None
+
+
+def _message_problem(message: Any) -> str | None:
+    if not isinstance(message, Mapping):
+        return f"must be an object with 'role' and 'content', got {type(message).__name__}"
+    for name in ("role", "content"):
+        if name not in message:
+            return f"has no {name!r}"
+    if message["role"] not in ROLES:
+        return f"has role {message['role']!r:.40}; roles are {', '.join(ROLES)}"
+    if not isinstance(message["content"], str):
+        return f"has content of type {type(message['content']).__name__}; only text is supported"
+    return None

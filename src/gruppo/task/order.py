@@ -1,4 +1,4 @@
-"""Which prompts a step takes, as a function of the step: nothing to save, nothing to restore.
+"""Order of the prompts as a function of the step: nothing to save, nothing to restore.
 
 Steps walk through one endless line: the permutation of epoch 0, then that of epoch 1, and so on. A step at
 the border of two epochs takes the end of one and the beginning of the next.
@@ -80,7 +80,7 @@ def _epoch_order(num_prompts: int, epoch: int, prompts_per_step: int, seed: int)
     import numpy as np
 
     def from_epoch_before(epoch: int) -> int:
-        """How many prompts of the step that enters this epoch still belong to the one before."""
+        """Number of prompts of the step that enters this epoch that still belong to the one before."""
         return epoch * num_prompts % prompts_per_step
 
     # An order depends on the one before only if the border cuts a step: go back to where it does not.

@@ -1,4 +1,4 @@
-"""Rows become prompts: rendered, tokenised, measured.
+"""Prompts of a run: rows rendered as text or through the tokenizer's chat template, tokenised and measured.
 
     >>> from transformers import AutoTokenizer
     >>> from gruppo.task.builtin import builtin_model_path
@@ -8,34 +8,32 @@
     ((1, 8, 11, 14, 12, 9, 15), {'answer': '132'})
 
 A prompt that is too long is left out and listed, never cut: a cut question has another answer.
+
+The ids are what the tokenizer gives for the whole prompt in one call. Encoding the rendered text once more would put a
+second start token before the one that the template writes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
-from gruppo.task.chat import check_chat_template, encode_texts, render_chat, with_system
-from gruppo.task.dataset import BAD_ROW_REMEDY, BadRowPolicy, DroppedRow, Row, Rows, TooLongRow
-from gruppo.task.load import resolve_source
-from gruppo.task.order import HOLDOUT_STREAM, prompt_indices, shuffle
-from gruppo.task.row import prompt_kind
+from gruppo.task.dataset import BAD_ROW_REMEDY, BadRowPolicy, DroppedRow, Row, Rows, TooLongRow, prompt_kind
+from gruppo.task.order import HOLDOUT_STREAM, shuffle
+from gruppo.task.sources import resolve_source
 from gruppo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptSet", "Template", "load_prompts", "prompt_indices"]
-
-Template = Literal["auto", "chat", "plain"]
-"""`auto`: strings as they are, conversations through the chat template. `chat`: strings too, as user turns.
-`plain`: strings as they are, conversations refused."""
-
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "step", "rng_seed", "log_extra", "log_metric")
 """Names under which reward functions receive something else than a column."""
 
 ENCODE_CHUNK = 1024
+
+_FIXED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "tokenizer_kwargs", "messages"})
+"""Arguments of `apply_chat_template` that `render_chat` sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +85,6 @@ def load_prompts(
     prompt_column: str = "prompt",
     column_map: Mapping[str, str] | None = None,
     max_prompt_tokens: int | None = None,
-    template: Template = "auto",
     system: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: int | None = None,
@@ -96,14 +93,16 @@ def load_prompts(
     """Reads a source and renders each row with the tokenizer.
 
     Args:
-        source: whatever `gruppo.task.load.resolve_source` takes: a path, a name, a list of rows.
+        source: whatever `gruppo.task.resolve_source` takes: a path, a name, a list of rows.
         max_prompt_tokens: longer prompts are dropped and listed.
         system: a system message for conversations that have none.
         chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": False}`.
         limit: how many prompts to keep, from the beginning.
         on_bad_row: what to do with rows that cannot be used; prompts that are too long are always dropped.
     """
-    _check_options(max_prompt_tokens, template, limit)
+    for name, value in (("max_prompt_tokens", max_prompt_tokens), ("limit", limit)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}")
     rows = resolve_source(source, on_bad_row=on_bad_row, prompt_column=prompt_column, column_map=column_map)
     clash = [name for name in rows.columns if name in RESERVED_COLUMNS]
     if clash:
@@ -115,7 +114,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     dropped = list(rows.dropped)
     columns = tuple(name for name in rows.columns if name != "prompt")
-    for row, rendered in _render(rows, tokenizer, template, system, chat_template_kwargs):
+    for row, rendered in _render(rows, tokenizer, system, chat_template_kwargs):
         if limit is not None and len(prompts) == limit:
             break
         if isinstance(rendered, str):
@@ -143,26 +142,11 @@ def load_prompts(
     return PromptSet(prompts=tuple(prompts), dropped=tuple(dropped))
 
 
-def _check_options(max_prompt_tokens: int | None, template: str, limit: int | None) -> None:
-    if template not in ("auto", "chat", "plain"):
-        raise InputError(f"template must be 'auto', 'chat' or 'plain', got {template!r}")
-    for name, value in (("max_prompt_tokens", max_prompt_tokens), ("limit", limit)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} must be at least 1, got {value}")
-
-
 def _render(
-    rows: Rows,
-    tokenizer: "PreTrainedTokenizerBase",
-    template: Template,
-    system: str | None,
-    template_kwargs: Mapping[str, Any] | None,
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", system: str | None, template_kwargs: Mapping[str, Any] | None
 ) -> Iterator[tuple[Row, tuple[tuple[int, ...], str] | str]]:
     """Each row with its token ids and text, or with the reason why there are none."""
-    kind = prompt_kind(rows[0]["prompt"])  # one source is of one kind
-    if kind == "message list" and template == "plain":
-        raise InputError(f"{rows.source} holds conversations, which template='plain' cannot render; use 'auto'")
-    if kind == "string" and template != "chat":
+    if prompt_kind(rows[0]["prompt"]) == "string":  # one source is of one kind
         for name, value in (("a system message", system), ("chat_template_kwargs", template_kwargs)):
             if value:
                 raise InputError(
@@ -175,12 +159,76 @@ def _render(
             for row, text, token_ids in zip(chunk, texts, encode_texts(texts, tokenizer), strict=True):
                 yield row, (token_ids, text) if token_ids else "prompt has no tokens"
         return
-    check_chat_template(tokenizer)
+    _check_chat_template(tokenizer)
     for row in rows.rows:
-        prompt = row.values["prompt"]
-        messages = [{"role": "user", "content": prompt}] if kind == "string" else prompt
+        # Arrow gives every message the keys of all of them, None where there was none; templates would print it.
+        turns = [{key: value for key, value in turn.items() if value is not None} for turn in row.values["prompt"]]
+        if system is not None and turns[0]["role"] not in ("system", "developer"):
+            turns.insert(0, {"role": "system", "content": system})
         try:
-            rendered = render_chat(with_system(messages, system), tokenizer, template_kwargs)
+            rendered = render_chat(turns, tokenizer, template_kwargs)
         except InputError as error:
             rendered = str(error)
         yield row, rendered
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[tuple[int, ...], str]:
+    """Token ids and text of a conversation, ending where the assistant's turn begins.
+
+    Args:
+        template_kwargs: further variables of the template, such as `{"enable_thinking": False}`.
+
+    Raises InputError when the template refuses the conversation, as some do when roles do not alternate.
+    """
+    from jinja2 import TemplateError
+
+    _check_chat_template(tokenizer)
+    conversation = [dict(message) for message in messages]
+    options = dict(template_kwargs or {})
+    clash = sorted(options.keys() & _FIXED)
+    if clash:
+        raise InputError(f"chat_template_kwargs has {clash[0]!r}, which is not the template's to decide; leave it out")
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            conversation,
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            tokenizer_kwargs={"verbose": False},  # lengths are our caller's to judge
+            **options,
+        )
+        text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **options)
+    except TemplateError as error:
+        raise InputError(f"the chat template refuses the conversation: {error}") from error
+    return tuple(encoded["input_ids"]), text
+
+
+def encode_texts(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int, ...]]:
+    """Token ids of plain prompts, with the special tokens that the tokenizer adds itself."""
+    if not texts:
+        return []
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    encoded: Any = tokenizer(list(texts), verbose=False)
+    result = []
+    for text, ids in zip(texts, encoded["input_ids"], strict=True):
+        if len(ids) >= 2 and bos is not None and ids[0] == ids[1] == bos:
+            ids = ids[1:]  # the text begins with the start token, and the tokenizer put one before it
+        if ids and eos is not None and ids[-1] == eos != bos and not text.endswith(str(tokenizer.eos_token)):
+            raise InputError(
+                f"the tokenizer puts its end token {tokenizer.eos_token!r} after prompts, which leaves nothing "
+                "to complete; load it with add_eos_token=False"
+            )
+        result.append(tuple(ids))
+    return result
+
+
+def _check_chat_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            "the prompts are conversations, but this tokenizer has no chat template; use the tokenizer of an "
+            "instruction-tuned model, set tokenizer.chat_template, or give the prompts as strings"
+        )

@@ -1,8 +1,8 @@
 """Records of a source, each with the place it came from: JSONL, CSV and Parquet files, lists, the hub.
 
-A record that cannot be read is not an exception but a `Record` with a `problem`, so that the caller can drop
-it and go on. What cannot be read at all (no such file, not Parquet, no header) is an `InputError`. What a row
-must contain is not known here; see `gruppo.task.row`.
+A record that cannot be read is not an exception but a record with a reason instead of values, so that the caller can
+drop it and go on. What cannot be read at all (no such file, not Parquet, no header) is an `InputError`. What a row must
+contain is checked in `gruppo.task.dataset`.
 """
 
 import csv
@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -20,14 +19,9 @@ MAX_RECORD_BYTES = 16 * 2**20
 """A longer line is a broken file (a missing newline), not a prompt; reading on would only fill the memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One record: its values, or why there are none."""
-
-    place: str
-    """`file:line` for text files (from 1), `source[row]` for tables (from 0)."""
-    values: Mapping[str, Any] | None = None
-    problem: str = ""
+Record = tuple[str, Mapping[str, Any] | str]
+"""A place and the values there, or the reason why there are none. The place is `file:line` for text files (from 1),
+`source[row]` for tables (from 0)."""
 
 
 def read_file(path: Path) -> Iterator[Record]:
@@ -43,19 +37,15 @@ def read_file(path: Path) -> Iterator[Record]:
 def read_objects(rows: Iterable[Any], label: str) -> Iterator[Record]:
     """Records of a sequence in memory: a list of dicts or a `datasets.Dataset`."""
     for index, row in enumerate(rows):
-        yield _record(f"{label}[{index}]", row)
+        yield f"{label}[{index}]", _columns(row)
 
 
-def _record(place: str, value: Any) -> Record:
+def _columns(value: Any) -> Mapping[str, Any] | str:
+    """The value, or why it has no named columns."""
     if not isinstance(value, Mapping):
-        return Record(place=place, problem=f"expected an object with named columns, got {type(value).__name__}")
+        return f"expected an object with named columns, got {type(value).__name__}"
     bad = [name for name in value if not isinstance(name, str)]
-    if bad:
-        return Record(place=place, problem=f"column names must be strings, got {bad[0]!r}")
-    return Record(place=place, values=value)
-
-
-# ---------------------------------------------------------------------------------------------------- JSONL
+    return f"column names must be strings, got {bad[0]!r}" if bad else value
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
@@ -65,34 +55,31 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
         # A file is read by line in bytes: one line that is not UTF-8 then costs one row, not the file.
         while line := file.readline(MAX_RECORD_BYTES + 1):
             number += 1
-            place = f"{path}:{number}"
-            if len(line) > MAX_RECORD_BYTES:
-                size = len(line) + _skip_line(file, line)
-                yield Record(place=place, problem=f"the line has {size:,} bytes, limit {MAX_RECORD_BYTES:,}")
+            place, size = f"{path}:{number}", len(line)
+            if size > MAX_RECORD_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_RECORD_BYTES)
+                    size += len(line)
+                yield place, f"the line has {size:,} bytes, limit {MAX_RECORD_BYTES:,}"
                 continue
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
-            line = line.strip(b" \t\r\n")
-            if line:
-                yield _parse_line(place, line)
+            if line := line.strip(b" \t\r\n"):
+                yield place, _parse_line(line)
 
 
-def _parse_line(place: str, line: bytes) -> Record:
+def _parse_line(line: bytes) -> Mapping[str, Any] | str:
+    hooks: Any = {"object_pairs_hook": _unique_keys, "parse_constant": _refuse_constant, "parse_float": _finite_float}
     try:
-        text = line.decode("utf-8")
+        return _columns(json.loads(line.decode("utf-8"), **hooks))
     except UnicodeDecodeError as error:
-        return Record(place=place, problem=f"not UTF-8: byte {line[error.start]:#04x} at {error.start}")
-    try:
-        value = json.loads(
-            text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-        )
+        return f"not UTF-8: byte {line[error.start]:#04x} at {error.start}"
     except json.JSONDecodeError as error:
-        return Record(place=place, problem=f"not JSON: {error.msg} at character {error.pos}")
+        return f"not JSON: {error.msg} at character {error.pos}"
     except RecursionError:
-        return Record(place=place, problem="not usable JSON: nested too deeply")
+        return "not usable JSON: nested too deeply"
     except ValueError as error:  # our own hooks, and Python's limit on the digits of an integer
-        return Record(place=place, problem=f"not usable JSON: {error}")
-    return _record(place, value)
+        return f"not usable JSON: {error}"
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,53 +108,32 @@ def _refuse_utf16(file: BinaryIO, path: Path) -> None:
     file.seek(0)
 
 
-def _skip_line(file: BinaryIO, line: bytes) -> int:
-    """Bytes until the end of a line that was read in part."""
-    size = 0
-    while line and not line.endswith(b"\n"):
-        line = file.readline(MAX_RECORD_BYTES)
-        size += len(line)
-    return size
-
-
-# ------------------------------------------------------------------------------------------------------ CSV
-
-
 def _read_csv(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         _refuse_utf16(file, path)
-    # surrogateescape turns bytes that are not UTF-8 into lone surrogates, which the row check then reports
-    # with their line; strict decoding would end the file. The csv module keeps every value a string: "007"
-    # stays so.
+    # surrogateescape turns bytes that are not UTF-8 into lone surrogates, which the row check then reports with their
+    # line; strict decoding would end the file. The csv module keeps every value a string: "007" stays so.
     limit = csv.field_size_limit(MAX_RECORD_BYTES)
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            yield from _csv_records(path, csv.reader(file, strict=True))
+            reader = csv.reader(file, strict=True)
+            header = next(reader, None)
+            if header is None:
+                raise InputError(f"{path} is empty; the first line must name the columns")
+            if len(set(header)) < len(header):
+                twice = next(name for name in header if header.count(name) > 1)
+                raise InputError(f"{path}:1: column {twice!r} appears twice")
+            line = reader.line_num + 1  # a quoted value may span lines: a record is named by its first
+            for fields in reader:
+                place, line = f"{path}:{line}", reader.line_num + 1
+                if fields and len(fields) != len(header):
+                    yield place, f"{len(fields)} values for {len(header)} columns"
+                elif fields:
+                    yield place, dict(zip(header, fields, strict=True))
     except csv.Error as error:
         raise InputError(f"{path}: not CSV: {error}") from error
     finally:
         csv.field_size_limit(limit)
-
-
-def _csv_records(path: Path, reader: Any) -> Iterator[Record]:
-    header = next(reader, None)
-    if header is None:
-        raise InputError(f"{path} is empty; the first line must name the columns")
-    if len(set(header)) < len(header):
-        twice = next(name for name in header if header.count(name) > 1)
-        raise InputError(f"{path}:1: column {twice!r} appears twice")
-    line = reader.line_num + 1  # a quoted value may span lines: a record is named by its first
-    for fields in reader:
-        place, line = f"{path}:{line}", reader.line_num + 1
-        if not fields:
-            continue
-        if len(fields) != len(header):
-            yield Record(place=place, problem=f"{len(fields)} values for {len(header)} columns")
-        else:
-            yield Record(place=place, values=dict(zip(header, fields, strict=True)))
-
-
-# -------------------------------------------------------------------------------------------------- Parquet
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
@@ -181,25 +147,22 @@ def _read_parquet(path: Path) -> Iterator[Record]:
             if len(set(names)) < len(names):
                 raise InputError(f"{path}: two columns have the same name: {', '.join(names)}")
             for batch in file.iter_batches():
-                for values in _batch_rows(batch):
-                    problem = "not UTF-8" if values is None else ""
-                    yield Record(place=f"{path}[{index}]", values=values, problem=problem)
+                for row in _batch_rows(batch):
+                    yield f"{path}[{index}]", row
                     index += 1
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: not a readable Parquet file: {error}") from error
 
 
-def _batch_rows(batch: Any) -> list[dict[str, Any] | None]:
-    """Rows of an Arrow batch; None for one whose text is not UTF-8."""
+def _batch_rows(batch: Any) -> list[dict[str, Any] | str]:
+    """Rows of an Arrow batch; a reason for one whose text is not UTF-8."""
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
         if batch.num_rows == 1:
-            return [None]
+            return ["not UTF-8"]
         return [row for index in range(batch.num_rows) for row in _batch_rows(batch.slice(index, 1))]
 
-
-# ---------------------------------------------------------------------------------------------------- the hub
 
 _PART = r"[A-Za-z0-9][\w.-]*"  # must not begin with a dot: `datasets` would take ../x for a local folder
 _SPEC = re.compile(
@@ -222,7 +185,7 @@ def load_hub(spec: str) -> Any:
         raise require("data", "datasets", f"reading {spec}") from error
     name = match["id"]
     if Path(name).exists():
-        # `datasets` prefers a folder of that name to the hub, which is not what hf:// says.
+        # `datasets` prefers a folder of that name to the hub, which hf:// does not mean.
         raise InputError(f"{spec}: the local path {name!r} would be read instead of the hub; pass its files by path")
     try:
         return load_dataset(name, match["config"], split=match["split"] or "train", revision=match["revision"])

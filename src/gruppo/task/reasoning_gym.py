@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from gruppo.errors import InputError, require
-from gruppo.text import completion_text, text_inside
 
 INSTRUCTION = "Put the final answer, and nothing else, between <answer> and </answer>."
 DEFAULT_SIZE = 1000
@@ -43,10 +42,13 @@ def score(
     **_: Any,
 ) -> list[float]:
     """Reward: the data set's score of what stands in the last `<answer>...</answer>` of each completion, 0 to 1."""
+    from gruppo.reward.verifiers import completion_texts, text_inside
+
     scores = []
-    for completion, q, a, m, spec in zip(completions, question, answer, metadata, reasoning_gym, strict=True):
+    rows = zip(completion_texts(completions), question, answer, metadata, reasoning_gym, strict=True)
+    for text, q, a, m, spec in rows:
         entry = {"question": q, "answer": a, "metadata": m}
-        inside = text_inside(completion_text(completion), "answer")
+        inside = text_inside(text, "answer")
         scores.append(float(_dataset(spec).score_answer(None if inside is None else inside.strip(), entry)))
     return scores
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gruppo.advantage import Groups
 from gruppo.reward import RewardResult, RewardScorer
-from gruppo.reward.outcome import merged_metrics
+from gruppo.reward.scorer import merged_metrics
 from gruppo.sampler.base import Sampler
 from gruppo.sampler.params import SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.reward import RewardScorer, load_reward
-from gruppo.reward.base import Reward, as_completions, parameters_of
+from gruppo.reward import Reward, RewardScorer, load_reward
+from gruppo.reward.call import StepCompletions, parameters_of
 
 
 def score(function, prompts, completions, **kwargs):
@@ -86,7 +86,8 @@ def test_completion_ids_that_were_not_given_are_an_error_when_needed():
 
 def test_messages_for_a_prompt_of_messages_and_text_for_text():
     chat = [{"role": "user", "content": "1+1="}]
-    assert as_completions([chat, "1+1="], ["2", "2"]) == [[{"role": "assistant", "content": "2"}], "2"]
+    given = StepCompletions([chat, "1+1="], ["2", "2"])
+    assert given.available["completions"] == [[{"role": "assistant", "content": "2"}], "2"]
 
 
 def test_columns_of_the_wrong_length_are_refused():

@@ -7,7 +7,7 @@ from functools import partial
 import hostile_rewards
 import pytest
 
-from gruppo.cli.losses import formula
+from gruppo.cli.listing import formula
 from gruppo.errors import InputError, MissingExtraError
 from gruppo.reward import (
     ExactMatch,

@@ -3,7 +3,7 @@
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.reward.scorer import StepCompletions
+from gruppo.reward.call import StepCompletions
 
 
 def step(prompts, group_ids=None):

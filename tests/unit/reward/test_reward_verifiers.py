@@ -18,7 +18,7 @@ from gruppo.reward import (
     tag_format,
     think_format,
 )
-from gruppo.reward.verifiers import normalize, without_thoughts
+from gruppo.reward.verifiers import completion_texts, normalize, text_inside, without_thoughts
 
 
 def message(text):
@@ -211,3 +211,32 @@ def test_soft_overlong_is_equation_13_of_dapo():
 def test_length_penalty_grows_with_the_distance_from_the_target():
     assert LengthPenalty(scale=100)(completion_ids=[[], [0] * 25, [0] * 500]) == [0.0, -0.25, -1.0]
     assert LengthPenalty(target=10, scale=10)(completion_ids=[[0] * 5, [0] * 10, [0] * 15]) == [-0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("so <answer> 7 </answer>", " 7 "),
+        ("<answer>1</answer> no, <answer>2</answer>.", "2"),
+        ("<answer>1<answer>2</answer>", "2"),
+        ("<answer></answer>", ""),
+        ("7", None),
+        ("</answer><answer>", None),
+    ],
+)
+def test_the_last_block_in_tags_counts(text: str, inside: str | None) -> None:
+    assert text_inside(text, "answer") == inside
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("42", "42"),
+        ([{"role": "user", "content": "6*7"}, {"role": "assistant", "content": "42"}], "42"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "4"}, {"text": "2"}, {"type": "image"}]}], "42"),
+        ([{"role": "assistant", "content": None}], ""),
+        ([], ""),
+    ],
+)
+def test_the_text_of_a_conversation_is_that_of_its_last_message(completion: object, text: str) -> None:
+    assert completion_texts([completion, "next"]) == [text, "next"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gruppo.run.console import RunConsole, readable_time, step_line, visible
+from gruppo.run.console import RunConsole, printable, readable_time, step_line, visible
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 METRICS = {
@@ -123,3 +123,20 @@ def test_an_advantage_per_token_is_shown_as_its_mean() -> None:
     group = Group(prompt=Prompt(token_ids=(1,)), rollouts=(Rollout(trajectory=trajectory, advantage=(0.5, -1.0)),))
     RunConsole(10, console).completions("t", [group])
     assert "-0.25" in raw.getvalue().decode()
+
+
+def test_new_lines_stay_and_surrogates_do_not() -> None:
+    assert printable("a\n\tb\ud800\x9b") == "a\n\tb\\ud800\\x9b"
+    assert printable("a\n\tb", keep="") == "a\\n\\tb"
+
+
+def test_each_escape_names_its_character() -> None:
+    # controls, overrides, separators, private use, a tag, an unassigned code point
+    assert printable("\x1b[2J\x07\r\x7f") == "\\x1b[2J\\x07\\r\\x7f"
+    assert printable("\u202e\u2066\u200f\u2028\ue000") == "\\u202e\\u2066\\u200f\\u2028\\ue000"
+    assert printable("\U000e0041\U0010ffff") == "\\U000e0041\\U0010ffff"
+
+
+def test_text_of_any_language_stays_as_it_is() -> None:
+    text = "Größe 3\u202f000\u00a0€, \u4f60\u597d\u3000\u0915\u093f e\u0301 \U0001f9ee [/red] \\x1b"
+    assert printable(text) == text

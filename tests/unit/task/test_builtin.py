@@ -7,7 +7,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from gruppo.errors import InputError
-from gruppo.task.builtin import _completion_loss, _lr_factor, builtin_config, builtin_tokenizer, rebuild_base
+from gruppo.model.optim import schedule_factor
+from gruppo.task.builtin import LR_WARMUP_STEPS, _completion_loss, builtin_config, builtin_tokenizer, rebuild_base
 
 
 def test_the_tokenizer_has_sixteen_ids() -> None:
@@ -41,9 +42,12 @@ def test_the_heads_are_wide_enough_for_vllm() -> None:
 
 
 def test_the_learning_rate_rises_for_twenty_steps_then_follows_a_cosine() -> None:
-    assert [_lr_factor(step, 1000) for step in (0, 9, 19, 20)] == [0.05, 0.5, 1.0, 1.0]
-    assert _lr_factor(510, 1000) == pytest.approx(0.5)
-    assert _lr_factor(999, 1000) == pytest.approx((1 + math.cos(math.pi * 979 / 980)) / 2)
+    def factor(step: int) -> float:
+        return schedule_factor("cosine", step, LR_WARMUP_STEPS, 1000)
+
+    assert [factor(step) for step in (0, 9, 19, 20)] == [0.05, 0.5, 1.0, 1.0]
+    assert factor(510) == pytest.approx(0.5)
+    assert factor(999) == pytest.approx((1 + math.cos(math.pi * 979 / 980)) / 2)
 
 
 def test_the_warm_up_loss_is_the_cross_entropy_of_the_completion_alone() -> None:

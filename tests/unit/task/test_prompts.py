@@ -72,11 +72,6 @@ def test_system_opens_conversations_that_have_no_system_message(chat_tokenizer: 
     assert [prompt.text for prompt in prompts] == ["<bos>=9=+1=", "<bos>=8=+2="]
 
 
-def test_template_chat_makes_a_string_the_users_turn(chat_tokenizer: Any) -> None:
-    [prompt] = load_prompts([{"prompt": "47"}], chat_tokenizer, template="chat")
-    assert (prompt.text, prompt.source) == ("<bos>+47=", "47")
-
-
 def test_keys_that_arrow_filled_with_none_do_not_reach_the_template(chat_tokenizer: Any) -> None:
     chat_tokenizer.chat_template = "{% for m in messages %}{{ m | length }}{% endfor %}"
     [prompt] = load_prompts([{"prompt": [{**user("1"), "name": None}]}], chat_tokenizer)
@@ -87,10 +82,7 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template(chat_tokeniz
     "rows, options, message",
     [
         ([{"prompt": [user("1")]}], {}, "has no chat template; use the tokenizer of an instruction-tuned model"),
-        ([{"prompt": "1"}], {"template": "chat"}, "has no chat template"),
-        ([{"prompt": [user("1")]}], {"template": "plain"}, "holds conversations, which template='plain' cannot"),
         ([{"prompt": "1"}], {"system": "9"}, "a system message needs conversations, and these prompts are text"),
-        ([{"prompt": "1"}], {"template": "jinja"}, "template must be 'auto', 'chat' or 'plain', got 'jinja'"),
         ([{"prompt": "1"}], {"limit": 0}, "limit must be at least 1, got 0"),
         ([{"prompt": "1"}], {"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
         ([{"prompt": "1", "step": 3}], {}, "under the name 'step'; rename the column: column_map={'step': 'row_step'}"),

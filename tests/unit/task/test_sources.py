@@ -12,8 +12,8 @@ import pytest
 
 from gruppo.errors import InputError, MissingExtraError
 from gruppo.task import carries, reasoning_gym
-from gruppo.task.gsm8k import INSTRUCTION, gsm8k_prompt
-from gruppo.task.load import resolve_source
+from gruppo.task.sources import GSM8K_INSTRUCTION as INSTRUCTION
+from gruppo.task.sources import gsm8k_prompt, resolve_source
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
 
@@ -171,9 +171,10 @@ def test_reasoning_gym_scores_its_own_answers_with_one() -> None:
 
 def test_importing_the_stage_imports_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "numpy", "pyarrow", "datasets", "rich")
-    code = f"import sys, gruppo.task, gruppo.cli.data_check; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    code = f"import sys, gruppo.{{}}; print([m for m in {heavy} if m in sys.modules])"
+    for module, loaded in (("task", "[]"), ("cli.data_check", "['rich']")):
+        words = [sys.executable, "-c", code.format(module)]
+        assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == loaded
 
 
 @pytest.mark.parametrize("name", ["builtin", "carries", "dataset", "order", "prompts"])

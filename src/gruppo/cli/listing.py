@@ -1,5 +1,7 @@
-"""`gruppo losses`: every loss with its parts and paper, or the formula of one."""
+"""`gruppo losses` and `gruppo recipes`: the losses with their formulas, and configurations that papers trained with."""
 
+import difflib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,21 +10,23 @@ import tyro
 
 from gruppo.cli.options import parse
 from gruppo.errors import InputError
+from gruppo.imports import import_object
 
 
 @dataclass
 class LossesArguments:
+    """What `gruppo train --loss NAME` can be.
+
+    gruppo losses
+    gruppo losses gspo
+    """
+
     name: tyro.conf.Positional[str | None] = None
     """A loss of the table, or your.module:YourLoss. Unset: the whole table."""
 
 
 def losses(arguments: Sequence[str]) -> int:
-    given = parse(
-        LossesArguments,
-        arguments,
-        verb="losses",
-        description="What `gruppo train --loss NAME` can be.\n\n  gruppo losses\n  gruppo losses gspo",
-    )
+    given = parse(LossesArguments, arguments, "losses")
     print(table() if given.name is None else formula(given.name))
     return 0
 
@@ -46,14 +50,10 @@ def table() -> str:
 
 def formula(name: str) -> str:
     """A loss in words: its docstring's first line, then what `repr` prints."""
-    import difflib
-
     from gruppo.loss import LOSSES, PolicyLoss
 
     cls: Any = LOSSES.get(name)
     if cls is None and ":" in name:
-        from gruppo.imports import import_object
-
         cls = import_object(name, "loss")
     if cls is None:
         near = difflib.get_close_matches(name, LOSSES, n=1)
@@ -67,3 +67,32 @@ def formula(name: str) -> str:
 
 def _name(part: Any) -> str:
     return getattr(part, "__name__", type(part).__name__)
+
+
+@dataclass
+class RecipeArguments:
+    """Configurations of published runs. `gruppo recipes` lists them, `gruppo recipes NAME` prints one as a config file.
+
+    gruppo recipes dapo > run.yaml
+    gruppo train --recipe dapo --data problems.jsonl
+    """
+
+    name: tyro.conf.Positional[str] = ""
+    """Recipe to print as a config file. Unset: list all of them."""
+
+
+def recipes(arguments: Sequence[str]) -> int:
+    given = parse(RecipeArguments, arguments, "recipes")
+    from gruppo.recipes import RECIPES, recipe
+
+    if given.name:
+        chosen = recipe(given.name)
+        print(chosen.to_yaml(), end="")
+        if chosen.reminder():
+            print(chosen.reminder(), file=sys.stderr)
+        return 0
+    longest = max(map(len, RECIPES))
+    for name, entry in RECIPES.items():
+        print(f"{name:{longest}}  {entry.reference:16}  {entry.title}")
+    print("\ngruppo recipes NAME prints the options; gruppo train --recipe NAME uses them")
+    return 0

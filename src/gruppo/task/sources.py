@@ -1,0 +1,88 @@
+"""Sources of prompts by name, and the rows that each name stands for.
+
+    builtin:carries[?split=train|heldout|all]         the embedded task
+    gsm8k:PATH[?style=chat|plain]                     GSM8K's columns, from a file or hf:// name
+    reasoning_gym:NAME[?size=..&seed=..&...]          a procedural task (extra `tasks`)
+    hf://org/name[/config][@revision][:split]         the hub (extra `data`)
+    a path ending in .jsonl, .csv or .parquet
+    a list of dicts, a datasets.Dataset, or Rows
+
+A new kind of source is a function that gives `Rows` and one more branch here.
+
+GSM8K rows become prompts for a solution that ends in `#### number`. Their `answer` stays whole, worked steps and all;
+the reward takes the number after `####` from it. The style `plain` is for models without a chat template.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+from urllib.parse import parse_qsl
+
+from gruppo.errors import InputError
+from gruppo.task.carries import carries_rows
+from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, check_dropped, read_rows
+from gruppo.task.reasoning_gym import reasoning_gym_rows
+
+GSM8K_INSTRUCTION = "Solve the problem step by step. End with a line that holds only #### and the final number."
+
+Style = Literal["chat", "plain"]
+
+
+def resolve_source(
+    spec: Any,
+    *,
+    on_bad_row: BadRowPolicy = "fail",
+    prompt_column: str = "prompt",
+    column_map: Mapping[str, str] | None = None,
+) -> Rows:
+    """The rows that a spec names, checked. `prompt_column` and `column_map` as in `read_rows`."""
+    if isinstance(spec, Rows):
+        return spec
+    kind, colon, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
+    if not colon or kind not in ("builtin", "gsm8k", "reasoning_gym"):
+        return read_rows(spec, on_bad_row=on_bad_row, prompt_column=prompt_column, column_map=column_map)
+    if prompt_column != "prompt" or column_map:
+        raise InputError(f"{spec}: this task has its own columns; prompt_column and column_map do not apply")
+    if kind == "reasoning_gym":
+        return read_rows(reasoning_gym_rows(rest), on_bad_row=on_bad_row, label=f"reasoning_gym:{rest}")
+    if kind == "gsm8k":
+        path, options = _split_options(rest, "style")
+        return gsm8k_rows(path, style=options.get("style", "chat"), on_bad_row=on_bad_row)
+    name, options = _split_options(rest, "split")
+    if name != "carries":
+        raise InputError(f"there is no built-in task {name!r}; there is builtin:carries")
+    return read_rows(carries_rows(options.get("split", "train")), label=f"builtin:{rest}")
+
+
+def _split_options(rest: str, known: str) -> tuple[str, dict[str, Any]]:
+    """`name?key=value` as the name and its one possible option."""
+    name, _, query = rest.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if options.keys() - {known} or (query and not options):
+        raise InputError(f"{rest!r}: the only option is {known}, written ?{known}=...")
+    return name, options
+
+
+def gsm8k_prompt(question: str, style: Style = "chat") -> str | list[dict[str, str]]:
+    """The question with the instruction: a conversation, or text that ends where the solution begins."""
+    if style == "chat":
+        return [{"role": "user", "content": f"{question}\n\n{GSM8K_INSTRUCTION}"}]
+    if style == "plain":
+        return f"{GSM8K_INSTRUCTION}\n\nProblem: {question}\nSolution:"
+    raise InputError(f"style must be 'chat' or 'plain', got {style!r}")
+
+
+def gsm8k_rows(source: Any, *, style: Style = "chat", on_bad_row: BadRowPolicy = "fail") -> Rows:
+    """Rows with `prompt` and `answer` from anything that `read_rows` reads and that has GSM8K's columns."""
+    raw = read_rows(source, prompt_column="question", on_bad_row=on_bad_row, label="gsm8k")
+    rows, dropped = [], list(raw.dropped)
+    for row in raw.rows:
+        question, answer = row.values["prompt"], row.values.get("answer")
+        if not isinstance(question, str):
+            dropped.append(DroppedRow(row.place, "question must be a string"))
+        elif not isinstance(answer, str) or "####" not in answer:
+            dropped.append(DroppedRow(row.place, "answer must be text with '#### number'"))
+        else:
+            rows.append(replace(row, values={**row.values, "prompt": gsm8k_prompt(question, style)}))
+    check_dropped(raw.source, dropped, len(rows) + len(dropped), on_bad_row)
+    return replace(raw, rows=tuple(rows), dropped=tuple(dropped))
