@@ -8,7 +8,7 @@ import gruppo
 ROOT = Path(gruppo.__file__).parent
 
 ORDER = ("errors", "types", "imports", "keys", "options", "batch", "random", "kernel", "loss", "advantage", "parallel",
-         "metric", "task", "reward", "weights", "model", "sampler", "run", "trainer", "recipes", "report", "tutorial",
+         "metric", "reward", "task", "weights", "model", "sampler", "run", "trainer", "recipes", "report", "tutorial",
          "cli", "__main__")  # fmt: skip
 
 

@@ -11,6 +11,7 @@ point on every machine. `rebuild_base` made them: the warm-up that imitates the 
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -100,8 +101,6 @@ def rebuild_base(
     import torch
     from transformers import Qwen3ForCausalLM
 
-    from gruppo.model.optim import schedule_factor
-
     if steps < 1:
         raise InputError(f"rebuild_base needs at least one step, got steps={steps}")
     tokenizer = builtin_tokenizer()
@@ -112,8 +111,10 @@ def rebuild_base(
     stream = demonstrations(seed)
     model.train()
     for step in range(steps):
+        progress = min(max(step - LR_WARMUP_STEPS, 0) / max(steps - LR_WARMUP_STEPS, 1), 1.0)
+        factor = min((step + 1) / LR_WARMUP_STEPS, 0.5 * (1 + math.cos(math.pi * progress)))
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * schedule_factor("cosine", step, LR_WARMUP_STEPS, steps)
+            group["lr"] = LEARNING_RATE * factor
         pairs = list(islice(stream, BATCH_SIZE))
         prompt_ids = torch.tensor(tokenizer([prompt for prompt, _ in pairs])["input_ids"])
         texts = [completion + EOS for _, completion in pairs]
