@@ -5,7 +5,7 @@
 Counts, over the second step of a run with default options on the embedded model: the files, the functions (`def` and
 `lambda`; a comprehension counts with the function that it stands in), and the types that hold a sequence on its way
 from the sampler to the optimizer. A type holds a sequence if one of its objects has the sequence's tokens or
-log-probs, or an object that has them.
+log-probs, or an object that has them, and is handed on: some function returns it.
 """
 
 import sys
@@ -44,11 +44,20 @@ def trace_step() -> Trace:
     """Trace the second step of a default run."""
     codes: set[CodeType] = set()
     made: list[Any] = []
+    handed_on: set[int] = set()
 
-    def watch(frame: FrameType, event: str, _argument: Any) -> None:
+    def hand_on(value: Any) -> None:
+        handed_on.add(id(value))
+        if isinstance(value, tuple | list) and value and not isinstance(value[0], int | float):
+            for item in value:
+                hand_on(item)
+
+    def watch(frame: FrameType, event: str, result: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(ROOT):
             codes.add(code)
+        if event == "return" and code.co_filename.startswith(ROOT):
+            hand_on(result)
         if event == "return" and code.co_name == "__init__":
             self = next(iter(frame.f_locals.values()))
             if type(self).__module__.startswith("gruppo"):
@@ -69,11 +78,12 @@ def trace_step() -> Trace:
         name = code.co_qualname.split(".<locals>.<")[0] if code.co_name != "<lambda>" else code.co_qualname
         functions.setdefault(code.co_filename[len(ROOT) + 1 :], set()).add(name)
     live = next(r for g in trainer.kept for r in g.rollouts if r.has_advantage and len(r.trajectory.tokens) >= 4)
-    return Trace({file: sorted(names) for file, names in functions.items()}, holders(made, live.trajectory))
+    found = holders(made, live.trajectory, handed_on)
+    return Trace({file: sorted(names) for file, names in functions.items()}, found)
 
 
-def holders(made: list[Any], trajectory: Any) -> list[str]:
-    """Types among the objects that hold the sequence, in the order in which they first do."""
+def holders(made: list[Any], trajectory: Any, handed_on: set[int]) -> list[str]:
+    """Types of the objects that hold the sequence and are handed on, in the order in which they first do."""
     tokens = list(trajectory.tokens)
     logps = torch.tensor(trajectory.logps)
     holding: set[int] = set()
@@ -102,7 +112,8 @@ def holders(made: list[Any], trajectory: Any) -> list[str]:
     for each in made:  # an object is made after those that it holds
         if any(holds(value) for value in members(each)):
             holding.add(id(each))
-            found[type(each).__name__] = None
+            if id(each) in handed_on:
+                found[type(each).__name__] = None
     return list(found)
 
 
