@@ -17,7 +17,7 @@ from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
 from gruppo.run.recorder import Recorder
 from gruppo.run.trackers import Trackers
-from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.base import SamplingParams
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig

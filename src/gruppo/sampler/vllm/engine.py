@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gruppo.errors import InputError, SamplerError
-from gruppo.sampler.base import Poll
-from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.base import Poll, SamplingParams
 from gruppo.sampler.vllm.worker import EXTENSION
 from gruppo.types import Prompt, SampleResponse, StopReason, Trajectory
 

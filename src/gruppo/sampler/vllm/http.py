@@ -14,8 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gruppo.errors import InputError, SamplerError
-from gruppo.sampler.base import Poll
-from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.base import Poll, SamplingParams
 from gruppo.sampler.vllm.engine import Completion, EngineLost, Received, Request
 from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.sampler.vllm.worker import EXTENSION

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import InputError, SamplerError, require
-from gruppo.sampler.base import Poll
-from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.base import Poll, SamplingParams
 from gruppo.sampler.vllm.engine import Completion, EngineLost, EngineSpec, Received, Request, platform_settings
 
 # Read by vLLM when it is imported. The engine runs in this process; variables the user has set take precedence.

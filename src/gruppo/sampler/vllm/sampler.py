@@ -11,8 +11,7 @@ import numpy as np
 
 from gruppo.errors import InputError
 from gruppo.random import row_keys
-from gruppo.sampler.base import Poll, Sampler, SampleRequest
-from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.base import Poll, Sampler, SampleRequest, SamplingParams
 from gruppo.sampler.vllm.engine import Engine, EngineSpec, Request
 from gruppo.sampler.vllm.supervisor import Asked, Supervisor
 from gruppo.types import SampleResponse

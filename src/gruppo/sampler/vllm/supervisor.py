@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from gruppo.errors import SamplerError
-from gruppo.sampler.base import Poll
-from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.base import Poll, SamplingParams
 from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request, check_answer, response
 from gruppo.types import Prompt, SampleResponse
 from gruppo.weights.canary import CanaryCheck, Rows, Verdict
