@@ -13,7 +13,7 @@ from small_runs import PROMPTS, completions, largest_gap, update
 
 from gruppo.model import TransformersModel
 from gruppo.sampler import SamplingParams, vLLMSampler
-from gruppo.sampler.vllm.engine import EngineSpec
+from gruppo.sampler.vllm.engine import engine_arguments
 from gruppo.sampler.vllm.http import HttpEngine
 from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.trainer import GRPOTrainer
@@ -24,7 +24,7 @@ PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    process = ServerProcess(EngineSpec(model=resolve("builtin"), dtype="float32", max_model_len=24))
+    process = ServerProcess(engine_arguments(model=resolve("builtin"), dtype="float32", max_model_len=24))
     HttpEngine(process.address, process=process).wait_until_ready(300.0)
     yield process
     process.close()

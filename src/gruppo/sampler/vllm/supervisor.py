@@ -3,12 +3,11 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from gruppo.errors import SamplerError
 from gruppo.sampler.base import Poll, SamplingParams
-from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request, check_answer, response
+from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request, response
 from gruppo.types import Prompt, SampleResponse
 from gruppo.weights.canary import CanaryCheck, Rows, Verdict
 from gruppo.weights.store import NotTaken, Published, WrongWeights
@@ -20,16 +19,6 @@ T = TypeVar("T")
 
 RESTARTS = 3
 """Restarts of an engine in a row before the run stops."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request to an engine, and where its answer goes."""
-
-    request: Request
-    copies: int
-    """Copies of each completion in the response: greedy ones are drawn once."""
-    future: Future[SampleResponse]
 
 
 class Supervisor:
@@ -94,23 +83,28 @@ class Supervisor:
                 "--logprobs-mode processed_logprobs"
             )
 
-    def answer(self, batch: Sequence[Asked], params: SamplingParams, deadline_s: float) -> None:
+    def answer(self, batch: Sequence[Request], params: SamplingParams, deadline_s: float) -> None:
         """Complete the futures of a batch. In a thread they get the error if there is one; else it is raised."""
-        self._futures = [asked.future for asked in batch]
+        self._futures = [request.future for request in batch]
         try:
             self._poll()  # the batch may have been cancelled while it waited for others
-            answers = self._ask([asked.request for asked in batch], params, deadline_s)
+            answers = self._ask(batch, params, deadline_s)
             self.engine.sleep()
         except BaseException as error:
             if self._thread is None:
                 raise
-            for asked in batch:
-                _settle(asked.future, error)
+            for request in batch:
+                _settle(request.future, error)
             return
         finally:
             self._futures = ()
-        for asked, completions in zip(batch, answers, strict=True):
-            _settle(asked.future, self._response(asked, completions, params))
+        version = 0 if self.loaded is None else self.loaded.version
+        for request, completions in zip(batch, answers, strict=True):
+            try:
+                outcome = response(request, completions, params, vocabulary=self.vocabulary, version=version)
+            except SamplerError as error:
+                outcome = error
+            _settle(request.future, outcome)
 
     def load(self, published: Published, deadline_s: float) -> Verdict:
         """Load weights and prove that they arrived, else raise NotTaken. The caller sets `loaded`."""
@@ -126,11 +120,10 @@ class Supervisor:
         if lost is not None:
             self._bring_back(lost, deadline_s)
             raise NotTaken(lost)
-        there = published.contents
-        if received is not None and (received.tensors, received.bytes) != (len(there.tensors), there.bytes):
+        tensors, size = len(published.contents.tensors), published.contents.bytes
+        if received is not None and received != (tensors, size):
             raise NotTaken(
-                f"{engine.name} read {received.tensors} tensors and {received.bytes:,} bytes of "
-                f"{len(there.tensors)} and {there.bytes:,}"
+                f"{engine.name} read {received.tensors} tensors and {received.bytes:,} bytes of {tensors} and {size:,}"
             )
         verdict = self._check.judge(canary.logps, answered)
         if verdict.fault is not None:
@@ -196,16 +189,6 @@ class Supervisor:
     def _load(self, published: Published, deadline_s: float) -> Received | None:
         load = self.engine.load_adapter if published.is_adapter else self.engine.load_weights
         return load(published.folder, deadline_s)
-
-    def _response(
-        self, asked: Asked, completions: Sequence[Completion], params: SamplingParams
-    ) -> SampleResponse | SamplerError:
-        try:
-            check_answer(asked.request, completions, params, self.vocabulary)
-        except SamplerError as error:
-            return error
-        version = 0 if self.loaded is None else self.loaded.version
-        return response(asked.request, completions, copies=asked.copies, version=version)
 
 
 def _settle(future: Future[SampleResponse], outcome: SampleResponse | BaseException) -> None:
