@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gruppo.run.console import RunConsole, readable_time, step_line, visible
+from gruppo.keys import KEYS
+from gruppo.run.console import SHOWN, RunConsole, readable_time, step_line, visible
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 METRICS = {
@@ -123,3 +124,9 @@ def test_an_advantage_per_token_is_shown_as_its_mean() -> None:
     group = Group(prompt=Prompt(token_ids=(1,)), rollouts=(Rollout(trajectory=trajectory, advantage=(0.5, -1.0)),))
     RunConsole(10, console).completions("t", [group])
     assert "-0.25" in raw.getvalue().decode()
+
+
+def test_the_line_of_a_step_has_the_keys_that_the_registry_marks() -> None:
+    shown = ["reward/mean", "eval/accuracy", "group/dead_frac", "optim/grad_norm", "live/clip_ratio"]
+    assert [key.name for key in SHOWN] == [*shown, "rollout/entropy", "completion/len_mean"]
+    assert {key.name for key in KEYS if key.line} == {key.name for key in SHOWN}
