@@ -115,11 +115,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not YAML: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise InputError(f"{path} must hold `option: value` lines, got a {type(values).__name__}")
-    return values
+    return values or {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

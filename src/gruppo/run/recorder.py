@@ -1,4 +1,4 @@
-"""Recorder: everything that a run tells about itself: to its directory, to the trackers, to the terminal."""
+"""Recorder: the records of a run, for its directory, the trackers and the terminal."""
 
 import logging
 from collections import deque
@@ -59,14 +59,13 @@ class Recorder:
         """All groups of a step, with what it made of them."""
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
-        if self.writes_completions(step):
-            left_out = self.run.write_completions(step, groups, self.completions_limit)
-            if left_out and not self._has_said_limit:
-                self._has_said_limit = True
-                text = (
-                    f"completions_limit={self.completions_limit} leaves {left_out} rollouts out of the file of a step"
-                )
-                self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
+        if not self.writes_completions(step):
+            return
+        left_out = self.run.write_completions(step, groups, self.completions_limit)
+        if left_out and not self._has_said_limit:
+            self._has_said_limit = True
+            text = f"completions_limit={self.completions_limit} leaves {left_out} rollouts out of the file of a step"
+            self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The score of the weights between two steps."""
@@ -84,13 +83,12 @@ class Recorder:
     def timed(self, step: int, seconds: Mapping[str, float], total: float) -> None:
         """Where the time of a step went, its checkpoint included; then it is shown."""
         self.run.log_timings(step, seconds)
-        said = advice(self._recent) if step % ADVICE_EVERY == 0 else []
-        for sentence in said:
+        for sentence in advice(self._recent) if step % ADVICE_EVERY == 0 else []:
             self.run.log_event("advice", step=step, text=sentence)
+            if self._console is not None:
+                self._console.say(f"note: {sentence}")
         if self._console is None:
             return
-        for sentence in said:
-            self._console.say(f"note: {sentence}")
         self._console.step(step, self._recent[-1], total)
         if self._kept and (step == 1 or step % max(self.steps // 4, 1) == 0):
             self._console.completions(f"step {step}: best and worst of some groups", self._kept, limit=3)
