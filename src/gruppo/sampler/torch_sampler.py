@@ -200,15 +200,14 @@ class _Decoding:
         rows = (self.tokens.tolist(), self.logps.tolist(), self.entropies.tolist(), self.length.tolist())
         for row, (tokens, logps, entropies, length) in enumerate(zip(*rows, strict=True)):
             ids = tuple(tokens[:length])
-            text = self.texts.get(row)
-            if text is None and (text := decoded.get(ids)) is None:
-                text = decoded[ids] = self._decode(tokens[:length])
+            if row not in self.texts and ids not in decoded:
+                decoded[ids] = self._decode(tokens[:length])
             made.append(
                 Trajectory(
                     prompt=self.requests[self.owner[row]].prompt,
                     tokens=ids,
                     logps=tuple(logps[:length]),
-                    text=text,
+                    text=self.texts[row] if row in self.texts else decoded[ids],
                     stop_reason="stop" if self.stopped[row] else "length",
                     versions=(version, version),
                     entropies=None if self.params.temperature == 0 else tuple(entropies[:length]),

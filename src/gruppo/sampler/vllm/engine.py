@@ -60,7 +60,6 @@ class Engine(Protocol):
 
     def wait_until_ready(self, deadline_s: float) -> None:
         """Return once it answers."""
-        ...
 
     def generate(
         self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
@@ -74,19 +73,15 @@ class Engine(Protocol):
 
     def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
         """Take all weights from a folder. None: the engine cannot report what it read."""
-        ...
 
     def load_adapter(self, folder: Path, deadline_s: float) -> Received | None:
         """Take the adapter in a folder, in the place of the last one."""
-        ...
 
     def sleep(self) -> None:
         """Free memory until the next call, where the platform can."""
-        ...
 
     def revive(self, deadline_s: float) -> None:
         """Restart after EngineLost, with the weights of the first start."""
-        ...
 
     def close(self) -> None: ...
 
