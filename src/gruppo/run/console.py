@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.keys import KEYS
+from gruppo.keys import KEYS, Key
 from gruppo.text import printable
 from gruppo.types import Group
 
@@ -51,15 +51,13 @@ class RunConsole:
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """One readable line; on a terminal every tenth step, since the bar shows the rest."""
         line = step_line(step, self.total, metrics, seconds)
-        if self.progress is not None:
-            reward = metrics.get("reward/mean")
-            state = "reward none" if reward is None else f"reward {reward:.3f}"
-            self.progress.update(self.task, completed=step, state=state)
-            if step % max(self.total // 20, 1) == 0 or step == self.total:
-                self.console.print(line, soft_wrap=True)
+        if self.progress is None:
+            left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
+            self.console.print(f"{line}  left {readable_time(left)}", soft_wrap=True)
             return
-        left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
-        self.console.print(f"{line}  left {readable_time(left)}", soft_wrap=True)
+        self.progress.update(self.task, completed=step, state=shown(SHOWN[0], metrics))
+        if step % max(self.total // 20, 1) == 0 or step == self.total:
+            self.console.print(line, soft_wrap=True)
 
     def say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
@@ -90,14 +88,14 @@ class RunConsole:
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], seconds: float) -> str:
     """The state of a step in plain words."""
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for key in SHOWN:
-        if key.name in metrics:
-            value = metrics[key.name]
-            parts.append(key.line.format(value, rest=1 - value))
-        elif key.name in ALWAYS:
-            parts.append(f"{key.line.partition(' {')[0]} none")
-    return "  ".join([*parts, readable_time(seconds)])
+    parts = [shown(key, metrics) for key in SHOWN if key.name in metrics or key.name in ALWAYS]
+    return "  ".join([f"step {step:>{len(str(total))}}/{total}", *parts, readable_time(seconds)])
+
+
+def shown(key: Key, metrics: Mapping[str, float]) -> str:
+    """A metric with its word."""
+    value = metrics.get(key.name)
+    return f"{key.line.partition(' {')[0]} none" if value is None else key.line.format(value, rest=1 - value)
 
 
 def readable_time(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from gruppo.run.advice import advice
@@ -17,32 +18,24 @@ ADVICE_EVERY = 20
 """Steps after which the numbers of as many steps are looked at."""
 
 
+@dataclass(eq=False)
 class Recorder:
     """Records one run. The methods are called in the order of a step: `sampled`, `step`, `checkpointed`, `timed`.
 
     The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        trackers: Trackers,
-        *,
-        steps: int,
-        completions_every: int = 1,
-        completions_limit: int | None = None,
-        quiet: bool = False,
-    ) -> None:
-        self.run = run
-        self.trackers = trackers
-        self.steps = steps
-        self.completions_every = completions_every
-        self.completions_limit = completions_limit
-        self.quiet = quiet
-        self._console: RunConsole | None = None
-        self._recent: deque[dict[str, float]] = deque(maxlen=ADVICE_EVERY)
-        self._kept: list[Group] = []
-        self._has_said_limit = False
+    run: RunDirectory
+    trackers: Trackers
+    _: KW_ONLY
+    steps: int
+    completions_every: int = 1
+    completions_limit: int | None = None
+    quiet: bool = False
+    _console: RunConsole | None = None
+    _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
+    _kept: list[Group] = field(default_factory=list)
+    _has_said_limit: bool = False
 
     def started(self, step: int) -> None:
         """The run begins, or goes on, after `step`."""
