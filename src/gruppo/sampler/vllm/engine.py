@@ -57,30 +57,32 @@ class Engine(Protocol):
     """Whether it works in another process. One in this process works in the thread that calls it."""
     poll: Poll
     """Cancellation hook, called while the engine works or is waited for; raise to abort."""
+    deadline_s: float = 600.0
+    """Limit of each call; EngineLost is raised when it passes."""
+    stop_ids: Sequence[int] = ()
+    """Tokens that end a completion."""
 
-    def wait_until_ready(self, deadline_s: float) -> None:
+    def wait_until_ready(self) -> None:
         """Return once it answers."""
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
-    ) -> list[list[Completion]]:
-        """The completions of each request, in order. Raises EngineLost when the deadline passes."""
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        """The completions of each request, in order."""
         ...
 
-    def logps_of(self, rows: Sequence[Sequence[int]], deadline_s: float) -> list[list[float]]:
+    def logps_of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of each row's tokens but the first."""
         ...
 
-    def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_weights(self, folder: Path) -> Received | None:
         """Take all weights from a folder. None: the engine cannot report what it read."""
 
-    def load_adapter(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_adapter(self, folder: Path) -> Received | None:
         """Take the adapter in a folder, in the place of the last one."""
 
     def sleep(self) -> None:
         """Free memory until the next call, where the platform can."""
 
-    def revive(self, deadline_s: float) -> None:
+    def revive(self) -> None:
         """Restart after EngineLost, with the weights of the first start."""
 
     def close(self) -> None: ...

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from gruppo.errors import InputError, SamplerError
 from gruppo.sampler.base import Poll, SamplingParams
-from gruppo.sampler.vllm.engine import Completion, EngineLost, Received, Request
+from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request
 from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.sampler.vllm.worker import EXTENSION
 
@@ -37,7 +37,7 @@ class Refused(SamplerError):
         self.status = status
 
 
-class HttpEngine:
+class HttpEngine(Engine):
     """Client of one server.
 
     Args:
@@ -60,9 +60,9 @@ class HttpEngine:
         self.gives_receipts = True
         self._open: set[http.client.HTTPConnection] = set()
 
-    def wait_until_ready(self, deadline_s: float) -> None:
+    def wait_until_ready(self) -> None:
         """Wait for the server to come up."""
-        ends = time.monotonic() + deadline_s
+        ends = time.monotonic() + self.deadline_s
         while True:
             with suppress(EngineLost):
                 self._exchange("/health", 5.0)
@@ -71,29 +71,27 @@ class HttpEngine:
                 self.process.check_alive()
             if time.monotonic() > ends:
                 raise SamplerError(
-                    f"{self.name} did not answer within {deadline_s:g} s; is `vllm serve` running there?"
+                    f"{self.name} did not answer within {self.deadline_s:g} s; is `vllm serve` running there?"
                 )
             self.poll()
             time.sleep(0.25)
         self.model = self._exchange("/v1/models", 30.0)["data"][0]["id"]
         self.has_adapter = False
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         shared = {
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "stop": list(params.stop),
-            "stop_token_ids": list(stop_ids),
+            "stop_token_ids": list(self.stop_ids),
         }
         bodies = [self._body(r.prompt.token_ids, shared | {"n": r.num_samples, "seed": r.seed}) for r in requests]
-        answers = self._post_all("/v1/completions", bodies, deadline_s)
+        answers = self._post_all("/v1/completions", bodies)
         return [self._completions(answer, r) for answer, r in zip(answers, requests, strict=True)]
 
-    def logps_of(self, rows: Sequence[Sequence[int]], deadline_s: float) -> list[list[float]]:
+    def logps_of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        answers = self._post_all("/v1/completions", [self._body(row, options) for row in rows], deadline_s)
+        answers = self._post_all("/v1/completions", [self._body(row, options) for row in rows])
         try:
             return [
                 [
@@ -105,30 +103,30 @@ class HttpEngine:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise SamplerError(f"{self.name} gave no log-probs of the prompt: {error!r}") from error
 
-    def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
-        received = self._receipt("gruppo_load_weights", folder, deadline_s)
+    def load_weights(self, folder: Path) -> Received | None:
+        received = self._receipt("gruppo_load_weights", folder)
         if received is None:
             arguments = {"weights_path": str(folder)}
-            self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, deadline_s, DEV_MODE)
-        self._command("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
+            self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, DEV_MODE)
+        self._command("/reset_prefix_cache", {}, DEV_MODE)
         return received
 
-    def load_adapter(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_adapter(self, folder: Path) -> Received | None:
         body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
-        self._command("/v1/load_lora_adapter", body, deadline_s, LORA)
+        self._command("/v1/load_lora_adapter", body, LORA)
         self.has_adapter = True
-        received = self._receipt("gruppo_count", folder, deadline_s)
+        received = self._receipt("gruppo_count", folder)
         if self.gives_receipts:
-            self._command("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
+            self._command("/reset_prefix_cache", {}, DEV_MODE)
         return received
 
     def sleep(self) -> None:
         """Nothing to free: a server has a GPU of its own."""
 
-    def revive(self, deadline_s: float) -> None:
+    def revive(self) -> None:
         if self.process is not None:
             self.process.start()
-        self.wait_until_ready(deadline_s)
+        self.wait_until_ready()
 
     def close(self) -> None:
         if self.process is not None:
@@ -175,13 +173,13 @@ class HttpEngine:
             )
         return completions
 
-    def _receipt(self, method: str, folder: Path, deadline_s: float) -> Received | None:
+    def _receipt(self, method: str, folder: Path) -> Received | None:
         """Call a method of SyncWorker that reads a folder and reports what it read; None if the server has none."""
         if not self.gives_receipts:
             return None
         body = {"method": method, "kwargs": {"folder": str(folder)}}
         try:
-            answer = self._command("/collective_rpc", body, deadline_s, DEV_MODE)
+            answer = self._command("/collective_rpc", body, DEV_MODE)
         except Refused as error:
             is_shut = error.status == 404 and method == "gruppo_count"  # no dev mode, which adapters do not need
             if not is_shut and f"'{method}'" not in str(error):  # "no attribute '...'", "'...' is not implemented"
@@ -196,15 +194,15 @@ class HttpEngine:
         counted = answer["results"][0]
         return Received(tensors=int(counted["tensors"]), bytes=int(counted["bytes"]))
 
-    def _command(self, path: str, body: dict[str, Any], deadline_s: float, remedy: str) -> Any:
-        return self._post_all(path, [body], deadline_s, remedy)[0]
+    def _command(self, path: str, body: dict[str, Any], remedy: str) -> Any:
+        return self._post_all(path, [body], remedy)[0]
 
-    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], deadline_s: float, remedy: str = "") -> list[Any]:
+    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], remedy: str = "") -> list[Any]:
         """All answers in order. However this ends, no request is left running."""
-        ends = time.monotonic() + deadline_s
+        ends = time.monotonic() + self.deadline_s
         executor = ThreadPoolExecutor(min(len(bodies), AT_ONCE) or 1)
         # The loop below keeps the deadline for all of them; a connection's own timeout comes after it.
-        futures = [executor.submit(self._exchange, path, deadline_s + 5, body, remedy) for body in bodies]
+        futures = [executor.submit(self._exchange, path, self.deadline_s + 5, body, remedy) for body in bodies]
         try:
             waiting = set(futures)
             while waiting:
@@ -213,7 +211,9 @@ class HttpEngine:
                 for future in done:
                     future.result()  # raises what the request raised
                 if waiting and time.monotonic() > ends:
-                    raise EngineLost(f"{self.name} had not answered {len(waiting)} requests after {deadline_s:g} s")
+                    raise EngineLost(
+                        f"{self.name} had not answered {len(waiting)} requests after {self.deadline_s:g} s"
+                    )
             return [future.result() for future in futures]
         finally:
             executor.shutdown(wait=False, cancel_futures=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gruppo.errors import InputError, SamplerError, require
 from gruppo.sampler.base import Poll, SamplingParams
-from gruppo.sampler.vllm.engine import Completion, EngineLost, Received, Request, platform_settings
+from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request, platform_settings
 
 # Read by vLLM when it is imported. The engine runs in this process; variables the user has set take precedence.
 SETTINGS = {
@@ -20,7 +20,7 @@ SETTINGS = {
 }
 
 
-class InProcessEngine:
+class InProcessEngine(Engine):
     """`vllm.LLM` with weights that change; made with `engine_arguments`."""
 
     name = "vLLM in this process"
@@ -52,34 +52,32 @@ class InProcessEngine:
             except (ValueError, TypeError) as error:
                 raise InputError(f"vLLM does not take this model or these options: {error}") from error
 
-    def wait_until_ready(self, deadline_s: float) -> None:
+    def wait_until_ready(self) -> None:
         """Ready as soon as it is made."""
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         shared = {
             "temperature": params.temperature,
             "max_tokens": params.max_new_tokens,
             "stop": list(params.stop) or None,
-            "stop_token_ids": list(stop_ids),
+            "stop_token_ids": list(self.stop_ids),
             "logprobs": 0,
         }
         asked = [(r.prompt.token_ids, shared | {"n": r.num_samples, "seed": r.seed}) for r in requests]
-        return [[_completion(c) for c in output.outputs] for output in self._run(asked, deadline_s)]
+        return [[_completion(c) for c in output.outputs] for output in self._run(asked)]
 
-    def logps_of(self, rows: Sequence[Sequence[int]], deadline_s: float) -> list[list[float]]:
+    def logps_of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         options = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        outputs = self._run([(row, options) for row in rows], deadline_s)
+        outputs = self._run([(row, options) for row in rows])
         return [
             [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
             for row, output in zip(rows, outputs, strict=True)
         ]
 
-    def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_weights(self, folder: Path) -> Received | None:
         return self._receive("gruppo_load_weights", folder)
 
-    def load_adapter(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_adapter(self, folder: Path) -> Received | None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         received = self._receive("gruppo_count", folder)
@@ -96,7 +94,7 @@ class InProcessEngine:
             self.llm.sleep(level=1)
             self.is_asleep = True
 
-    def revive(self, deadline_s: float) -> None:
+    def revive(self) -> None:
         self.close()
         self._start()
 
@@ -113,14 +111,14 @@ class InProcessEngine:
         self.llm.reset_prefix_cache()
         return Received(**counted)
 
-    def _run(self, asked: Sequence[tuple[Sequence[int], dict[str, Any]]], deadline_s: float) -> list[Any]:
+    def _run(self, asked: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> list[Any]:
         """Drive the engine until all prompts are done. However this ends, none of them stays in the engine."""
         from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
         self._wake()
         engine = self.llm.llm_engine
-        ends = time.monotonic() + deadline_s
+        ends = time.monotonic() + self.deadline_s
         waiting: dict[str, int] = {}
         outputs: list[Any] = [None] * len(asked)
         try:
@@ -136,7 +134,9 @@ class InProcessEngine:
             while waiting:
                 self.poll()
                 if time.monotonic() > ends:
-                    raise EngineLost(f"{self.name} had not finished {len(waiting)} requests after {deadline_s:g} s")
+                    raise EngineLost(
+                        f"{self.name} had not finished {len(waiting)} requests after {self.deadline_s:g} s"
+                    )
                 try:
                     stepped = engine.step()
                 except Exception as error:  # an engine whose model failed in the middle of a step is of no use again

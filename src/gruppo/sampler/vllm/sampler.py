@@ -70,7 +70,6 @@ class vLLMSampler(Sampler):
         vocabulary = source.load_config(model_id).get_text_config().vocab_size
         self.length = length
         self.lora = lora
-        self.deadline_s = deadline_s
         self.canary_rows = canary_rows(vocabulary, length=min(12, length - 1))
         """Tokens for the canary of a WeightStore: they fit into the engines' context."""
         self.sync_folder = sync_folder
@@ -90,10 +89,10 @@ class vLLMSampler(Sampler):
         bound = BOUNDS[dtype] if canary_bound is None else canary_bound
         try:
             for engine in _start_engines(servers, arguments, options):
-                supervisor = Supervisor(engine, bound=bound, stop_ids=stop_ids, vocabulary=vocabulary, poll=poll)
-                self.supervisors.append(supervisor)
+                engine.deadline_s, engine.stop_ids = deadline_s, stop_ids
+                self.supervisors.append(Supervisor(engine, bound=bound, vocabulary=vocabulary, poll=poll))
             for supervisor in self.supervisors:
-                supervisor.start(self.canary_rows, deadline_s)  # several servers start at the same time
+                supervisor.start(self.canary_rows)  # several servers start at the same time
         except BaseException:
             self.close()
             raise
@@ -123,7 +122,7 @@ class vLLMSampler(Sampler):
             for i, supervisor in enumerate(self.supervisors):
                 share = batch[i :: len(self.supervisors)]
                 if share:
-                    supervisor.run(supervisor.answer, share, params, self.deadline_s)
+                    supervisor.run(supervisor.answer, share, params)
         return [request.future for request in batch]
 
     def load(self, published: Published) -> dict[str, float]:
@@ -135,7 +134,7 @@ class vLLMSampler(Sampler):
                 "make it with the model's own lora: vLLMSampler(..., lora=model.lora)"
             )
         with self._lock:
-            futures = [s.run(s.load, published, self.deadline_s) for s in self.supervisors]
+            futures = [s.run(s.load, published) for s in self.supervisors]
             wait(futures)
             verdicts = [future.result() for future in futures]
             for supervisor in self.supervisors:  # only now: until all have them, the weights before are the right ones

@@ -31,11 +31,8 @@ class Supervisor:
         poll: cancellation hook, called while the engine works; raise to abort.
     """
 
-    def __init__(
-        self, engine: Engine, *, bound: float, stop_ids: Sequence[int], vocabulary: int, poll: Poll = lambda: None
-    ) -> None:
+    def __init__(self, engine: Engine, *, bound: float, vocabulary: int, poll: Poll = lambda: None) -> None:
         self.engine = engine
-        self.stop_ids = stop_ids
         self.vocabulary = vocabulary
         self.loaded: Published | None = None
         """The weights that the engine is to have; None: those of its start."""
@@ -68,27 +65,27 @@ class Supervisor:
 
     # --- tasks ----------------------------------------------------------------------------------------------------
 
-    def start(self, rows: Rows, deadline_s: float) -> None:
+    def start(self, rows: Rows) -> None:
         """Wait for the engine. At temperature 2 the log-prob of a drawn token must not be the one at temperature 1."""
         engine = self.engine
-        engine.wait_until_ready(deadline_s)
+        engine.wait_until_ready()
         hot = SamplingParams(temperature=2.0, max_new_tokens=1)
         prompts = [row[:-1] for row in rows]
         requests = [Request(prompt=Prompt(token_ids=prompt), num_samples=1, seed=0) for prompt in prompts]
-        drawn = [completions[0] for completions in engine.generate(requests, hot, (), deadline_s)]
-        cold = engine.logps_of([(*p, c.tokens[0]) for p, c in zip(prompts, drawn, strict=True)], deadline_s)
+        drawn = [completions[0] for completions in engine.generate(requests, hot)]
+        cold = engine.logps_of([(*p, c.tokens[0]) for p, c in zip(prompts, drawn, strict=True)])
         if all(abs(c.logps[0] - row[-1]) < 1e-6 for c, row in zip(drawn, cold, strict=True)):
             raise SamplerError(
                 f"{engine.name} reports log-probs at temperature 1, whatever the temperature; start it with "
                 "--logprobs-mode processed_logprobs"
             )
 
-    def answer(self, batch: Sequence[Request], params: SamplingParams, deadline_s: float) -> None:
+    def answer(self, batch: Sequence[Request], params: SamplingParams) -> None:
         """Complete the futures of a batch. In a thread they get the error if there is one; else it is raised."""
         self._futures = [request.future for request in batch]
         try:
             self._poll()  # the batch may have been cancelled while it waited for others
-            answers = self._ask(batch, params, deadline_s)
+            answers = self._ask(batch, params)
             self.engine.sleep()
         except BaseException as error:
             if self._thread is None:
@@ -106,19 +103,19 @@ class Supervisor:
                 outcome = error
             _settle(request.future, outcome)
 
-    def load(self, published: Published, deadline_s: float) -> Verdict:
+    def load(self, published: Published) -> Verdict:
         """Load weights and prove that they arrived, else raise NotTaken. The caller sets `loaded`."""
         engine, canary, lost = self.engine, published.canary, None
         received, answered = None, []
         try:
-            received = self._load(published, deadline_s)
-            answered = engine.logps_of(canary.rows, deadline_s)
+            received = self._load(published)
+            answered = engine.logps_of(canary.rows)
         except EngineLost as error:
             lost = str(error)
         except SamplerError as error:
             raise NotTaken(str(error)) from error
         if lost is not None:
-            self._bring_back(lost, deadline_s)
+            self._bring_back(lost)
             raise NotTaken(lost)
         tensors, size = len(published.contents.tensors), published.contents.bytes
         if received is not None and received != (tensors, size):
@@ -139,14 +136,14 @@ class Supervisor:
         if self._futures and all(future.cancelled() for future in self._futures):
             raise CancelledError
 
-    def _ask(self, requests: Sequence[Request], params: SamplingParams, deadline_s: float) -> list[list[Completion]]:
+    def _ask(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         """The engine's answers, repeated after each loss of the engine; the same seeds give the same completions."""
         while True:
             try:
-                answers = self.engine.generate(requests, params, self.stop_ids, deadline_s)
+                answers = self.engine.generate(requests, params)
                 if len(answers) != len(requests):
                     raise SamplerError(f"{self.engine.name} answered {len(answers)} of {len(requests)} requests")
-                fault = self._fault(deadline_s)
+                fault = self._fault()
                 if fault is None:
                     self._losses = 0
                     return answers
@@ -155,16 +152,16 @@ class Supervisor:
             except EngineLost as error:
                 reason = str(error)
             # Outside of `except`: the error holds frames that would keep a dead engine in memory.
-            self._bring_back(reason, deadline_s)
+            self._bring_back(reason)
 
-    def _fault(self, deadline_s: float) -> str | None:
+    def _fault(self) -> str | None:
         """The canary's objection to the engine's weights; None: there is none, or no weights were loaded yet."""
         if self.loaded is None:
             return None
         canary = self.loaded.canary
-        return self._check.judge(canary.logps, self.engine.logps_of(canary.rows, deadline_s)).fault
+        return self._check.judge(canary.logps, self.engine.logps_of(canary.rows)).fault
 
-    def _bring_back(self, reason: str, deadline_s: float) -> None:
+    def _bring_back(self, reason: str) -> None:
         """Restart the engine and load its weights; a failure on the way counts as another consecutive loss."""
         name = self.engine.name
         while True:
@@ -174,10 +171,10 @@ class Supervisor:
             logger.warning("%s; bringing it back, try %d of %d", reason, self._losses, RESTARTS)
             self._check.forget()
             try:
-                self.engine.revive(deadline_s)
+                self.engine.revive()
                 if self.loaded is not None:
-                    self._load(self.loaded, deadline_s)
-                fault = self._fault(deadline_s)
+                    self._load(self.loaded)
+                fault = self._fault()
             except EngineLost as error:
                 reason = str(error)
                 continue
@@ -186,9 +183,9 @@ class Supervisor:
             version = 0 if self.loaded is None else self.loaded.version
             raise SamplerError(f"{name} came back without the weights of version {version}: {fault}")
 
-    def _load(self, published: Published, deadline_s: float) -> Received | None:
+    def _load(self, published: Published) -> Received | None:
         load = self.engine.load_adapter if published.is_adapter else self.engine.load_weights
-        return load(published.folder, deadline_s)
+        return load(published.folder)
 
 
 def _settle(future: Future[SampleResponse], outcome: SampleResponse | BaseException) -> None:
