@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from gruppo.keys import find
 
 FEWEST_STEPS = 5
-"""Fewer steps than this say nothing."""
+"""Steps below which no advice is given."""
 
 
 def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
@@ -33,7 +33,7 @@ def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _signal(mean: Mapping[str, float]) -> str | None:
-    """What rewards and dead groups show together, if they show that nothing can be learned."""
+    """Advice from rewards and dead groups together, if they show that little or nothing can be learned."""
     dead = mean.get("group/dead_frac", 0.0)
     if "reward/mean" not in mean:
         return "no reward function has scored a completion: all of them abstain (None); check their columns"

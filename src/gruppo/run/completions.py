@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from math import isfinite
 from typing import Any
 
@@ -113,12 +113,9 @@ def parquet_bytes(table: pa.Table) -> pa.Buffer:
 
 
 def _within(groups: Sequence[Group], limit: int) -> list[Group]:
-    chosen: set[int] = set()
-    for i in sorted(range(len(groups)), key=lambda i: groups[i].status != "kept"):
-        limit -= len(groups[i].rollouts)
-        if limit < 0:
-            break
-        chosen.add(i)
+    order = sorted(range(len(groups)), key=lambda i: groups[i].status != "kept")
+    totals = accumulate(len(groups[i].rollouts) for i in order)
+    chosen = {i for i, total in zip(order, totals, strict=True) if total <= limit}
     return [group for i, group in enumerate(groups) if i in chosen]
 
 
@@ -146,7 +143,7 @@ class _Tokens:
         return pa.ListArray.from_arrays(offsets_N, pa.array(spread_T, mask=~sampled_T), mask=pa.array(~known_N))
 
     def untrained(self, is_kept: Sequence[bool]) -> pa.Array:
-        """Why each token is not trained on."""
+        """The reason why each token is not trained on, as a list per row."""
         reason_T = np.zeros(self.offsets_N[-1], np.int32)
         for row, kept, start, end in zip(self.rows, is_kept, self.offsets_N, self.offsets_N[1:], strict=False):
             if not kept or row.is_masked or not row.has_advantage:
@@ -190,8 +187,8 @@ def _texts(texts: Sequence[str | None]) -> pa.Array:
 
 
 def _logged(values: list[Any]) -> pa.Array:
-    """What reward functions logged. Whole numbers beside fractions become fractions; what has no common type that a
-    table knows becomes text, objects JSON."""
+    """Values that reward functions logged. Whole numbers beside fractions become fractions; values without a common
+    type of a table become text, objects JSON."""
     kinds = {type(value) for value in values if value is not None}
     if kinds == {int, float}:
         values, kinds = [None if value is None else float(value) for value in values], {float}
@@ -207,7 +204,7 @@ def _logged(values: list[Any]) -> pa.Array:
 
 
 def _json(value: Any) -> str:
-    """JSON text; numbers that JSON does not know become null, other objects text."""
+    """JSON text; numbers that JSON does not have become null, other objects text."""
     try:
         return _ENCODER.encode(value)
     except ValueError:

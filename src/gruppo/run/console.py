@@ -19,7 +19,7 @@ ORDER = (
     *("live/clip_ratio", "rollout/entropy", "completion/len_mean"),
 )
 SHOWN = sorted((key for key in KEYS if key.line), key=lambda key: ORDER.index(key.name))
-"""Metrics on the line of a step. The loss is not among them, since its value says little."""
+"""Metrics on the line of a step. The loss is not among them, since its value has little meaning by itself."""
 
 ALWAYS = ("reward/mean", "optim/grad_norm")
 """Keys whose absence is shown: nothing was scored, or nothing trained."""

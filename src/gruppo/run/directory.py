@@ -133,7 +133,7 @@ class RunDirectory(RunReader):
             file.unlink()
 
     def environment_changes(self) -> list[str]:
-        """What is not as it was when the run began, where it could change the last digits."""
+        """Differences from the environment in which the run began, which could change the last digits."""
         try:
             then, now = ({**env, **env.get("packages", {})} for env in (self.environment(), current_environment()))
         except InputError:
@@ -243,7 +243,7 @@ def _is_alive(pid: Any, started: Any) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, as the kernel counts: boot and tick. None where there is no /proc."""
+    """Start of a process, as the kernel counts: boot and tick. None where there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # The name in parentheses may hold anything; the start is the 20th field after it.

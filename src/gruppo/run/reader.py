@@ -54,7 +54,7 @@ class RunReader:
         return read_lines(self.path / "timings.jsonl")
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened besides the steps, each with its `time` and `event`."""
+        """Events besides the steps, each with its `time` and `event`."""
         return read_lines(self.path / "events.jsonl")
 
     def completion_steps(self) -> list[int]:
@@ -81,7 +81,7 @@ class RunReader:
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """What a folder holds by step: `step-000010`, `step-000010.parquet`; anything else in it is left alone."""
+    """Entries of a folder by step: `step-000010`, `step-000010.parquet`; anything else in it is left alone."""
     found = ((_NUMBERED.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
     return {int(name[1]): path for name, path in found if name is not None}
 

@@ -74,7 +74,7 @@ class Recorder:
         self.run.log_event("checkpoint", step=step)
 
     def timed(self, step: int, seconds: Mapping[str, float], total: float) -> None:
-        """Where the time of a step went, its checkpoint included; then it is shown."""
+        """Seconds of a step by stage, its checkpoint included; then the step is shown."""
         self.run.log_timings(step, seconds)
         for sentence in advice(self._recent) if step % ADVICE_EVERY == 0 else []:
             self.run.log_event("advice", step=step, text=sentence)
@@ -87,7 +87,7 @@ class Recorder:
             self._console.completions(f"step {step}: best and worst of some groups", self._kept, limit=3)
 
     def warned(self, step: int, kind: str, text: str) -> None:
-        """Something that the user should know, and that does not stop the run."""
+        """A warning that does not stop the run."""
         self.run.log_event(kind, step=step, text=text)
         logger.warning("step %d: %s", step, text)
 

@@ -90,7 +90,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
-        """Ask for completions; one future per request, in order. A future that is cancelled frees the sampler.
+        """Start the completions; one future per request, in order. A future that is cancelled frees the sampler.
 
         The draws are decided by the requests: `seed` and `step` of the params are not read.
         """

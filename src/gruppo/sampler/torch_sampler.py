@@ -381,7 +381,7 @@ def _has_plain_attention(model: DecodedModel) -> bool:
 def _disagreement(
     model: DecodedModel, batches: Sequence[Sequence[InputFeature]], expected: Tensor, tolerance: float
 ) -> str | None:
-    """Why a cache does not give the expected log-probs of these pairs, decoded token by token; None when it does."""
+    """Reason why a cache does not give the expected log-probs of these pairs, token by token; None when it does."""
     cached = []
     try:
         for pairs in batches:

@@ -107,7 +107,7 @@ class vLLMSampler(Sampler):
         return 0 if self.loaded is None else self.loaded.version
 
     def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
-        """Ask for completions; one future per request, in order.
+        """Start the completions; one future per request, in order.
 
         An engine in this process has answered when this returns; servers answer in threads.
         """

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from gruppo.errors import SamplerError
 from gruppo.sampler.base import Poll, SamplingParams
@@ -14,7 +14,6 @@ from gruppo.weights.store import NotTaken, Published, WrongWeights
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 RESTARTS = 3
@@ -46,14 +45,14 @@ class Supervisor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gruppo-vllm") if engine.is_remote else None
         engine.poll = self._poll
 
-    def run(self, task: Callable[P, T], *args: P.args, **options: P.kwargs) -> Future[T]:
+    def run(self, task: Callable[..., T], *args: Any) -> Future[T]:
         """Run a method after those given before it. An engine without a thread runs it now, and errors are raised."""
         if self._is_closed:
             raise SamplerError(f"{self.engine.name} was closed")
         if self._thread is not None:
-            return self._thread.submit(task, *args, **options)
+            return self._thread.submit(task, *args)
         future: Future[T] = Future()
-        future.set_result(task(*args, **options))
+        future.set_result(task(*args))
         return future
 
     def close(self) -> None:
