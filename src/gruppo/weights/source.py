@@ -95,9 +95,9 @@ def load_model(
 
     logging.disable_progress_bar()  # a bar per load would run across gruppo's own
     path = resolve(model_id)
-    if holds_adapter(model_id):
-        base = load_model(base_of(model_id), dtype=dtype, attn_implementation=attn_implementation)
-        return _with_adapter(base, model_id)
+    if holds_adapter(path):
+        base = load_model(base_of(path), dtype=dtype, attn_implementation=attn_implementation)
+        return _with_adapter(base, path)
     options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
     given = {"attn_implementation": attn_implementation, "revision": revision}
     options |= {name: value for name, value in given.items() if value is not None}
@@ -110,13 +110,12 @@ def load_model(
     return model
 
 
-def _with_adapter(base: "PreTrainedModel", model_id: str) -> Any:
+def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
     """A base with the adapter of a folder on it."""
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
-    folder = resolve(model_id)
-    with _refusing(model_id):
+    with _refusing(folder):
         model = PeftModel.from_pretrained(base, folder, is_trainable=True)
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
         missing = sorted(get_peft_model_state_dict(model, save_embedding_layers=False).keys() - set(file.keys()))
@@ -145,7 +144,7 @@ def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTok
     options = {} if revision is None else {"revision": revision}
     path = resolve(model_id)
     if not (Path(path) / "tokenizer_config.json").is_file():
-        path = resolve(base_of(model_id))
+        path = resolve(base_of(path))
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
@@ -156,10 +155,11 @@ def load_config(model_id: str) -> Any:
     """The config of `model_id`; of an adapter's folder that of its base."""
     from transformers import AutoConfig
 
-    if holds_adapter(model_id):
-        return load_config(base_of(model_id))
+    path = resolve(model_id)
+    if holds_adapter(path):
+        return load_config(base_of(path))
     with _refusing(model_id):
-        return AutoConfig.from_pretrained(resolve(model_id), trust_remote_code=False)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def context_length(model_id: str) -> int | None:
