@@ -35,7 +35,7 @@ class Key:
     reduce: Reduction = "mean"
     """How micro-batches, updates and ranks become one number."""
     line: str = ""
-    """How the console prints it, if it does."""
+    """How the console prints it, if it does; `rest` is 1 less the value."""
 
     def matches(self, name: str) -> bool:
         parts = re.split(r"(<\w+>)", self.name)
@@ -90,7 +90,7 @@ KEYS = (
         "share of groups that teach nothing: all advantages are 0, or left out for having no signal",
         GROUPS,
         expect="below 0.8; else most of the sampling is wasted",
-        line="dead groups {:.0%}",
+        line="signal {rest:.0%} of groups",
     ),
     Key("group/all_right_frac", "share of groups whose answers are all right", GROUPS),
     Key("group/all_wrong_frac", "share of groups whose answers are all wrong", GROUPS),

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     Int64 = TypeVar("Int64", np.ndarray, Tensor)
 
 
-def row_keys(seed: int, step: int, prompts: "np.ndarray", samples: "np.ndarray") -> "np.ndarray":
-    """One 64-bit key per (prompt, sample) of a step, `[N]` uint64."""
+def row_keys(
+    seed: "int | np.ndarray", step: "int | np.ndarray", prompts: "np.ndarray", samples: "np.ndarray"
+) -> "np.ndarray":
+    """One 64-bit key per (seed, step, prompt, sample), `[N]` uint64."""
     import numpy as np
 
     key = _mix(np.full(len(prompts), seed, dtype=np.uint64).view(np.int64))

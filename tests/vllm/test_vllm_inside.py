@@ -74,9 +74,9 @@ def test_greedy_sequences_texts_and_stop_reasons_are_the_torch_samplers(pair: Pa
 
 def test_a_prompts_samples_do_not_depend_on_its_batch(pair: Pair) -> None:
     ids = [tuple(pair.sampler.tokenizer(p)["input_ids"]) for p in PROMPTS]
-    together = pair.engine.generate(requests(ids, 4), PARAMS, (2,), 60.0)
-    assert [pair.engine.generate([r], PARAMS, (2,), 60.0)[0] for r in requests(ids, 4)] == together
-    assert pair.engine.generate(requests(ids, 2)[::-1], PARAMS, (2,), 60.0)[::-1] == [rows[:2] for rows in together]
+    together = pair.engine.generate(requests(ids, 4), PARAMS)
+    assert [pair.engine.generate([r], PARAMS)[0] for r in requests(ids, 4)] == together
+    assert pair.engine.generate(requests(ids, 2)[::-1], PARAMS)[::-1] == [rows[:2] for rows in together]
 
 
 def requests(ids: list[tuple[int, ...]], num_samples: int) -> list[Request]:
@@ -107,9 +107,12 @@ def test_a_stop_in_the_middle_leaves_no_request_in_the_engine(pair: Pair) -> Non
     assert pair.sampler.sample(PROMPTS, 4, PARAMS) == undisturbed
 
 
-def test_a_deadline_that_passes_is_a_loss_and_leaves_no_request_in_the_engine(pair: Pair) -> None:
+def test_a_deadline_that_passes_is_a_loss_and_leaves_no_request_in_the_engine(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.engine, "deadline_s", 0.0)
     with pytest.raises(EngineLost, match=r"had not finished 2 requests after 0 s"):
-        pair.engine.generate(requests([(4, 5), (6, 7)], 3), PARAMS, (2,), 0.0)
+        pair.engine.generate(requests([(4, 5), (6, 7)], 3), PARAMS)
     assert pair.unfinished == (False, 0)
 
 

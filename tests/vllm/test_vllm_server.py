@@ -13,7 +13,7 @@ from small_runs import PROMPTS, completions, largest_gap, update
 
 from gruppo.model import TransformersModel
 from gruppo.sampler import SamplingParams, vLLMSampler
-from gruppo.sampler.vllm.engine import EngineSpec
+from gruppo.sampler.vllm.engine import engine_arguments
 from gruppo.sampler.vllm.http import HttpEngine
 from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.trainer import GRPOTrainer
@@ -24,8 +24,8 @@ PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    process = ServerProcess(EngineSpec(model=resolve("builtin"), dtype="float32", max_model_len=24))
-    HttpEngine(process.address, process=process).wait_until_ready(300.0)
+    process = ServerProcess(engine_arguments(model=resolve("builtin"), dtype="float32", max_model_len=24))
+    HttpEngine(process.address, process=process).wait_until_ready()
     yield process
     process.close()
 
@@ -72,7 +72,7 @@ def test_a_server_with_the_weights_of_its_start_is_noticed_after_the_batch(
 ) -> None:
     undisturbed = sampler.sample(PROMPTS, 4, PARAMS)
     (engine,) = sampler.engines
-    engine.load_weights(Path(resolve("builtin")), 60.0)  # what a restart would leave, without its minute
+    engine.load_weights(Path(resolve("builtin")))  # what a restart would leave, without its minute
     assert sampler.sample(PROMPTS, 4, PARAMS) == undisturbed
     assert ["no longer has the weights it was given" in record.message for record in caplog.records] == [True]
     assert largest_gap(model.model, undisturbed, 0.7) < 1e-4
@@ -82,9 +82,9 @@ def test_a_method_that_a_worker_does_not_have_is_told_from_one_that_fails(sample
     """A server without our extension says so in words of its own, which a new vLLM may change."""
     (engine,) = sampler.engines
     assert isinstance(engine, HttpEngine)
-    received = engine._receipt("gruppo_count", Path(resolve("builtin")), 60.0)
+    received = engine._receipt("gruppo_count", Path(resolve("builtin")))
     assert received is not None and received.tensors == 25
-    assert engine._receipt("gruppo_something_newer", Path(resolve("builtin")), 60.0) is None
+    assert engine._receipt("gruppo_something_newer", Path(resolve("builtin"))) is None
     assert not engine.gives_receipts
 
 

@@ -36,27 +36,22 @@ def save_png(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
     import altair as alt
     import vl_convert as vlc
 
+    accuracy, samples = "held-out accuracy (greedy)", "reward of training samples"
     held_out = [
         {"step": m["step"], "value": m["eval/accuracy"], "low": m["eval/accuracy_low"], "high": m["eval/accuracy_high"]}
+        | {"curve": accuracy}
         for m in metrics
         if "eval/accuracy" in m
     ]
-    reward = [
-        {"step": m["step"], "value": m["reward/mean"], "curve": "reward of training samples"}
-        for m in metrics
-        if "reward/mean" in m
-    ]
-    lines = [{"step": p["step"], "value": p["value"], "curve": "held-out accuracy (greedy)"} for p in held_out]
+    reward = [{"step": m["step"], "value": m["reward/mean"], "curve": samples} for m in metrics if "reward/mean" in m]
     x = alt.X("step:Q", title="step")
     y = alt.Y("value:Q", title=None, scale=alt.Scale(domain=[0, 1]))
-    colors = alt.Scale(
-        domain=["held-out accuracy (greedy)", "reward of training samples"], range=["#1f5fa8", "#b8bfc9"]
-    )
+    colors = alt.Scale(domain=[accuracy, samples], range=["#1f5fa8", "#b8bfc9"])
     color = alt.Color("curve:N", title=None, scale=colors, legend=alt.Legend(orient="bottom-right"))
     band = alt.Chart(alt.Data(values=held_out)).mark_area(opacity=0.18, color="#1f5fa8")
     band = band.encode(x=x, y=alt.Y("low:Q", title=None), y2="high:Q")
     noisy = alt.Chart(alt.Data(values=reward)).mark_line(strokeWidth=1.5).encode(x=x, y=y, color=color)
-    smooth = alt.Chart(alt.Data(values=lines)).mark_line(strokeWidth=3, point=True).encode(x=x, y=y, color=color)
+    smooth = alt.Chart(alt.Data(values=held_out)).mark_line(strokeWidth=3, point=True).encode(x=x, y=y, color=color)
     chart = alt.layer(noisy, band, smooth).properties(width=640, height=340, title="Learning curve")
     chart = chart.configure_axis(gridColor="#eeeeee").configure_view(strokeWidth=0)
     path.write_bytes(vlc.vegalite_to_png(chart.to_dict(), scale=2))

@@ -1,74 +1,47 @@
-"""Advice: sentences on what the numbers of a run point to. Each rule names the cause and what to change."""
+"""Advice: sentences on what the numbers of a run point to, each with what to change.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+A key outside its healthy range gets its remedy of the registry, `gruppo.keys`; rules that need two keys are here.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from gruppo.keys import find
 
 FEWEST_STEPS = 5
-"""Fewer steps than this say nothing."""
-
-Means = Mapping[str, float]
-"""The mean of each metric over the last steps; a key that no step reported is absent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A sentence, and when it is due."""
-
-    holds: Callable[[Means], bool]
-    text: str
-
-
-def _above(key: str, limit: float) -> Callable[[Means], bool]:
-    return lambda mean: mean.get(key, 0.0) > limit
-
-
-def _is_dead_at_zero(mean: Means) -> bool:
-    return mean.get("group/dead_frac", 0.0) > 0.95 and mean.get("reward/mean", 1.0) <= 0
-
-
-def _lacks_signal(mean: Means) -> bool:
-    is_dead = "reward/mean" in mean and mean.get("group/dead_frac", 0.0) > 0.8
-    return is_dead and not _is_dead_at_zero(mean) and mean.get("group/all_right_frac", 0.0) < 0.5
-
-
-RULES = (
-    Rule(
-        _above("completion/truncated_frac", 0.5),
-        "over half of the completions hit max_new_tokens: raise it, or reward shorter answers",
-    ),
-    Rule(
-        lambda mean: "reward/mean" not in mean,
-        "no reward function has scored a completion: all of them abstain (None); check their columns",
-    ),
-    Rule(
-        _is_dead_at_zero,
-        "all groups are dead at reward 0: no completion earns anything, so nothing can be learned. If the reward "
-        "was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task is too hard as it is",
-    ),
-    Rule(
-        _lacks_signal,
-        "most groups have no signal: their completions all earn the same. Raise group_size or temperature",
-    ),
-    Rule(
-        _above("completion/empty_frac", 0.5),
-        "over half of the completions are empty: the model ends at once; check the prompt and end token",
-    ),
-    Rule(
-        _above("live/approx_kl", 1.0),
-        "the policy moves far within one batch (approx_kl > 1): lower lr or epochs_per_batch",
-    ),
-    Rule(
-        _above("sampler/logp_gap_max", 1.0),
-        "sampler and trainer disagree on log-probs by more than 1: are the sampler's weights stale?",
-    ),
-)
+"""Steps below which no advice is given."""
 
 
 def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
-    """Sentences for the last steps' metrics; empty when nothing stands out."""
+    """Sentences for the last steps' metrics, by their means; empty when nothing stands out."""
     if len(recent) < FEWEST_STEPS:
         return []
-    keys = {key for metrics in recent for key in metrics}
-    there = {key: [metrics[key] for metrics in recent if key in metrics] for key in keys}
-    mean = {key: sum(values) / len(values) for key, values in there.items()}
-    return [rule.text for rule in RULES if rule.holds(mean)]
+    values: dict[str, list[float]] = {}
+    for metrics in recent:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    mean = {name: sum(all_values) / len(all_values) for name, all_values in values.items()}
+    signal = _signal(mean)
+    sentences = [] if signal is None else [signal]
+    for name, value in mean.items():
+        key = find(name)
+        if key is not None and key.healthy is not None:
+            low, high = key.healthy
+            if value < low or value > high:  # never for nan, which is no number to judge
+                bound = f"below {low:g}" if value < low else f"above {high:g}"
+                sentences.append(f"{name} is {value:.3g}, {bound}: {key.remedy}")
+    return sentences
+
+
+def _signal(mean: Mapping[str, float]) -> str | None:
+    """Advice from rewards and dead groups together, if they show that little or nothing can be learned."""
+    dead = mean.get("group/dead_frac", 0.0)
+    if "reward/mean" not in mean:
+        return "no reward function has scored a completion: all of them abstain (None); check their columns"
+    if dead > 0.95 and mean["reward/mean"] <= 0:
+        return (
+            "all groups are dead at reward 0: no completion earns anything, so nothing can be learned. If the reward "
+            "was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task is too hard as it is"
+        )
+    if dead > 0.8 and mean.get("group/all_right_frac", 0.0) < 0.5:
+        return "most groups have no signal: their completions all earn the same. Raise group_size or temperature"
+    return None

@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,16 @@ Commit = Callable[[Path, Callable[[Path], None], dict[str, Any]], None]
 """Lets a function fill a folder and makes that appear under its name at once, with a manifest of these facts."""
 
 
+@dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """The folders `step-000050/` of one run.
+    """The folders `step-000050/` of one run."""
 
-    `commit` writes one; `verify` raises CheckpointError for one that is not whole.
-    """
-
-    def __init__(self, folder: Path, *, keep: int, commit: Commit, verify: Callable[[Path], object]) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.commit = commit
-        self.verify = verify
+    folder: Path
+    _: KW_ONLY
+    keep: int
+    commit: Commit
+    verify: Callable[[Path], object]
+    """Raises CheckpointError for a folder that is not whole."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """The state after `step`, unless it is there already; once it is safe, all but the newest `keep` go."""

@@ -1,28 +1,11 @@
 """Completions of a step as a table: one row per rollout, in the order in which they were drawn.
 
-| column | |
-|---|---|
-| `step`, `prompt_index`, `sample` | which step, row of the data set, and completion of its group |
-| `status` | of the group: kept, no_signal, surplus |
-| `prompt`, `prompt_ids`, `columns` | what the model saw, as text and as tokens; the row's other columns, as JSON |
-| `completion`, `stop_reason`, `versions` | its text; why it ended; oldest and newest policy that wrote in it |
-| `reward`, `correct`, `shaped` | weighted sum; is the answer right; the reward as it was compared |
-| `advantage`, `token_advantages` | one of the two: a number per rollout, or one per token |
-| `reward/<name>`, `extra/<name>`, `error/<name>` | of each function: value, what it logged, why it failed |
-| `tokens`, `sampled` | tokens after the prompt; whether the policy wrote each (null: all) |
-| `logps`, `old_logps` | log-probs: the sampler's, and the trainer's before the step |
-| `policy_logps`, `ref_logps` | the trainer's in the last update, and the reference's |
-| `entropies` | in the last update, else of the sampler |
-| `untrained` | why a token is not trained on: see `UNTRAINED` |
-
-Lists of the last five lines, and `token_advantages`, have one entry per token; numbers are null at tokens that somebody
-else wrote. A list that is not known is null. The key `rows_left_out` of the schema's metadata is the number of rollouts
-beyond the limit.
+`docs/run_directory.md` has the columns.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from math import isfinite
 from typing import Any
 
@@ -33,14 +16,13 @@ import pyarrow.parquet as pq
 from gruppo.types import Group, Rollout
 
 UNTRAINED = ("", "other", "left_out", "masked", "no_advantage", "rejected")
-"""Reasons why a token is not trained on; the first that holds counts. Empty: it is. `other`: the policy did not sample
-it. `left_out`: its group was not kept. `masked`: its rollout is. `no_advantage`: that is 0. `rejected`: by the loss."""
+"""Reasons why a token is not trained on; the first that holds counts. Empty: it is."""
 
 OTHER, LEFT_OUT, MASKED, NO_ADVANTAGE, REJECTED = range(1, len(UNTRAINED))
 
 ROWS_LEFT_OUT = b"rows_left_out"
 
-LOGPS = ("logps", "old_logps", "policy_logps", "ref_logps", "entropies")
+LOGPS = ("old_logps", "policy_logps", "ref_logps")
 IDS, NUMBERS = pa.list_(pa.int32()), pa.list_(pa.float64())
 NAMES = pa.dictionary(pa.int32(), pa.string())
 
@@ -63,7 +45,7 @@ SCHEMA = pa.schema(
         "token_advantages": NUMBERS,
         "tokens": IDS,
         "sampled": pa.list_(pa.bool_()),
-        **dict.fromkeys(LOGPS, NUMBERS),
+        **dict.fromkeys(("logps", *LOGPS, "entropies"), NUMBERS),
         "untrained": pa.list_(NAMES),
     }
 )
@@ -91,35 +73,26 @@ def completions_table(step: int, groups: Sequence[Group], limit: int | None = No
         "completion": _texts([each.text for each in trajectories]),
         "stop_reason": pa.array([each.stop_reason for each in trajectories]).dictionary_encode(),
         "versions": pa.array([each.versions for each in trajectories], IDS),
-        "reward": pa.array([row.reward for row in rows], pa.float64()),
+        "reward": _numbers([row.reward for row in rows]),
         "correct": pa.array([row.correct for row in rows], pa.bool_()),
-        "shaped": pa.array([row.shaped for row in rows], pa.float64()),
-        "advantage": pa.array([None if isinstance(a, tuple) else a for a in advantages], pa.float64()),
+        "shaped": _numbers([row.shaped for row in rows]),
+        "advantage": _numbers([None if isinstance(a, tuple) else a for a in advantages]),
         "token_advantages": tokens.lists([a if isinstance(a, tuple) else None for a in advantages]),
-        "tokens": pa.ListArray.from_arrays(tokens.offsets, _flat((each.tokens for each in trajectories), np.int32)),
+        "tokens": pa.ListArray.from_arrays(tokens.offsets_N, _flat((each.tokens for each in trajectories), np.int32)),
         "sampled": pa.array([each.sampled for each in trajectories], SCHEMA.field("sampled").type),
         "logps": tokens.lists([each.logps for each in trajectories]),
-        "old_logps": tokens.lists([row.old_logps for row in rows]),
-        "policy_logps": tokens.lists([row.policy_logps for row in rows]),
-        "ref_logps": tokens.lists([row.ref_logps for row in rows]),
+        **{name: tokens.lists([getattr(row, name) for row in rows]) for name in LOGPS},
         "entropies": tokens.lists(
-            [
-                each.entropies if row.entropies is None else row.entropies
-                for row, each in zip(rows, trajectories, strict=True)
-            ]
+            [row.trajectory.entropies if row.entropies is None else row.entropies for row in rows]
         ),
         "untrained": tokens.untrained([group.status == "kept" for group in groups for _ in group.rollouts]),
     }
-    for name in _keys(row.rewards for row in rows):
-        columns[f"reward/{name}"] = pa.array([row.rewards.get(name) for row in rows], pa.float64())
-    for name in _keys(row.extras for row in rows):
-        columns[f"extra/{name}"] = _logged([row.extras.get(name) for row in rows])
-    for name in _keys(row.errors for row in rows):
-        columns[f"error/{name}"] = _texts([row.errors.get(name) for row in rows])
-    schema = SCHEMA
-    for name in list(columns)[len(SCHEMA) :]:
-        schema = schema.append(pa.field(name, columns[name].type))
-    schema = schema.with_metadata({ROWS_LEFT_OUT: str(total - len(rows))})
+    for kind, array in (("rewards", _numbers), ("extras", _logged), ("errors", _texts)):
+        mappings = [getattr(row, kind) for row in rows]
+        for name in sorted(set().union(*mappings)):
+            columns[f"{kind[:-1]}/{name}"] = array([mapping.get(name) for mapping in mappings])
+    further = [pa.field(name, columns[name].type) for name in list(columns)[len(SCHEMA) :]]
+    schema = pa.schema([*SCHEMA, *further], metadata={ROWS_LEFT_OUT: str(total - len(rows))})
     return pa.Table.from_arrays(list(columns.values()), schema=schema)
 
 
@@ -140,12 +113,9 @@ def parquet_bytes(table: pa.Table) -> pa.Buffer:
 
 
 def _within(groups: Sequence[Group], limit: int) -> list[Group]:
-    chosen: set[int] = set()
-    for i in sorted(range(len(groups)), key=lambda i: groups[i].status != "kept"):
-        limit -= len(groups[i].rollouts)
-        if limit < 0:
-            break
-        chosen.add(i)
+    order = sorted(range(len(groups)), key=lambda i: groups[i].status != "kept")
+    totals = accumulate(len(groups[i].rollouts) for i in order)
+    chosen = {i for i, total in zip(order, totals, strict=True) if total <= limit}
     return [group for i, group in enumerate(groups) if i in chosen]
 
 
@@ -155,7 +125,7 @@ class _Tokens:
     def __init__(self, rows: Sequence[Rollout]) -> None:
         self.rows = rows
         self.length_N = np.array([len(row.trajectory.tokens) for row in rows], np.int64)
-        self.offsets = _offsets(self.length_N)
+        self.offsets_N = _offsets(self.length_N)
         self.sampled_T: np.ndarray | None = None
         if any(row.trajectory.sampled is not None for row in rows):
             flags = (row.trajectory.sampled or (True,) * len(row.trajectory.tokens) for row in rows)
@@ -169,57 +139,41 @@ class _Tokens:
         sampled_T = self.sampled_T[np.repeat(known_N, self.length_N)]
         spread_T = np.zeros(len(sampled_T))
         spread_T[sampled_T] = _flat((v for v in values if v is not None), np.float64)
-        offsets = _offsets(np.where(known_N, self.length_N, 0))
-        return pa.ListArray.from_arrays(offsets, pa.array(spread_T, mask=~sampled_T), mask=pa.array(~known_N))
+        offsets_N = _offsets(np.where(known_N, self.length_N, 0))
+        return pa.ListArray.from_arrays(offsets_N, pa.array(spread_T, mask=~sampled_T), mask=pa.array(~known_N))
 
     def untrained(self, is_kept: Sequence[bool]) -> pa.Array:
-        """Why each token is not trained on."""
-        reason_N = [_reason(row, kept) for row, kept in zip(self.rows, is_kept, strict=True)]
-        reason_T = np.repeat(np.array(reason_N, np.int32), self.length_N)
-        for i, row in enumerate(self.rows):
-            if not reason_N[i] and (row.rejected is not None or isinstance(row.advantage, tuple)):
-                where = slice(self.offsets[i].as_py(), self.offsets[i + 1].as_py())
-                sampled = slice(None) if self.sampled_T is None else self.sampled_T[where]
-                reason_T[where][sampled] = _reasons_by_token(row)
+        """The reason why each token is not trained on, as a list per row."""
+        reason_T = np.zeros(self.offsets_N[-1], np.int32)
+        for row, kept, start, end in zip(self.rows, is_kept, self.offsets_N, self.offsets_N[1:], strict=False):
+            if not kept or row.is_masked or not row.has_advantage:
+                reason_T[start:end] = LEFT_OUT if not kept else MASKED if row.is_masked else NO_ADVANTAGE
+                continue
+            reasons = np.zeros(row.trajectory.num_sampled, np.int32)
+            if row.rejected is not None:
+                reasons[np.array(row.rejected, np.bool_)] = REJECTED
+            if isinstance(row.advantage, tuple):
+                reasons[np.array(row.advantage) == 0] = NO_ADVANTAGE
+            reason_T[start:end][slice(None) if self.sampled_T is None else self.sampled_T[start:end]] = reasons
         if self.sampled_T is not None:
             reason_T[~self.sampled_T] = OTHER
-        return pa.ListArray.from_arrays(self.offsets, pa.DictionaryArray.from_arrays(reason_T, pa.array(UNTRAINED)))
-
-
-def _reason(row: Rollout, is_kept: bool) -> int:
-    if not is_kept:
-        return LEFT_OUT
-    if row.is_masked:
-        return MASKED
-    return 0 if row.has_advantage else NO_ADVANTAGE
-
-
-def _reasons_by_token(row: Rollout) -> np.ndarray:
-    """Reasons at the sampled tokens of a rollout that is trained on."""
-    reasons = np.zeros(row.trajectory.num_sampled, np.int32)
-    if row.rejected is not None:
-        reasons[np.array(row.rejected, np.bool_)] = REJECTED
-    if isinstance(row.advantage, tuple):
-        reasons[np.array(row.advantage) == 0] = NO_ADVANTAGE
-    return reasons
-
-
-def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
-    return sorted(set().union(*mappings))
+        return pa.ListArray.from_arrays(self.offsets_N, pa.DictionaryArray.from_arrays(reason_T, pa.array(UNTRAINED)))
 
 
 def _flat(lists: Iterable[Sequence[Any]], kind: Any) -> np.ndarray:
     return np.fromiter(chain.from_iterable(lists), kind)
 
 
-def _offsets(length_N: np.ndarray) -> pa.Array:
-    offsets = np.zeros(len(length_N) + 1, np.int32)
-    np.cumsum(length_N, out=offsets[1:])
-    return pa.array(offsets)
+def _offsets(length_N: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], length_N.cumsum()]).astype(np.int32)
+
+
+def _numbers(values: Sequence[float | None]) -> pa.Array:
+    return pa.array(values, pa.float64())
 
 
 def _names(index_N: np.ndarray, texts: list[str]) -> pa.Array:
-    """A text per row out of few texts. Parquet wants each of them once."""
+    """A text per row out of few texts, each of which Parquet stores once."""
     places: dict[str, int] = {}
     place = np.array([places.setdefault(text, len(places)) for text in texts], np.int32)
     return pa.DictionaryArray.from_arrays(pa.array(place[index_N]), _texts(list(places)))
@@ -233,8 +187,8 @@ def _texts(texts: Sequence[str | None]) -> pa.Array:
 
 
 def _logged(values: list[Any]) -> pa.Array:
-    """What reward functions logged. Whole numbers beside fractions become fractions; what has no common type that a
-    table knows becomes text, objects JSON."""
+    """Values that reward functions logged. Whole numbers beside fractions become fractions; values without a common
+    type of a table become text, objects JSON."""
     kinds = {type(value) for value in values if value is not None}
     if kinds == {int, float}:
         values, kinds = [None if value is None else float(value) for value in values], {float}
@@ -250,7 +204,7 @@ def _logged(values: list[Any]) -> pa.Array:
 
 
 def _json(value: Any) -> str:
-    """JSON text; numbers that JSON does not know become null, other objects text."""
+    """JSON text; numbers that JSON does not have become null, other objects text."""
     try:
         return _ENCODER.encode(value)
     except ValueError:

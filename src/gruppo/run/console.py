@@ -3,7 +3,7 @@ without control characters or markup."""
 
 import time
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,18 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.types import Group, Rollout
+from gruppo.keys import KEYS, Key
+from gruppo.types import Group
 
-SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("reward", "reward/mean", "{:.3f}".format),
-    ("held-out", "eval/accuracy", "{:.3f}".format),
-    ("signal", "group/dead_frac", lambda dead: f"{1 - dead:.0%} of groups"),
-    ("grad", "optim/grad_norm", "{:.2g}".format),
-    ("clip", "live/clip_ratio", "{:.1%}".format),
-    ("entropy", "rollout/entropy", "{:.2f}".format),
-    ("length", "completion/len_mean", "{:.0f}".format),
+ORDER = (
+    *("reward/mean", "eval/accuracy", "group/dead_frac", "optim/grad_norm"),
+    *("live/clip_ratio", "rollout/entropy", "completion/len_mean"),
 )
-"""Metrics on the line of a step: word, key, form. The loss is not among them, since its value says little."""
+SHOWN = sorted((key for key in KEYS if key.line), key=lambda key: ORDER.index(key.name))
+"""Metrics on the line of a step. The loss is not among them, since its value has little meaning by itself."""
 
 ALWAYS = ("reward/mean", "optim/grad_norm")
 """Keys whose absence is shown: nothing was scored, or nothing trained."""
@@ -54,18 +51,16 @@ class RunConsole:
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """One readable line; on a terminal every tenth step, since the bar shows the rest."""
         line = step_line(step, self.total, metrics, seconds)
-        if self.progress is not None:
-            reward = metrics.get("reward/mean")
-            state = "reward none" if reward is None else f"reward {reward:.3f}"
-            self.progress.update(self.task, completed=step, state=state)
-            if step % max(self.total // 20, 1) == 0 or step == self.total:
-                self.progress.console.print(line, soft_wrap=True)
+        if self.progress is None:
+            left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
+            self.console.print(f"{line}  left {readable_time(left)}", soft_wrap=True)
             return
-        left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
-        self.console.print(f"{line}  left {readable_time(left)}", soft_wrap=True)
+        self.progress.update(self.task, completed=step, state=shown(SHOWN[0], metrics))
+        if step % max(self.total // 20, 1) == 0 or step == self.total:
+            self.console.print(line, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        (self.progress.console if self.progress else self.console).print(Text(text), soft_wrap=True)
+        self.console.print(Text(text), soft_wrap=True)
 
     def completions(self, title: str, groups: Sequence[Group], limit: int = 4) -> None:
         """The best and the worst completion of a few groups."""
@@ -75,13 +70,16 @@ class RunConsole:
         for group in groups[:limit]:
             ordered = sorted(group.rollouts, key=lambda r: -(r.reward if r.reward is not None else float("-inf")))
             for rollout in ordered[:1] + ordered[1:][-1:]:
+                advantage = rollout.advantage
+                if isinstance(advantage, tuple):
+                    advantage = sum(advantage) / max(len(advantage), 1)
                 table.add_row(
                     visible(group.prompt.text),
                     visible(rollout.trajectory.text),
                     "-" if rollout.reward is None else f"{rollout.reward:g}",
-                    f"{_mean_advantage(rollout):+.2f}",
+                    f"{advantage:+.2f}",
                 )
-        (self.progress.console if self.progress else self.console).print(table)
+        self.console.print(table)
 
     def close(self) -> None:
         if self.progress is not None:
@@ -90,16 +88,14 @@ class RunConsole:
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], seconds: float) -> str:
     """The state of a step in plain words."""
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for word, key, form in SHOWN:
-        if key in metrics or key in ALWAYS:
-            parts.append(f"{word} {form(metrics[key]) if key in metrics else 'none'}")
-    return "  ".join([*parts, readable_time(seconds)])
+    parts = [shown(key, metrics) for key in SHOWN if key.name in metrics or key.name in ALWAYS]
+    return "  ".join([f"step {step:>{len(str(total))}}/{total}", *parts, readable_time(seconds)])
 
 
-def _mean_advantage(rollout: Rollout) -> float:
-    advantage = rollout.advantage
-    return sum(advantage) / max(len(advantage), 1) if isinstance(advantage, tuple) else advantage
+def shown(key: Key, metrics: Mapping[str, float]) -> str:
+    """A metric with its word."""
+    value = metrics.get(key.name)
+    return f"{key.line.partition(' {')[0]} none" if value is None else key.line.format(value, rest=1 - value)
 
 
 def readable_time(seconds: float) -> str:

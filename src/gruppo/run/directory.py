@@ -39,20 +39,20 @@ class RunDirectory(RunReader):
     @classmethod
     def create(cls, output: str, config: str) -> Self:
         """A new run in `output`, which must not exist or be empty, with its options as YAML."""
-        path = Path(output)
-        run = cls(path)
+        run = cls(output)
         run._has_begun = False
+        path = run.path
         try:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise InputError(
-                    f"output={output!r} exists already; nothing was touched. Go on with "
-                    f"`gruppo resume {output}`, or choose another output"
-                )
-            path.mkdir(parents=True, exist_ok=True)
-        except InputError:
-            raise
+            is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+            if not is_used:
+                path.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:  # a file in the way, no permission, a name that is none
             raise InputError(f"output={output!r} cannot be a directory: {error}; choose another") from error
+        if is_used:
+            raise InputError(
+                f"output={output!r} exists already; nothing was touched. Go on with "
+                f"`gruppo resume {output}`, or choose another output"
+            )
         run.take_lock()
         run.write_config(config)
         (path / "env.json").write_text(json.dumps(current_environment(), indent=1))
@@ -69,17 +69,12 @@ class RunDirectory(RunReader):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or self._has_begun:
-            self.release_lock()
-        else:
-            self._withdraw()
-
-    def _withdraw(self) -> None:
-        """Take back what `create` wrote, or the next try would find its output used."""
-        for name in ("config.yaml", "env.json", "lock"):
+        is_void = error is not None and not self._has_begun  # left there, it would stop the next try
+        for name in ("config.yaml", "env.json", "lock") if is_void else ("lock",):
             (self.path / name).unlink(missing_ok=True)
-        with suppress(OSError):  # not empty: somebody else's
-            self.path.rmdir()
+        if is_void:
+            with suppress(OSError):  # not empty: it has files that are not the run's
+                self.path.rmdir()
 
     # --- ownership ------------------------------------------------------------------------------------------------
 
@@ -90,12 +85,10 @@ class RunDirectory(RunReader):
         try:
             descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
-            try:
+            owner: Any = None
+            with suppress(ValueError):
                 owner = json.loads(lock.read_text())
-            except ValueError:
-                owner = None
-            if not isinstance(owner, dict):
-                owner = {}
+            owner = owner if isinstance(owner, dict) else {}
             if owner.get("host") == mine["host"] and not _is_alive(owner.get("pid"), owner.get("started")):
                 lock.unlink(missing_ok=True)  # its process is gone
                 return self.take_lock()
@@ -134,43 +127,36 @@ class RunDirectory(RunReader):
                 kept = read_lines(path)
                 if name != "events.jsonl":  # what happened has happened
                     kept = [line for line in kept if line["step"] <= step - redo_line]
-                aside = path.with_suffix(".tmp")
-                aside.write_text("".join(_line(record) for record in kept))
-                aside.replace(path)
-        for at, file in numbered(self.path / "completions").items():
-            if at > step:
-                file.unlink()
-        for file in (self.path / "completions").glob("*.tmp"):
+                _replace(path, "".join(_line(record) for record in kept).encode())
+        later = [file for at, file in numbered(self.path / "completions").items() if at > step]
+        for file in (*later, *(self.path / "completions").glob("*.tmp")):
             file.unlink()
 
     def environment_changes(self) -> list[str]:
-        """What is not as it was when the run began, where it could change the last digits."""
+        """Differences from the environment in which the run began, which could change the last digits."""
         try:
-            then, now = _flat(self.environment()), _flat(current_environment())
+            then, now = ({**env, **env.get("packages", {})} for env in (self.environment(), current_environment()))
         except InputError:
             return ["env.json cannot be read"]
-        return [f"{name} {then.get(name)} -> {now.get(name)}" for name in sorted(then.keys() | now.keys())
-                if then.get(name) != now.get(name)]  # fmt: skip
+        names = sorted((then.keys() | now.keys()) - {"packages"})
+        return [f"{name} {then.get(name)} -> {now.get(name)}" for name in names if then.get(name) != now.get(name)]
 
     # --- records --------------------------------------------------------------------------------------------------
 
     def write_config(self, config: str) -> None:
-        aside = self.path / "config.yaml.tmp"
-        aside.write_text(config, encoding="utf-8")
-        aside.replace(self.path / "config.yaml")
+        _replace(self.path / "config.yaml", config.encode())
 
     def set_status(self, status: Status, step: int, **facts: Any) -> None:
         self._has_begun = True
-        aside = self.path / "status.json.tmp"
         with self._dropping("status.json"):
-            aside.write_text(json.dumps({"status": status, "step": step, **facts}, indent=1))
-            aside.replace(self.path / "status.json")
+            content = json.dumps({"status": status, "step": step, **facts}, indent=1)
+            _replace(self.path / "status.json", content.encode())
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        # JSON has no NaN; null says that there was no number, and the run goes on to its own guard.
-        dropped = {"log/dropped": float(self.dropped)} if self.dropped else {}
-        metrics = {**metrics, **dropped}
-        values = {k: metrics[k] if isfinite(metrics[k]) else None for k in sorted(metrics)}
+        if self.dropped:
+            metrics = {**metrics, "log/dropped": float(self.dropped)}
+        # JSON has no NaN: null stands for a number that is none, and the run goes on to its own guard.
+        values = {name: value if isfinite(value) else None for name, value in sorted(metrics.items())}
         self._append("metrics.jsonl", {"step": step, **values})
 
     def log_timings(self, step: int, seconds: Mapping[str, float]) -> None:
@@ -185,15 +171,9 @@ class RunDirectory(RunReader):
 
         table = completions_table(step, groups, limit)
         file = self.path / "completions" / f"step-{step:06d}.parquet"
-        aside = file.with_suffix(".tmp")  # half a file would look like a whole one
         with self._dropping(file.name):
             file.parent.mkdir(exist_ok=True)
-            try:
-                aside.write_bytes(parquet_bytes(table))
-                aside.replace(file)
-            except OSError:
-                aside.unlink(missing_ok=True)
-                raise
+            _replace(file, parquet_bytes(table))
         return int(table.schema.metadata[ROWS_LEFT_OUT])
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
@@ -234,8 +214,15 @@ def current_environment() -> dict[str, Any]:
     }
 
 
-def _flat(environment: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in environment.items() if k != "packages"} | environment.get("packages", {})
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file aside and rename it: half a file would look like a whole one."""
+    aside = path.with_name(f"{path.name}.tmp")
+    try:
+        aside.write_bytes(content)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -243,7 +230,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _is_alive(pid: Any, started: Any) -> bool:
-    """Does the process still run, and is it the same one? Numbers are given out again, in containers soon."""
+    """Whether the process runs and is the same one: ids are used again, in containers soon."""
     if not isinstance(pid, int):
         return False
     try:
@@ -256,7 +243,7 @@ def _is_alive(pid: Any, started: Any) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, as the kernel counts: boot and tick. None where there is no /proc."""
+    """Start of a process, as the kernel counts: boot and tick. None where there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # The name in parentheses may hold anything; the start is the 20th field after it.

@@ -54,7 +54,7 @@ class RunReader:
         return read_lines(self.path / "timings.jsonl")
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened besides the steps, each with its `time` and `event`."""
+        """Events besides the steps, each with its `time` and `event`."""
         return read_lines(self.path / "events.jsonl")
 
     def completion_steps(self) -> list[int]:
@@ -81,7 +81,7 @@ class RunReader:
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """What a folder holds by step: `step-000010`, `step-000010.parquet`; anything else in it is left alone."""
+    """Entries of a folder by step: `step-000010`, `step-000010.parquet`; anything else in it is left alone."""
     found = ((_NUMBERED.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
     return {int(name[1]): path for name, path in found if name is not None}
 
@@ -115,11 +115,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not YAML: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise InputError(f"{path} must hold `option: value` lines, got a {type(values).__name__}")
-    return values
+    return values or {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Recorder: everything that a run tells about itself: to its directory, to the trackers, to the terminal."""
+"""Recorder: the records of a run, for its directory, the trackers and the terminal."""
 
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from gruppo.run.advice import advice
@@ -17,32 +18,24 @@ ADVICE_EVERY = 20
 """Steps after which the numbers of as many steps are looked at."""
 
 
+@dataclass(eq=False)
 class Recorder:
     """Records one run. The methods are called in the order of a step: `sampled`, `step`, `checkpointed`, `timed`.
 
     The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        trackers: Trackers,
-        *,
-        steps: int,
-        completions_every: int = 1,
-        completions_limit: int | None = None,
-        quiet: bool = False,
-    ) -> None:
-        self.run = run
-        self.trackers = trackers
-        self.steps = steps
-        self.completions_every = completions_every
-        self.completions_limit = completions_limit
-        self.quiet = quiet
-        self._console: RunConsole | None = None
-        self._recent: deque[dict[str, float]] = deque(maxlen=ADVICE_EVERY)
-        self._kept: list[Group] = []
-        self._has_said_limit = False
+    run: RunDirectory
+    trackers: Trackers
+    _: KW_ONLY
+    steps: int
+    completions_every: int = 1
+    completions_limit: int | None = None
+    quiet: bool = False
+    _console: RunConsole | None = None
+    _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
+    _kept: list[Group] = field(default_factory=list)
+    _has_said_limit: bool = False
 
     def started(self, step: int) -> None:
         """The run begins, or goes on, after `step`."""
@@ -59,14 +52,13 @@ class Recorder:
         """All groups of a step, with what it made of them."""
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
-        if self.writes_completions(step):
-            left_out = self.run.write_completions(step, groups, self.completions_limit)
-            if left_out and not self._has_said_limit:
-                self._has_said_limit = True
-                text = (
-                    f"completions_limit={self.completions_limit} leaves {left_out} rollouts out of the file of a step"
-                )
-                self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
+        if not self.writes_completions(step):
+            return
+        left_out = self.run.write_completions(step, groups, self.completions_limit)
+        if left_out and not self._has_said_limit:
+            self._has_said_limit = True
+            text = f"completions_limit={self.completions_limit} leaves {left_out} rollouts out of the file of a step"
+            self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The score of the weights between two steps."""
@@ -82,21 +74,20 @@ class Recorder:
         self.run.log_event("checkpoint", step=step)
 
     def timed(self, step: int, seconds: Mapping[str, float], total: float) -> None:
-        """Where the time of a step went, its checkpoint included; then it is shown."""
+        """Seconds of a step by stage, its checkpoint included; then the step is shown."""
         self.run.log_timings(step, seconds)
-        said = advice(self._recent) if step % ADVICE_EVERY == 0 else []
-        for sentence in said:
+        for sentence in advice(self._recent) if step % ADVICE_EVERY == 0 else []:
             self.run.log_event("advice", step=step, text=sentence)
+            if self._console is not None:
+                self._console.say(f"note: {sentence}")
         if self._console is None:
             return
-        for sentence in said:
-            self._console.say(f"note: {sentence}")
         self._console.step(step, self._recent[-1], total)
         if self._kept and (step == 1 or step % max(self.steps // 4, 1) == 0):
             self._console.completions(f"step {step}: best and worst of some groups", self._kept, limit=3)
 
     def warned(self, step: int, kind: str, text: str) -> None:
-        """Something that the user should know, and that does not stop the run."""
+        """A warning that does not stop the run."""
         self.run.log_event(kind, step=step, text=text)
         logger.warning("step %d: %s", step, text)
 

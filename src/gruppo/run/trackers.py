@@ -7,17 +7,11 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gruppo.errors import require
 
 logger = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -32,7 +26,7 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
         check_installed(names)
-        self.trackers: dict[str, Tracker] = {
+        self.trackers: dict[str, Any] = {
             name: _TensorBoard(folder) if name == "tensorboard" else _Module(name, folder.name, config)
             for name in names
         }
@@ -58,6 +52,7 @@ class _TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.writer = EventFileWriter(str(folder / "tensorboard"))
+        self.close = self.writer.close
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # Generated modules, whose names no type checker sees
@@ -67,9 +62,6 @@ class _TensorBoard:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self.writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
-    def close(self) -> None:
-        self.writer.close()
-
 
 class _Module:
     """W&B and trackio, which share their calls."""
@@ -77,9 +69,7 @@ class _Module:
     def __init__(self, name: str, run: str, config: Mapping[str, Any]) -> None:
         self.module: Any = import_module(name)
         self.module.init(project="gruppo", name=run, config=dict(config))
+        self.close = self.module.finish
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.module.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self.module.finish()

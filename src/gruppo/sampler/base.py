@@ -1,4 +1,4 @@
-"""Sampler: the base class of all samplers, and the forms in which a caller may give prompts."""
+"""Sampler: the base class of all samplers, with SamplingParams and the forms in which a caller may give prompts."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import InputError
-from gruppo.sampler.params import SamplingParams
 from gruppo.types import Message, Prompt, SampleResponse
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
@@ -18,6 +17,44 @@ PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Mapping[str, Any
 
 Poll = Callable[[], None]
 """Cancellation hook: called while waiting; raise to abort."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Temperature 0 is greedy. Filters (top-k, top-p, min-p) change what is drawn, not the reported log-probs: those
+    are always over the whole vocabulary at `temperature`, as the trainer scores them."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+    top_k: int = 0
+    """Draw among the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Draw among the fewest tokens that hold this much probability."""
+    min_p: float = 0.0
+    """Draw among tokens with at least this share of the most likely token's probability."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; they are cut from `text`, their tokens stay in `tokens`."""
+    seed: int = 0
+    step: int | None = None
+    """With `seed`, prompt and sample number this decides every random draw. None: the number of calls without a step
+    that the sampler has had, so that each call draws anew."""
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
+        }
+        for name, (is_good, expected) in bounds.items():
+            if not is_good:
+                raise InputError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are drawn from less than the whole vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +90,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
-        """Ask for completions; one future per request, in order. A future that is cancelled frees the sampler.
+        """Start the completions; one future per request, in order. A future that is cancelled frees the sampler.
 
         The draws are decided by the requests: `seed` and `step` of the params are not read.
         """
@@ -76,18 +113,27 @@ class Sampler(ABC):
         return [future.result() for future in futures]
 
     def requests(self, batch: Sequence[PromptLike], num_samples: int, params: SamplingParams) -> list[SampleRequest]:
-        """The requests that `sample` submits."""
-        prompts = [read_prompt(prompt, i, self.tokenizer) for i, prompt in enumerate(batch)]
-        step = params.step
-        if step is None:
-            step = self.calls
-            self.calls += 1
-        return [
-            SampleRequest(
-                prompt=prompt, num_samples=num_samples, seed=params.seed, step=step, number=number, first=first
+        """The requests that `sample` submits. A prompt that occurs again goes on with further samples, so that eight
+        copies with one sample each draw what one copy with eight samples draws."""
+        step = self.calls if params.step is None else params.step
+        seen: Counter[tuple[bool, int]] = Counter()
+        requests = []
+        for position, given in enumerate(batch):
+            prompt = read_prompt(given, position, self.tokenizer)
+            key = isinstance(given, Prompt), prompt.index
+            first, seen[key] = seen[key] * num_samples, seen[key] + 1
+            requests.append(
+                SampleRequest(
+                    prompt=prompt,
+                    num_samples=num_samples,
+                    seed=params.seed,
+                    step=step,
+                    number=prompt.index,
+                    first=first,
+                )
             )
-            for prompt, (number, first) in zip(prompts, draw_numbers(batch, num_samples), strict=True)
-        ]
+        self.calls += params.step is None
+        return requests
 
     @abstractmethod
     def load(self, published: Published) -> dict[str, float]:
@@ -117,59 +163,36 @@ def check_call(batch: Any, num_samples: Any, params: Any) -> None:
         raise InputError(f"params must be SamplingParams, got {type(params).__name__}")
 
 
-def read_prompt(prompt: PromptLike, position: int, tokenizer: Any) -> Prompt:
+def read_prompt(given: PromptLike, position: int, tokenizer: Any) -> Prompt:
     """A prompt in any of its forms as a Prompt; one that has no row number gets its `position` in the batch."""
-    if isinstance(prompt, Prompt):
-        _check_tokens(prompt.token_ids, position)
-        return prompt
-    value: Any = prompt
-    if isinstance(value, Mapping):
-        name = next((name for name in ("prompt", "messages", "input_ids") if name in value), None)
+    prompt: Any = given
+    if isinstance(prompt, Mapping):
+        name = next((name for name in ("prompt", "messages", "input_ids") if name in prompt), None)
         if name is None:
             raise InputError(
                 f"prompt {position} is a row without 'prompt', 'messages' or 'input_ids'; it has "
-                f"{', '.join(map(repr, value)) or 'nothing'}"
+                f"{', '.join(map(repr, prompt)) or 'nothing'}"
             )
-        value = value[name]
-    if hasattr(value, "tolist"):  # a tensor or an array
-        value = value.tolist()
-    text = ""
-    if isinstance(value, str):
+        prompt = prompt[name]
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        prompt = prompt.tolist()
+    if isinstance(prompt, str):
         if tokenizer is None:
             raise InputError(f"prompt {position} is text, and this model has no tokenizer; give token ids")
-        ids, text = tuple(tokenizer(value)["input_ids"]), value
-    elif isinstance(value, Sequence) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+        ids = tuple(tokenizer(prompt)["input_ids"])
+        prompt = Prompt(token_ids=ids, text=prompt, source=prompt, index=position)
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(t, Mapping) and "role" in t for t in prompt):
         from gruppo.task.prompts import render_chat
 
-        ids, text = render_chat(value, tokenizer)
-    elif isinstance(value, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in value):
-        ids = tuple(value)
-    else:
+        ids, text = render_chat(prompt, tokenizer)
+        prompt = Prompt(token_ids=ids, text=text, source=prompt, index=position)
+    elif isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+        prompt = Prompt(token_ids=tuple(prompt), index=position)
+    elif not isinstance(prompt, Prompt):
         raise InputError(
             f"prompt {position} must be a Prompt, a text, token ids, chat messages or a row of a data set, got "
-            f"{type(value).__name__} {str(value)[:60]!r}"
+            f"{type(prompt).__name__} {str(prompt)[:60]!r}"
         )
-    _check_tokens(ids, position)
-    source = value if text else ""
-    return Prompt(token_ids=ids, text=text, source=source, index=position)
-
-
-def _check_tokens(ids: tuple[int, ...], position: int) -> None:
-    if not ids:
+    if not prompt.token_ids:
         raise InputError(f"prompt {position} has no tokens; there is nothing to continue")
-
-
-def draw_numbers(batch: Sequence[PromptLike], num_samples: int) -> list[tuple[int, int]]:
-    """Prompt number and first sample number of each prompt: with seed and step they decide its random draws.
-
-    The prompt number is the row in the data set, or the place in the batch. A prompt that occurs again goes on with
-    further samples, so that eight copies with one sample each draw what one copy with eight samples draws.
-    """
-    seen: Counter[tuple[bool, int]] = Counter()
-    numbers = []
-    for position, prompt in enumerate(batch):
-        index = prompt.index if isinstance(prompt, Prompt) else position
-        key = isinstance(prompt, Prompt), index
-        numbers.append((index, seen[key] * num_samples))
-        seen[key] += 1
-    return numbers
+    return prompt

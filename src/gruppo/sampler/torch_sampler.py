@@ -1,13 +1,17 @@
 """TorchSampler: batched decoding of any transformers model, in this process.
 
 Each prompt runs through the model once. Samples of a group share their row of the cache until they draw different
-tokens. When many rows have finished, the cache is cut down to those that go on. A model whose cache does not give the
-trainer's log-probs decodes without one (`decoding.py`).
+tokens. When many rows have finished, the cache is cut down to those that go on.
+
+Log-probs of sampled tokens must be those that the trainer computes. With plain attention a cache gives them. A model
+with other layers is compared with the trainer's scoring first; `find_way` decides how it decodes.
 """
 
+import inspect
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,13 +19,27 @@ from torch import Tensor
 
 from gruppo.errors import InputError, NumericError
 from gruppo.random import row_keys, row_uniforms
-from gruppo.sampler.base import Poll, Sampler, SampleRequest
-from gruppo.sampler.decoding import CachedRows, DecodedModel, RecomputedRows, Way, find_way
-from gruppo.sampler.params import SamplingParams
-from gruppo.types import SampleResponse, Trajectory
+from gruppo.sampler.base import Poll, Sampler, SampleRequest, SamplingParams
+from gruppo.types import InputFeature, SampleResponse, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
 from gruppo.weights.source import end_tokens_of
+
+logger = logging.getLogger(__name__)
+
+Way = Literal["together", "by length", "recomputed"]
+"""With a cache, all prompts padded to one length; with a cache, prompts of one length at a time; without a cache."""
+
+
+class DecodedModel(TrainedModel, Protocol):
+    """The trainer's model as decoding uses it: `gruppo.model.TransformersModel`, or another of its kind."""
+
+    tokenizer: Any
+    device: torch.device
+
+    def next_logits(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        """Logits of the token after each row, `[N, V]` float32."""
+        ...
 
 
 class TorchSampler(Sampler):
@@ -56,26 +74,17 @@ class TorchSampler(Sampler):
         was_training = self.model.model.training
         self.model.model.eval()
         try:
-            for part in self._parts(requests):
+            if requests and self.way is None:  # now that it matters: it costs forwards where attention is not plain
+                self.way = find_way(self.model)
+            lengths = [len(r.prompt.token_ids) if self.way == "by length" else 0 for r in requests]
+            for length in dict.fromkeys(lengths):
+                part = [i for i, other in enumerate(lengths) if other == length]
                 responses = _Decoding(self, [requests[i] for i in part], params).run()
                 for i, response in zip(part, responses, strict=True):
                     futures[i].set_result(response)
         finally:  # `poll` may have raised
             self.model.model.train(was_training)
         return futures
-
-    def _parts(self, requests: Sequence[SampleRequest]) -> list[list[int]]:
-        """Indices of the requests that are decoded together: all, or those with prompts of one length."""
-        if not requests:
-            return []
-        if self.way is None:  # found when it first matters: it costs some forwards where attention is not plain
-            self.way = find_way(self.model)
-        if self.way != "by length":
-            return [list(range(len(requests)))]
-        parts: dict[int, list[int]] = {}
-        for i, request in enumerate(requests):
-            parts.setdefault(len(request.prompt.token_ids), []).append(i)
-        return list(parts.values())
 
     def load(self, published: Published) -> dict[str, float]:
         """Nothing to load: the model is the trainer's own."""
@@ -97,29 +106,28 @@ class _Decoding:
 
     def __init__(self, sampler: TorchSampler, requests: Sequence[SampleRequest], params: SamplingParams) -> None:
         self.sampler = sampler
-        self.rows_class = RecomputedRows if sampler.way == "recomputed" else CachedRows
-        self.device = sampler.model.device
         self.params = params
         self.requests = requests
         self.owner = np.repeat(np.arange(len(requests)), [r.num_samples for r in requests])
         """The request of each row."""
-        self.keys = np.concatenate([_keys(request) for request in requests])
-        num_rows = len(self.owner)
-        self.tokens = np.zeros((num_rows, params.max_new_tokens), dtype=np.int64)
-        self.logps = np.zeros((num_rows, params.max_new_tokens), dtype=np.float64)
-        self.entropies = np.zeros((num_rows, params.max_new_tokens), dtype=np.float64)
-        self.length = np.zeros(num_rows, dtype=np.int64)
+        self.keys = row_keys(
+            np.array([r.seed for r in requests], dtype=np.uint64)[self.owner],
+            np.array([r.step for r in requests])[self.owner],
+            np.array([r.number for r in requests])[self.owner],
+            np.concatenate([r.first + np.arange(r.num_samples) for r in requests]),
+        )
+        """A key per row, from which all its draws follow."""
+        shape = len(self.owner), params.max_new_tokens
+        self.tokens = np.zeros(shape, dtype=np.int64)
+        self.logps, self.entropies = np.zeros(shape), np.zeros(shape)
+        self.length = np.zeros(len(self.owner), dtype=np.int64)
         self.texts: dict[int, str] = {}  # rows that a stop string ended
-        self.stopped = np.zeros(num_rows, dtype=bool)
+        self.stopped = np.zeros(len(self.owner), dtype=bool)
         self.stop_ids = np.fromiter(sampler.stop_ids, dtype=np.int64)
 
     def run(self) -> list[SampleResponse]:
-        self._decode_all()
-        rows = iter(self._trajectories())
-        return [SampleResponse(sequences=tuple(next(rows) for _ in range(r.num_samples))) for r in self.requests]
-
-    def _decode_all(self) -> None:
-        rows = self.rows_class(self.sampler.model, [r.prompt.token_ids for r in self.requests])
+        rows_class = RecomputedRows if self.sampler.way == "recomputed" else CachedRows
+        rows = rows_class(self.sampler.model, [r.prompt.token_ids for r in self.requests])
         active = np.arange(len(self.tokens))
         home = self.owner
         is_shared = len(self.owner) > len(self.requests)
@@ -148,16 +156,18 @@ class _Decoding:
                 drawn, home = spread, parents[kind]
             self.sampler.poll()
             rows.advance(keep, drawn)
+        sampled = iter(self._trajectories())
+        return [SampleResponse(sequences=tuple(next(sampled) for _ in range(r.num_samples))) for r in self.requests]
 
     def _draw(self, logits_CV: Tensor, home: np.ndarray, active: np.ndarray, step: int) -> np.ndarray:
         """Draw a token per active row, note it and its log-prob, and mark the rows that end."""
-        temperature = self.params.temperature
+        temperature, device = self.params.temperature, logits_CV.device
         log_p_CV = (logits_CV / (temperature or 1.0)).log_softmax(-1)
-        home_A = torch.from_numpy(home).to(self.device)
+        home_A = torch.from_numpy(home).to(device)
         if temperature == 0:
             tokens_A = log_p_CV.argmax(-1)[home_A]
         else:
-            u_A = torch.from_numpy(row_uniforms(self.keys[active], step)).to(self.device)
+            u_A = torch.from_numpy(row_uniforms(self.keys[active], step)).to(device)
             p_CV = log_p_CV.exp()
             tokens_A = draw(filtered(log_p_CV, self.params).exp() if self.params.filters else p_CV, u_A, home_A)
             # Of the whole distribution, as the log-probs are. xlogy would do for p = 0, but here log p is at hand.
@@ -173,15 +183,11 @@ class _Decoding:
         self.stopped[active] = (tokens[:, None] == self.stop_ids).any(1)
         if self.params.stop:
             for row in active[~self.stopped[active]]:
-                self.stopped[row] = self._hits_stop_string(row)
+                text = self._decode(self.tokens[row, : step + 1].tolist())
+                ends = [i for i in (text.find(s) for s in self.params.stop) if i >= 0]
+                if ends:
+                    self.stopped[row], self.texts[row] = True, text[: min(ends)]
         return tokens
-
-    def _hits_stop_string(self, row: int) -> bool:
-        text = self._decode(self.tokens[row, : self.length[row]].tolist())
-        ends = [i for i in (text.find(s) for s in self.params.stop) if i >= 0]
-        if ends:
-            self.texts[row] = text[: min(ends)]
-        return bool(ends)
 
     def _decode(self, tokens: list[int]) -> str:
         tokenizer = self.sampler.tokenizer
@@ -194,15 +200,14 @@ class _Decoding:
         rows = (self.tokens.tolist(), self.logps.tolist(), self.entropies.tolist(), self.length.tolist())
         for row, (tokens, logps, entropies, length) in enumerate(zip(*rows, strict=True)):
             ids = tuple(tokens[:length])
-            text = self.texts.get(row)
-            if text is None and (text := decoded.get(ids)) is None:
-                text = decoded[ids] = self._decode(tokens[:length])
+            if row not in self.texts and ids not in decoded:
+                decoded[ids] = self._decode(tokens[:length])
             made.append(
                 Trajectory(
                     prompt=self.requests[self.owner[row]].prompt,
                     tokens=ids,
                     logps=tuple(logps[:length]),
-                    text=text,
+                    text=self.texts[row] if row in self.texts else decoded[ids],
                     stop_reason="stop" if self.stopped[row] else "length",
                     versions=(version, version),
                     entropies=None if self.params.temperature == 0 else tuple(entropies[:length]),
@@ -211,16 +216,8 @@ class _Decoding:
         return made
 
 
-def _keys(request: SampleRequest) -> np.ndarray:
-    """A key per sample of a request, from which all its draws follow."""
-    samples = request.first + np.arange(request.num_samples)
-    return row_keys(request.seed, request.step, np.full(request.num_samples, request.number), samples)
-
-
 def filtered(log_p_AV: Tensor, params: SamplingParams) -> Tensor:
     """Log-probs with the tokens that top-k, top-p or min-p exclude at -inf (not renormalised)."""
-    if not params.filters:
-        return log_p_AV
     if 0 < params.top_k < log_p_AV.shape[-1]:
         smallest = log_p_AV.topk(params.top_k).values[:, -1:]
         log_p_AV = log_p_AV.masked_fill(log_p_AV < smallest, -torch.inf)
@@ -244,3 +241,158 @@ def draw(p_CV: Tensor, u_A: Tensor, home_A: Tensor | None = None) -> Tensor:
     target = u_A[:, None] * cumulative[:, -1:]
     # right=True: the first token whose cumulative probability exceeds the target, so never one of probability 0
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=p_CV.shape[-1] - 1)
+
+
+# --- rows of tokens that grow by a token at a time, and the logits of what follows them ---------------------------
+
+
+class CachedRows:
+    """Rows in transformers' cache: keys, values and recurrent states; one token per row and step.
+
+    `logits_CV` follow each of its `C` rows; at first these are the prompts, padded on the left.
+    """
+
+    is_cheap_to_cut = False
+
+    def __init__(self, model: DecodedModel, prompts: Sequence[tuple[int, ...]]) -> None:
+        from transformers import DynamicCache
+        from transformers.cache_utils import CacheLayerMixin
+
+        self.model = model.model
+        self.device = model.device
+        self.cache = DynamicCache(config=self.model.config)
+        self.cache_name = _cache_name(model) or "past_key_values"
+        lengths = [len(p) for p in prompts]
+        longest = max(lengths)
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.device)
+        length_P = torch.tensor(lengths, device=self.device)
+        place_PL = torch.arange(longest, device=self.device) - (longest - length_P)[:, None]
+        # Prompts of one length need no mask, and attention is faster without one.
+        self.attention = None if min(lengths) == longest else (place_PL >= 0).long()
+        self.logits_CV = self._forward(ids, place_PL.clamp(min=0))
+        self.position_C = length_P - 1
+        if not any(isinstance(layer, CacheLayerMixin) for layer in self.cache.layers):
+            self.attention = None  # only keys have to be masked again; a recurrence has the padding behind it
+
+    def advance(self, keep: np.ndarray | None, tokens: np.ndarray) -> None:
+        """Keep these rows of the cache, in this order and maybe several times (None: all), and append a token to each.
+
+        `reorder_cache` is the one selection that every kind of layer has.
+        """
+        if keep is not None:
+            rows = torch.from_numpy(keep).to(self.device)
+            self.cache.reorder_cache(rows)  # type: ignore[arg-type]  # a LongTensor to transformers
+            self.position_C = self.position_C[rows]
+            self.attention = None if self.attention is None else self.attention[rows]
+        if self.attention is not None:
+            self.attention = torch.cat([self.attention, self.attention.new_ones(len(self.attention), 1)], 1)
+        self.position_C = self.position_C + 1
+        self.logits_CV = self._forward(torch.from_numpy(tokens).to(self.device)[:, None], self.position_C[:, None])
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        outputs = self.model(
+            input_ids=ids,
+            attention_mask=self.attention,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self.cache_name: self.cache},
+        )
+        return outputs.logits[:, -1].float()
+
+
+class RecomputedRows:
+    """Rows without a cache, each distinct one run whole in every step, as the trainer runs it."""
+
+    is_cheap_to_cut = True
+
+    def __init__(self, model: DecodedModel, prompts: Sequence[tuple[int, ...]]) -> None:
+        self.model = model
+        self.rows = list(prompts)
+        self.logits_CV = self.model.next_logits(self.rows)
+
+    def advance(self, keep: np.ndarray | None, tokens: np.ndarray) -> None:
+        rows = self.rows if keep is None else [self.rows[i] for i in keep]
+        self.rows = [(*row, token) for row, token in zip(rows, tokens.tolist(), strict=True)]
+        self.logits_CV = self.model.next_logits(self.rows)
+
+
+# --- which of them a model needs ----------------------------------------------------------------------------------
+
+
+def find_way(model: DecodedModel) -> Way:
+    """The way a model decodes: with a cache for plain attention, else decided by a comparison with the trainer."""
+    if _has_plain_attention(model):
+        return "together"
+    name = type(_base(model)).__name__
+    vocabulary = _base(model).config.get_text_config().vocab_size
+    # Two sequences for each of three prompts of unequal length; like samples of a group they part after the prompt.
+    features = [
+        InputFeature(
+            prompt_ids=tuple(token % vocabulary for token in prompt),
+            completion_ids=tuple((len(prompt) + 5 * sample + 3 * j) % vocabulary for j in range(24)),
+        )
+        for prompt in [(7, 14, 5, 12, 3, 10, 1, 8, 15), (6, 13, 4, 11), (2, 9)]
+        for sample in range(2)
+    ]
+    expected = torch.cat(model.forward_only(features, temperature=1.0)["logps"])
+    alone = torch.cat([model.forward_only([f], temperature=1.0)["logps"][0] for f in features])
+    is_half = next(model.model.parameters()).element_size() == 2
+    # Rounding is measured: what the trainer's own numbers differ by, in one batch and one by one. A recurrence that is
+    # slightly off drifts with every token, so that what is small here is not after a thousand.
+    tolerance = max(10 * float((alone - expected).abs().max()), 0.2 if is_half else 1e-4)
+    padded = _disagreement(model, [features], expected, tolerance)
+    if padded is None:
+        return "together"
+    reason = _disagreement(model, [features[i : i + 2] for i in range(0, len(features), 2)], expected, tolerance)
+    if reason is None:
+        logger.warning("%s: prompts are sampled one length at a time, since padded to one %s", name, padded)
+        return "by length"
+    logger.warning("%s: sampling runs without a cache, a whole forward per token, since with one %s", name, reason)
+    return "recomputed"
+
+
+def _base(model: DecodedModel) -> Any:
+    """The transformers model inside a PEFT adapter, or the model itself."""
+    return model.model.get_base_model() if hasattr(model.model, "get_base_model") else model.model
+
+
+def _cache_name(model: DecodedModel) -> str | None:
+    """The keyword under which the model takes a cache."""
+    taken = inspect.signature(_base(model).forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in taken), None)
+
+
+def _has_plain_attention(model: DecodedModel) -> bool:
+    """Whether the cache holds keys and values, of all tokens or of a window, and nothing else."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    base = _base(model)
+    if _cache_name(model) != "past_key_values" or getattr(base, "_is_stateful", False):
+        return False  # transformers calls stateful what keeps a state, be it in the cache or in the model
+    try:
+        layers = DynamicCache(config=base.config).layers
+    except KeyError:  # a kind of layer that transformers has no cache for
+        return False
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def _disagreement(
+    model: DecodedModel, batches: Sequence[Sequence[InputFeature]], expected: Tensor, tolerance: float
+) -> str | None:
+    """Reason why a cache does not give the expected log-probs of these pairs, token by token; None when it does."""
+    cached = []
+    try:
+        for pairs in batches:
+            rows, logps = CachedRows(model, [f.prompt_ids for f in pairs[::2]]), []
+            home = np.repeat(np.arange(len(pairs) // 2), 2)
+            for tokens in np.array([f.completion_ids for f in pairs]).T:
+                logps.append(rows.logits_CV.log_softmax(-1)[torch.from_numpy(home), torch.from_numpy(tokens)])
+                rows.advance(home, tokens)
+                home = np.arange(len(pairs))
+            cached.append(torch.stack(logps, 1).flatten())
+    except Exception as error:  # whatever a model raises that takes no such cache
+        return f"it fails with {type(error).__name__}: {error}"
+    gap = float((torch.cat(cached) - expected).abs().max())
+    return None if gap <= tolerance else f"its log-probs differ by {gap:.2g}"

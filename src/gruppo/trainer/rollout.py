@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from gruppo.advantage import Groups
 from gruppo.reward import RewardResult, RewardScorer
 from gruppo.reward.scorer import merged_metrics
-from gruppo.sampler.base import Sampler
-from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.base import Sampler, SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.state import SolvedPrompts

@@ -84,23 +84,17 @@ class CanaryCheck:
 
     def judge(self, logps: Sequence[float], answered: Sequence[Sequence[float]]) -> Verdict:
         """Compare; an answer without fault becomes what the next one is compared with."""
-        expected = np.asarray(logps, dtype=np.float64)
-        got = np.concatenate([np.asarray(row, dtype=np.float64) for row in answered]) if answered else np.empty(0)
-        if got.shape != expected.shape or not np.isfinite(got).all():
-            return Verdict(
-                float("nan"), float("nan"), f"{got.size} numbers came for {expected.size}, or not finite ones"
-            )
+        expected, got = np.array(logps, np.float64), np.array([x for row in answered for x in row], np.float64)
+        num, moved, trainer_moved, fault = expected.size, float("nan"), 0.0, None
+        if got.size != num or not np.isfinite(got).all():
+            return Verdict(float("nan"), moved, f"{got.size} numbers came for {num}, or not finite ones")
         gap = float(np.abs(got - expected).max())
-        moved, trainer_moved = float("nan"), 0.0
         if self._seen is not None:
             trainer_moved, moved = (
                 float(np.abs(now - before).max()) for now, before in zip((expected, got), self._seen, strict=True)
             )
-        fault = None
         if gap > self.bound:
-            fault = (
-                f"log-probs of {expected.size} fixed tokens differ by up to {gap:.2g}; at most {self.bound:g} is right"
-            )
+            fault = f"log-probs of {num} fixed tokens differ by up to {gap:.2g}; at most {self.bound:g} is right"
         elif moved == 0 and trainer_moved > self.bound / 100:
             fault = f"its log-probs did not move at all, the trainer's by up to {trainer_moved:.2g}"
         else:

@@ -37,13 +37,12 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
         _flush(manifest)
         os.rename(aside, folder)
         _flush(folder.parent)
-    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if not isinstance(error, OSError | SafetensorError):  # safetensors has its own error for a full disk
+            raise
         space = f" ({shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free)" if folder.parent.exists() else ""
         raise CheckpointError(f"could not write {folder}: {error}{space}; nothing was lost") from error
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BUILTIN = "builtin"
+ADAPTER = "adapter_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -47,12 +48,23 @@ def resolve(model_id: str) -> str:
 
 def holds_adapter(model_id: str) -> bool:
     """Whether a model id is a folder with an adapter rather than a whole model."""
-    return (Path(resolve(model_id)) / "adapter_config.json").is_file()
+    return (Path(resolve(model_id)) / ADAPTER).is_file()
+
+
+def base_of(model_id: str) -> str:
+    """The model that an adapter's folder was trained on; any other model id itself."""
+    if not holds_adapter(model_id):
+        return model_id
+    config = Path(resolve(model_id)) / ADAPTER
+    base = json.loads(config.read_text()).get("base_model_name_or_path")
+    if not base:
+        raise InputError(f"{config} does not name its base model (base_model_name_or_path)")
+    return base
 
 
 def check_folder(folder: Path) -> None:
     """Refuse a folder that lacks a model, would run its own code, or holds its weights as pickles."""
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER).is_file():
         if not (folder / "adapter_model.safetensors").is_file():
             raise InputError(f"adapter folder {folder} has no adapter_model.safetensors; gruppo reads no pickles")
         return
@@ -69,46 +81,46 @@ def check_folder(folder: Path) -> None:
             "transformers supports, or convert it"
         )
     if not any(folder.glob("*.safetensors")):
-        pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
-        found = (
-            f"only pickled weights ({', '.join(pickles)}), which can run code when loaded" if pickles else "no weights"
-        )
+        pickles = ", ".join(sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern)))
+        found = f"only pickled weights ({pickles}), which can run code when loaded" if pickles else "no weights"
         raise InputError(f"model folder {folder} holds {found}; gruppo reads *.safetensors only")
 
 
 def load_model(
-    model_id: str,
-    *,
-    dtype: Any,
-    attn_implementation: str | None = None,
-    revision: str | None = None,
+    model_id: str, *, dtype: Any, attn_implementation: str | None = None, revision: str | None = None
 ) -> "PreTrainedModel":
     """The causal language model of `model_id`, on the CPU; for an adapter's folder its base with the adapter on it."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a bar per load would run across gruppo's own
-    options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
     path = resolve(model_id)
-    adapter = Path(path) / "adapter_config.json"
-    if adapter.is_file():
-        from peft import PeftModel
-
-        base = load_model(base_of(adapter), dtype=dtype, attn_implementation=attn_implementation)
-        with _refusing(model_id):
-            model = PeftModel.from_pretrained(base, path, is_trainable=True)
-        _check_adapter(model, Path(path))
-        return model  # pyright: ignore[reportReturnType]
-    if revision is not None:
-        options["revision"] = revision
+    if holds_adapter(path):
+        base = load_model(base_of(path), dtype=dtype, attn_implementation=attn_implementation)
+        return _with_adapter(base, path)
+    options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
+    given = {"attn_implementation": attn_implementation, "revision": revision}
+    options |= {name: value for name, value in given.items() if value is not None}
     with _refusing(model_id):
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     model, report = loaded
     if report["missing_keys"]:  # transformers would fill them with random numbers
         missing = sorted(report["missing_keys"])
         raise InputError(f"the weights of {model_id!r} lack {len(missing)} tensors: {', '.join(missing[:3])}")
+    return model
+
+
+def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
+    """A base with the adapter of a folder on it."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    with _refusing(folder):
+        model = PeftModel.from_pretrained(base, folder, is_trainable=True)
+    with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
+        missing = sorted(get_peft_model_state_dict(model, save_embedding_layers=False).keys() - set(file.keys()))
+    if missing:  # PEFT leaves them at zero with a warning: the adapter that was trained would be gone
+        raise InputError(f"adapter folder {folder} lacks {len(missing)} of its tensors: {', '.join(missing[:3])}")
     return model
 
 
@@ -125,34 +137,14 @@ def _refusing(model_id: str) -> Iterator[None]:
         raise InputError(f"model {model_id!r} cannot be opened: {error}") from error
 
 
-def _check_adapter(model: Any, folder: Path) -> None:
-    """PEFT leaves what a file lacks at zero with a warning: the adapter that was trained would be gone."""
-    from peft import get_peft_model_state_dict
-    from safetensors import safe_open
-
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        missing = sorted(get_peft_model_state_dict(model, save_embedding_layers=False).keys() - set(file.keys()))
-    if missing:
-        raise InputError(f"adapter folder {folder} lacks {len(missing)} of its tensors: {', '.join(missing[:3])}")
-
-
-def base_of(adapter_config: Path) -> str:
-    """The model that an adapter was trained on."""
-    base = json.loads(adapter_config.read_text()).get("base_model_name_or_path")
-    if not base:
-        raise InputError(f"{adapter_config} does not name its base model (base_model_name_or_path)")
-    return base
-
-
 def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
-    """The tokenizer of `model_id`."""
+    """The tokenizer of `model_id`; of an adapter's folder without one that of its base."""
     from transformers import AutoTokenizer
 
     options = {} if revision is None else {"revision": revision}
     path = resolve(model_id)
-    adapter = Path(path) / "adapter_config.json"
-    if adapter.is_file() and not (Path(path) / "tokenizer_config.json").is_file():
-        path = resolve(base_of(adapter))
+    if not (Path(path) / "tokenizer_config.json").is_file():
+        path = resolve(base_of(path))
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
@@ -164,9 +156,8 @@ def load_config(model_id: str) -> Any:
     from transformers import AutoConfig
 
     path = resolve(model_id)
-    adapter = Path(path) / "adapter_config.json"
-    if adapter.is_file():
-        return load_config(base_of(adapter))
+    if holds_adapter(path):
+        return load_config(base_of(path))
     with _refusing(model_id):
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
@@ -189,10 +180,9 @@ def end_tokens(model_id: str, tokenizer: Any) -> frozenset[int]:
 
 def end_tokens_of(*sources: Any) -> frozenset[int]:
     """The end tokens that any of these names."""
-    found = [getattr(source, "eos_token_id", None) for source in sources]
-    return frozenset(
-        int(i) for entry in found if entry is not None for i in (entry if isinstance(entry, list) else [entry])
-    )
+    named = [getattr(source, "eos_token_id", None) for source in sources]
+    lists = [ids if isinstance(ids, list) else [ids] for ids in named]
+    return frozenset(int(i) for ids in lists for i in ids if i is not None)
 
 
 def linear_layers(model_id: str) -> tuple[str, ...]:

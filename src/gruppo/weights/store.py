@@ -63,9 +63,7 @@ class Loads(Protocol):
     """A sampler as the store uses it."""
 
     @property
-    def loaded(self) -> Published | None:
-        """The weights it samples from; None: those it started with."""
-        ...
+    def loaded(self) -> Published | None: ...
 
     def load(self, published: Published) -> dict[str, float]: ...
 
@@ -89,20 +87,16 @@ class WeightStore:
     def publish(self, model: TrainedModel) -> Published:
         """Write all weights, or with LoRA the adapter, and score the canary. Raises NotTaken if the files are wrong."""
         canary = Canary.score(self.rows, model)
-        folder = self.folder / f"version-{model.version}"
+        folder, is_adapter = self.folder / f"version-{model.version}", model.lora is not None
         write(model, folder)
         problem = compare(model, folder)
         if problem is not None:
             raise NotTaken(problem)
-        published = Published(
-            version=model.version,
-            folder=folder,
-            contents=contents(folder),
-            is_adapter=model.lora is not None,
-            canary=canary,
+        written = contents(folder)
+        self._newer.append(
+            Published(version=model.version, folder=folder, contents=written, is_adapter=is_adapter, canary=canary)
         )
-        self._newer.append(published)
-        return published
+        return self._newer[-1]
 
     def hand_over(self, model: TrainedModel, sampler: Loads) -> dict[str, float]:
         """Publish a model's weights and load them, unless the sampler has them; returns what the sampler reports.
@@ -120,7 +114,12 @@ class WeightStore:
             except NotTaken as error:
                 fault = str(error)
                 if isinstance(error, WrongWeights) and published is not None:
-                    fault += f"; {_who_is_wrong(model, published.folder)}"
+                    differ = differing(model, published.folder)
+                    fault += (
+                        f"; the file differs from the model in {few(differ)}"
+                        if differ
+                        else "; the file holds the model's weights, so the engine did not take them"
+                    )
                 logger.warning("hand-over of version %d failed: %s", model.version, fault)
             else:
                 self.release(published)
@@ -143,7 +142,7 @@ class WeightStore:
         """Delete the version in use, and the folder if nothing else is in it."""
         if self._in_use is not None:
             shutil.rmtree(self._in_use.folder, ignore_errors=True)
-        with suppress(OSError):  # a version that was not taken is there, or somebody else's file
+        with suppress(OSError):  # it holds a version that was not taken, or other files
             self.folder.rmdir()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -204,27 +203,16 @@ def differing(model: TrainedModel, folder: Path) -> list[str]:
     return differ
 
 
-def _who_is_wrong(model: TrainedModel, folder: Path) -> str:
-    """Whether the files or the engine are at fault when the canary is."""
-    differ = differing(model, folder)
-    if differ:
-        return f"the file differs from the model in {few(differ)}"
-    return "the file holds the model's weights, so the engine did not take them"
-
-
 def _weights(model: TrainedModel) -> dict[str, Tensor]:
     """The tensors that a folder should hold. Tensors that share memory are written once, under the first name."""
     if model.lora is not None or hasattr(model.model, "disable_adapter"):
         from peft import get_peft_model_state_dict
 
         return dict(get_peft_model_state_dict(model.model, save_embedding_layers=False))
-    seen: set[int] = set()
-    kept = {}
+    first: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            kept[name] = tensor
-    return kept
+        first.setdefault(tensor.data_ptr(), (name, tensor))
+    return dict(first.values())
 
 
 def few(names: list[str]) -> str:

@@ -1,6 +1,7 @@
 """Completions on disk: the numbers in the file are those of the rollouts, for every kind of rollout."""
 
 import json
+import re
 import resource
 from collections.abc import Mapping
 from dataclasses import replace
@@ -315,3 +316,11 @@ def test_what_a_killed_writer_left_is_no_file_of_a_step_and_goes_when_the_run_go
     assert run.completion_steps() == [1]
     run.forget_after(5)
     assert [path.name for path in (run.path / "completions").iterdir()] == ["step-000001.parquet"]
+
+
+def test_the_documented_columns_are_those_of_the_schema() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "run_directory.md").read_text(encoding="utf-8")
+    table = page[page.index("| column |") :].partition("\n\n")[0]
+    named = [name for line in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", line.split("|")[1])]
+    assert [name for name in named if "/" not in name] == SCHEMA.names
+    assert all(f"`{reason}`" in page for reason in UNTRAINED if reason)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gruppo.run.console import RunConsole, printable, readable_time, step_line, visible
+from gruppo.keys import KEYS
+from gruppo.run.console import SHOWN, RunConsole, printable, readable_time, step_line, visible
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 METRICS = {
@@ -140,3 +141,9 @@ def test_each_escape_names_its_character() -> None:
 def test_text_of_any_language_stays_as_it_is() -> None:
     text = "Größe 3\u202f000\u00a0€, \u4f60\u597d\u3000\u0915\u093f e\u0301 \U0001f9ee [/red] \\x1b"
     assert printable(text) == text
+
+
+def test_the_line_of_a_step_has_the_keys_that_the_registry_marks() -> None:
+    shown = ["reward/mean", "eval/accuracy", "group/dead_frac", "optim/grad_norm", "live/clip_ratio"]
+    assert [key.name for key in SHOWN] == [*shown, "rollout/entropy", "completion/len_mean"]
+    assert {key.name for key in KEYS if key.line} == {key.name for key in SHOWN}

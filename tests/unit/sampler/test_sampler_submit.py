@@ -6,7 +6,7 @@ import pytest
 from tiny_models import actor
 
 from gruppo.sampler import SampleRequest, SamplingParams, TorchSampler
-from gruppo.sampler.decoding import Way
+from gruppo.sampler.torch_sampler import Way
 from gruppo.types import Prompt
 
 PARAMS = SamplingParams(max_new_tokens=8, temperature=1.3)

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gruppo.errors import InputError, SamplerError
-from gruppo.sampler.base import Poll
-from gruppo.sampler.params import SamplingParams
+from gruppo.sampler.base import Poll, SamplingParams
 from gruppo.sampler.vllm.worker import EXTENSION
 from gruppo.types import Prompt, SampleResponse, StopReason, Trajectory
 
@@ -27,10 +27,9 @@ class Request:
     prompt: Prompt
     num_samples: int
     seed: int
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return self.prompt.token_ids
+    copies: int = 1
+    """Copies of each completion in the response: greedy ones are drawn once."""
+    future: Future[SampleResponse] = field(default_factory=Future, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +42,7 @@ class Completion:
     stop_reason: StopReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
+class Received(NamedTuple):
     """Tensors and bytes that an engine reports to have read from a folder of weights."""
 
     tensors: int
@@ -59,142 +57,120 @@ class Engine(Protocol):
     """Whether it works in another process. One in this process works in the thread that calls it."""
     poll: Poll
     """Cancellation hook, called while the engine works or is waited for; raise to abort."""
+    deadline_s: float = 600.0
+    """Limit of each call; EngineLost is raised when it passes."""
+    stop_ids: Sequence[int] = ()
+    """Tokens that end a completion."""
 
-    def wait_until_ready(self, deadline_s: float) -> None:
+    def wait_until_ready(self) -> None:
         """Return once it answers."""
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        """The completions of each request, in order."""
         ...
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
-    ) -> list[list[Completion]]:
-        """The completions of each request, in order. Raises EngineLost when the deadline passes."""
-        ...
-
-    def logps_of(self, rows: Sequence[Sequence[int]], deadline_s: float) -> list[list[float]]:
+    def logps_of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of each row's tokens but the first."""
         ...
 
-    def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_weights(self, folder: Path) -> Received | None:
         """Take all weights from a folder. None: the engine cannot report what it read."""
-        ...
 
-    def load_adapter(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_adapter(self, folder: Path) -> Received | None:
         """Take the adapter in a folder, in the place of the last one."""
-        ...
 
     def sleep(self) -> None:
         """Free memory until the next call, where the platform can."""
-        ...
 
-    def revive(self, deadline_s: float) -> None:
+    def revive(self) -> None:
         """Restart after EngineLost, with the weights of the first start."""
-        ...
 
     def close(self) -> None: ...
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
-
-def check_answer(request: Request, completions: Sequence[Completion], params: SamplingParams, vocabulary: int) -> None:
-    """Raise SamplerError for an answer that is not what was asked for, with what came."""
+def response(
+    request: Request, completions: Sequence[Completion], params: SamplingParams, *, vocabulary: int, version: int
+) -> SampleResponse:
+    """The answer to a request as trajectories. Raises SamplerError, with what came, if it cannot be used."""
     if len(completions) != request.num_samples:
         raise SamplerError(f"vLLM gave {len(completions)} completions where {request.num_samples} were asked for")
+    limit, made = params.max_new_tokens, []
     for c in completions:
-        problem = _problem(c, params, vocabulary)
-        if problem is not None:
-            raise SamplerError(
-                f"vLLM's answer cannot be used: {problem}; it has {len(c.tokens)} tokens {c.tokens[:8]} and "
-                f"{len(c.logps)} log-probs {c.logps[:4]}, stop_reason={c.stop_reason!r}"
+        problems = {
+            "it is empty, though the end token would be in it": not c.tokens,
+            "it lacks log-probs": len(c.logps) != len(c.tokens),
+            "a log-prob is not finite, or above 0": not all(math.isfinite(x) and x < 1e-3 for x in c.logps),
+            f"a token is outside the vocabulary of {vocabulary}": not all(0 <= t < vocabulary for t in c.tokens),
+            f"it is longer than max_new_tokens={limit}": len(c.tokens) > limit,
+            f"it was cut before max_new_tokens={limit}": c.stop_reason == "length" and len(c.tokens) < limit,
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise SamplerError(
+                    f"vLLM's answer cannot be used: {problem}; it has {len(c.tokens)} tokens {c.tokens[:8]} and "
+                    f"{len(c.logps)} log-probs {c.logps[:4]}, stop_reason={c.stop_reason!r}"
+                )
+        made.append(
+            Trajectory(
+                prompt=request.prompt,
+                tokens=c.tokens,
+                logps=c.logps,
+                text=c.text,
+                stop_reason=c.stop_reason,
+                versions=(version, version),
             )
-
-
-def response(request: Request, completions: Sequence[Completion], *, copies: int, version: int) -> SampleResponse:
-    """The completions of a prompt as trajectories; `copies` of each, where greedy ones are asked for once."""
-    made = [
-        Trajectory(
-            prompt=request.prompt,
-            tokens=c.tokens,
-            logps=c.logps,
-            text=c.text,
-            stop_reason=c.stop_reason,
-            versions=(version, version),
         )
-        for c in completions
-    ]
-    return SampleResponse(sequences=tuple(made * copies))
-
-
-def _problem(c: Completion, params: SamplingParams, vocabulary: int) -> str | None:
-    if not c.tokens:
-        return "it is empty, though the end token would be in it"
-    if len(c.logps) != len(c.tokens):
-        return "it lacks log-probs"
-    if not all(math.isfinite(x) and x < 1e-3 for x in c.logps):
-        return "a log-prob is not finite, or above 0"
-    if not all(0 <= t < vocabulary for t in c.tokens):
-        return f"a token is outside the vocabulary of {vocabulary}"
-    if len(c.tokens) > params.max_new_tokens:
-        return f"it is longer than max_new_tokens={params.max_new_tokens}"
-    if c.stop_reason == "length" and len(c.tokens) < params.max_new_tokens:
-        return f"it was cut before max_new_tokens={params.max_new_tokens}"
-    return None
+    return SampleResponse(sequences=tuple(made * request.copies))
 
 
 # --- starting one -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """Arguments of an engine that is started here, in this process or as a server."""
+def engine_arguments(
+    *,
+    model: str,
+    dtype: str,
+    max_model_len: int,
+    lora_rank: int | None = None,
+    lora_targets: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Arguments of an engine that is started here, in this process or as a server, under the names of `vllm.LLM`.
 
-    model: str
-    """Folder or hub id of the weights to start from."""
-    dtype: str
-    max_model_len: int
-    """Longest prompt and completion together."""
-    lora_rank: int | None = None
-    """Rank of the adapters that will be loaded; None: whole weights will be."""
-    lora_targets: tuple[str, ...] = ()
-    """Layers that the adapters are on; vLLM wraps no others."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments under vLLM's names; they override the ones here."""
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments under the names of `vllm.LLM`."""
-        arguments: dict[str, Any] = {
-            "model": self.model,
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer scores them
-            "generation_config": "vllm",  # no sampling defaults from the model's folder
-            "worker_extension_cls": EXTENSION,
-            "disable_log_stats": True,
-        }
-        if self.lora_rank is not None:
-            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next_rank(self.lora_rank)}
-            arguments["lora_target_modules"] = list(self.lora_targets) or None
-        return arguments | _platform_arguments() | dict(self.options)
-
-
-def next_rank(rank: int) -> int:
-    """The smallest adapter rank of vLLM that holds this one."""
-    found = next((r for r in RANKS if r >= rank), None)
-    if found is None:
-        raise InputError(f"lora_rank={rank} is more than vLLM's largest, {RANKS[-1]}; lower it, or use sampler=torch")
-    return found
+    Args:
+        model: folder or hub id of the weights to start from.
+        max_model_len: longest prompt and completion together.
+        lora_rank: rank of the adapters that will be loaded; None: whole weights will be.
+        lora_targets: layers that the adapters are on; vLLM wraps no others.
+        options: further arguments under vLLM's names; they override the ones here.
+    """
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer scores them
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+    }
+    if lora_rank is not None:
+        rank = next((r for r in RANKS if r >= lora_rank), None)
+        if rank is None:
+            raise InputError(
+                f"lora_rank={lora_rank} is more than vLLM's largest, {RANKS[-1]}; lower it, or use sampler=torch"
+            )
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        arguments["lora_target_modules"] = list(lora_targets) or None
+    if _has_gpu():  # a third of its memory, freed while the trainer works
+        arguments |= {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
+    else:  # no graphs, a small cache
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+    return arguments | dict(options or {})
 
 
 def platform_settings() -> dict[str, str]:
     """Environment of vLLM. On a CPU it would compile the gather of log-probs, which takes longer than it can save."""
     return {} if _has_gpu() else {"TORCH_COMPILE_DISABLE": "1"}
-
-
-def _platform_arguments() -> dict[str, Any]:
-    """On a CPU: no graphs, a small cache. On a GPU: a third of its memory, freed while the trainer works."""
-    if _has_gpu():
-        return {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
-    return {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
 
 
 def _has_gpu() -> bool:

@@ -17,7 +17,7 @@ PATIENCE_S = 3.0
 
 
 def main(arguments: list[str]) -> None:
-    # The module and not the `vllm` script: the script wants a distribution named vllm, which CPU builds are not.
+    # The module and not the `vllm` script: the script needs a distribution named vllm, which CPU builds are not.
     server = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments], stdin=subprocess.DEVNULL
     )

@@ -1,11 +1,11 @@
-"""HttpEngine: vLLM behind HTTP, in a `vllm serve` that gruppo or somebody else started."""
+"""HttpEngine: vLLM behind HTTP, in a `vllm serve` that gruppo or the user started."""
 
 import http.client
 import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from operator import index
@@ -14,9 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gruppo.errors import InputError, SamplerError
-from gruppo.sampler.base import Poll
-from gruppo.sampler.params import SamplingParams
-from gruppo.sampler.vllm.engine import Completion, EngineLost, Received, Request
+from gruppo.sampler.base import Poll, SamplingParams
+from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request
 from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.sampler.vllm.worker import EXTENSION
 
@@ -38,7 +37,7 @@ class Refused(SamplerError):
         self.status = status
 
 
-class HttpEngine:
+class HttpEngine(Engine):
     """Client of one server.
 
     Args:
@@ -61,108 +60,126 @@ class HttpEngine:
         self.gives_receipts = True
         self._open: set[http.client.HTTPConnection] = set()
 
-    def wait_until_ready(self, deadline_s: float) -> None:
+    def wait_until_ready(self) -> None:
         """Wait for the server to come up."""
-        ends = time.monotonic() + deadline_s
+        ends = time.monotonic() + self.deadline_s
         while True:
-            try:
-                if self._get("/health", 5.0) is not None:
-                    break
-            except EngineLost:
-                pass
+            with suppress(EngineLost):
+                self._exchange("/health", 5.0)
+                break
             if self.process is not None:
                 self.process.check_alive()
             if time.monotonic() > ends:
                 raise SamplerError(
-                    f"{self.name} did not answer within {deadline_s:g} s; is `vllm serve` running there?"
+                    f"{self.name} did not answer within {self.deadline_s:g} s; is `vllm serve` running there?"
                 )
             self.poll()
             time.sleep(0.25)
-        self.model = self._get("/v1/models", 30.0)["data"][0]["id"]
+        self.model = self._exchange("/v1/models", 30.0)["data"][0]["id"]
         self.has_adapter = False
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
-    ) -> list[list[Completion]]:
-        bodies = [
-            self._sampling(r.prompt_ids, params, max_tokens=params.max_new_tokens, stop_ids=stop_ids)
-            | {"n": r.num_samples, "seed": r.seed}
-            for r in requests
-        ]
-        answers = self._post_all("/v1/completions", bodies, deadline_s)
-        return [_completions(answer, r, self.name) for answer, r in zip(answers, requests, strict=True)]
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        shared = {
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "stop": list(params.stop),
+            "stop_token_ids": list(self.stop_ids),
+        }
+        bodies = [self._body(r.prompt.token_ids, shared | {"n": r.num_samples, "seed": r.seed}) for r in requests]
+        answers = self._post_all("/v1/completions", bodies)
+        return [self._completions(answer, r) for answer, r in zip(answers, requests, strict=True)]
 
-    def logps_of(self, rows: Sequence[Sequence[int]], deadline_s: float) -> list[list[float]]:
-        bodies = [self._sampling(row, SamplingParams(), max_tokens=1) | {"prompt_logprobs": 0} for row in rows]
-        answers = self._post_all("/v1/completions", bodies, deadline_s)
+    def logps_of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answers = self._post_all("/v1/completions", [self._body(row, options) for row in rows])
         try:
             return [
                 [
                     entry[str(token)]["logprob"]
-                    for token, entry in zip(row[1:], choice["prompt_logprobs"][1:], strict=True)
+                    for token, entry in zip(row[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
                 ]
-                for row, choice in zip(rows, (a["choices"][0] for a in answers), strict=True)
+                for row, answer in zip(rows, answers, strict=True)
             ]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise SamplerError(f"{self.name} gave no log-probs of the prompt: {error!r}") from error
 
-    def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
-        received = self._receipt("gruppo_load_weights", folder, deadline_s)
+    def load_weights(self, folder: Path) -> Received | None:
+        received = self._receipt("gruppo_load_weights", folder)
         if received is None:
             arguments = {"weights_path": str(folder)}
-            self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, deadline_s, DEV_MODE)
-        self._command("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
+            self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, DEV_MODE)
+        self._command("/reset_prefix_cache", {}, DEV_MODE)
         return received
 
-    def load_adapter(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_adapter(self, folder: Path) -> Received | None:
         body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
-        self._command("/v1/load_lora_adapter", body, deadline_s, LORA)
+        self._command("/v1/load_lora_adapter", body, LORA)
         self.has_adapter = True
-        received = self._receipt("gruppo_count", folder, deadline_s)
+        received = self._receipt("gruppo_count", folder)
         if self.gives_receipts:
-            self._command("/reset_prefix_cache", {}, deadline_s, DEV_MODE)
+            self._command("/reset_prefix_cache", {}, DEV_MODE)
         return received
 
     def sleep(self) -> None:
         """Nothing to free: a server has a GPU of its own."""
 
-    def revive(self, deadline_s: float) -> None:
+    def revive(self) -> None:
         if self.process is not None:
             self.process.start()
-        self.wait_until_ready(deadline_s)
+        self.wait_until_ready()
 
     def close(self) -> None:
         if self.process is not None:
             self.process.close()
 
-    def _sampling(
-        self, prompt: Sequence[int], params: SamplingParams, *, max_tokens: int, stop_ids: Sequence[int] = ()
-    ) -> dict[str, Any]:
-        """Fields of a sampling request. All are set, so that server-side defaults never apply."""
+    def _body(self, prompt: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
+        """A sampling request. All fields are set, so that server-side defaults never apply."""
         return {
             "model": ADAPTER if self.has_adapter else self.model,
             "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": params.temperature,
             "top_p": 1.0,
             "top_k": 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "stop": list(params.stop),
-            "stop_token_ids": list(stop_ids),
+            "stop": [],
+            "stop_token_ids": [],
             "logprobs": 0,
             "return_token_ids": True,
-        }
+        } | options
 
-    def _receipt(self, method: str, folder: Path, deadline_s: float) -> Received | None:
+    def _completions(self, answer: Any, request: Request) -> list[Completion]:
+        """The choices of an answer, in order. Raises SamplerError with the name of a missing field."""
+        try:
+            choices = sorted(answer["choices"], key=lambda c: c["index"])
+            prompts = {tuple(c["prompt_token_ids"]) for c in choices if c.get("prompt_token_ids") is not None}
+            completions = [
+                Completion(
+                    tokens=tuple(map(index, c["token_ids"])),
+                    logps=tuple(map(float, c["logprobs"]["token_logprobs"])),
+                    text=c["text"],
+                    stop_reason="stop" if c["finish_reason"] == "stop" else "length",
+                )
+                for c in choices
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SamplerError(
+                f"{self.name} answered without what was asked for ({error!r}); token ids need vLLM 0.11 or newer"
+            ) from error
+        if prompts - {request.prompt.token_ids}:
+            raise SamplerError(
+                f"{self.name} continued another prompt than it was given; is there a chat template in between?"
+            )
+        return completions
+
+    def _receipt(self, method: str, folder: Path) -> Received | None:
         """Call a method of SyncWorker that reads a folder and reports what it read; None if the server has none."""
         if not self.gives_receipts:
             return None
         body = {"method": method, "kwargs": {"folder": str(folder)}}
         try:
-            answer = self._command("/collective_rpc", body, deadline_s, DEV_MODE)
+            answer = self._command("/collective_rpc", body, DEV_MODE)
         except Refused as error:
             is_shut = error.status == 404 and method == "gruppo_count"  # no dev mode, which adapters do not need
             if not is_shut and f"'{method}'" not in str(error):  # "no attribute '...'", "'...' is not implemented"
@@ -177,15 +194,15 @@ class HttpEngine:
         counted = answer["results"][0]
         return Received(tensors=int(counted["tensors"]), bytes=int(counted["bytes"]))
 
-    def _command(self, path: str, body: dict[str, Any], deadline_s: float, remedy: str) -> Any:
-        return self._post_all(path, [body], deadline_s, remedy)[0]
+    def _command(self, path: str, body: dict[str, Any], remedy: str) -> Any:
+        return self._post_all(path, [body], remedy)[0]
 
-    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], deadline_s: float, remedy: str = "") -> list[Any]:
+    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], remedy: str = "") -> list[Any]:
         """All answers in order. However this ends, no request is left running."""
-        ends = time.monotonic() + deadline_s
+        ends = time.monotonic() + self.deadline_s
         executor = ThreadPoolExecutor(min(len(bodies), AT_ONCE) or 1)
         # The loop below keeps the deadline for all of them; a connection's own timeout comes after it.
-        futures = [executor.submit(self._exchange, "POST", path, body, deadline_s + 5, remedy) for body in bodies]
+        futures = [executor.submit(self._exchange, path, self.deadline_s + 5, body, remedy) for body in bodies]
         try:
             waiting = set(futures)
             while waiting:
@@ -194,7 +211,9 @@ class HttpEngine:
                 for future in done:
                     future.result()  # raises what the request raised
                 if waiting and time.monotonic() > ends:
-                    raise EngineLost(f"{self.name} had not answered {len(waiting)} requests after {deadline_s:g} s")
+                    raise EngineLost(
+                        f"{self.name} had not answered {len(waiting)} requests after {self.deadline_s:g} s"
+                    )
             return [future.result() for future in futures]
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
@@ -209,14 +228,12 @@ class HttpEngine:
             if not wait(sent, timeout=0.1).not_done:
                 return
 
-    def _get(self, path: str, timeout: float) -> Any:
-        return self._exchange("GET", path, None, timeout, "")
-
-    def _exchange(self, verb: str, path: str, body: dict[str, Any] | None, timeout: float, remedy: str) -> Any:
+    def _exchange(self, path: str, timeout: float, body: dict[str, Any] | None = None, remedy: str = "") -> Any:
+        """The answer to a GET, or with a body to a POST."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         self._open.add(connection)
         try:
-            payload = None if body is None else json.dumps(body)
+            verb, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
             connection.request(verb, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
@@ -227,7 +244,7 @@ class HttpEngine:
             connection.close()
         if response.status == 200:
             try:
-                return json.loads(text) if text else {}
+                return json.loads(text or "{}")
             except ValueError:
                 return {}  # /v1/load_lora_adapter answers with a sentence
         answered = f"{self.name} answered {path} with {response.status}: {text[:300]}"
@@ -238,24 +255,3 @@ class HttpEngine:
             raise EngineLost(answered)
         has_remedy = remedy and response.status in (403, 404, 405)
         raise Refused(f"{answered}; {remedy}" if has_remedy else answered, response.status)
-
-
-def _completions(answer: Any, request: Request, name: str) -> list[Completion]:
-    """The choices of an answer, in order. Raises SamplerError with the name of a missing field."""
-    read: Callable[[Any], Completion] = lambda c: Completion(  # noqa: E731
-        tokens=tuple(map(index, c["token_ids"])),
-        logps=tuple(map(float, c["logprobs"]["token_logprobs"])),
-        text=c["text"],
-        stop_reason="stop" if c["finish_reason"] == "stop" else "length",
-    )
-    try:
-        choices = sorted(answer["choices"], key=lambda c: c["index"])
-        prompts = {tuple(c["prompt_token_ids"]) for c in choices if c.get("prompt_token_ids") is not None}
-        completions = [read(c) for c in choices]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SamplerError(
-            f"{name} answered without what was asked for ({error!r}); token ids need vLLM 0.11 or newer"
-        ) from error
-    if prompts - {tuple(request.prompt_ids)}:
-        raise SamplerError(f"{name} continued another prompt than it was given; is there a chat template in between?")
-    return completions

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import InputError, SamplerError, require
-from gruppo.sampler.base import Poll
-from gruppo.sampler.params import SamplingParams
-from gruppo.sampler.vllm.engine import Completion, EngineLost, EngineSpec, Received, Request, platform_settings
+from gruppo.sampler.base import Poll, SamplingParams
+from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request, platform_settings
 
 # Read by vLLM when it is imported. The engine runs in this process; variables the user has set take precedence.
 SETTINGS = {
@@ -21,14 +20,14 @@ SETTINGS = {
 }
 
 
-class InProcessEngine:
-    """`vllm.LLM` with weights that change."""
+class InProcessEngine(Engine):
+    """`vllm.LLM` with weights that change; made with `engine_arguments`."""
 
     name = "vLLM in this process"
     is_remote = False
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self.arguments = {"use_tqdm_on_load": False} | spec.arguments()
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = {"use_tqdm_on_load": False} | arguments
         self.poll: Poll = lambda: None
         self.adapter: Any = None
         self.counter = 0
@@ -53,46 +52,32 @@ class InProcessEngine:
             except (ValueError, TypeError) as error:
                 raise InputError(f"vLLM does not take this model or these options: {error}") from error
 
-    def wait_until_ready(self, deadline_s: float) -> None:
+    def wait_until_ready(self) -> None:
         """Ready as soon as it is made."""
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams, stop_ids: Sequence[int], deadline_s: float
-    ) -> list[list[Completion]]:
-        from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        shared = {
+            "temperature": params.temperature,
+            "max_tokens": params.max_new_tokens,
+            "stop": list(params.stop) or None,
+            "stop_token_ids": list(self.stop_ids),
+            "logprobs": 0,
+        }
+        asked = [(r.prompt.token_ids, shared | {"n": r.num_samples, "seed": r.seed}) for r in requests]
+        return [[_completion(c) for c in output.outputs] for output in self._run(asked)]
 
-        try:
-            asked = [
-                VllmParams(
-                    n=r.num_samples,
-                    seed=r.seed,
-                    temperature=params.temperature,
-                    max_tokens=params.max_new_tokens,
-                    stop=list(params.stop) or None,
-                    stop_token_ids=list(stop_ids),
-                    logprobs=0,
-                )
-                for r in requests
-            ]
-        except ValueError as error:
-            raise SamplerError(f"{self.name} refuses a request: {error}") from error
-        outputs = self._run([r.prompt_ids for r in requests], asked, deadline_s)
-        return [[_completion(c) for c in output.outputs] for output in outputs]
-
-    def logps_of(self, rows: Sequence[Sequence[int]], deadline_s: float) -> list[list[float]]:
-        from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-
-        asked = [VllmParams(max_tokens=1, prompt_logprobs=0, detokenize=False) for _ in rows]
-        outputs = self._run(rows, asked, deadline_s)
+    def logps_of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        options = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        outputs = self._run([(row, options) for row in rows])
         return [
             [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
             for row, output in zip(rows, outputs, strict=True)
         ]
 
-    def load_weights(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_weights(self, folder: Path) -> Received | None:
         return self._receive("gruppo_load_weights", folder)
 
-    def load_adapter(self, folder: Path, deadline_s: float) -> Received | None:
+    def load_adapter(self, folder: Path) -> Received | None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         received = self._receive("gruppo_count", folder)
@@ -109,7 +94,7 @@ class InProcessEngine:
             self.llm.sleep(level=1)
             self.is_asleep = True
 
-    def revive(self, deadline_s: float) -> None:
+    def revive(self) -> None:
         self.close()
         self._start()
 
@@ -126,21 +111,22 @@ class InProcessEngine:
         self.llm.reset_prefix_cache()
         return Received(**counted)
 
-    def _run(self, prompts: Sequence[Sequence[int]], asked: Sequence[Any], deadline_s: float) -> list[Any]:
-        """Drive the engine until all requests are done. However this ends, none of them stays in the engine."""
+    def _run(self, asked: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> list[Any]:
+        """Drive the engine until all prompts are done. However this ends, none of them stays in the engine."""
+        from vllm import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
         self._wake()
         engine = self.llm.llm_engine
-        ends = time.monotonic() + deadline_s
+        ends = time.monotonic() + self.deadline_s
         waiting: dict[str, int] = {}
-        outputs: list[Any] = [None] * len(prompts)
+        outputs: list[Any] = [None] * len(asked)
         try:
-            for i, (prompt, params) in enumerate(zip(prompts, asked, strict=True)):
-                params.output_kind = RequestOutputKind.FINAL_ONLY
+            for i, (prompt, options) in enumerate(asked):
                 self.counter += 1
                 name = str(self.counter)
                 try:
+                    params = VllmParams(**options, output_kind=RequestOutputKind.FINAL_ONLY)
                     engine.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=self.adapter)
                 except ValueError as error:  # vLLM's error for a request it does not take
                     raise SamplerError(f"{self.name} refuses a request: {error}") from error
@@ -148,20 +134,20 @@ class InProcessEngine:
             while waiting:
                 self.poll()
                 if time.monotonic() > ends:
-                    raise EngineLost(f"{self.name} had not finished {len(waiting)} requests after {deadline_s:g} s")
-                for output in self._step():
+                    raise EngineLost(
+                        f"{self.name} had not finished {len(waiting)} requests after {self.deadline_s:g} s"
+                    )
+                try:
+                    stepped = engine.step()
+                except Exception as error:  # an engine whose model failed in the middle of a step is of no use again
+                    raise EngineLost(f"{self.name} failed: {type(error).__name__}: {error}") from error
+                for output in stepped:
                     if output.finished:
                         outputs[waiting.pop(output.request_id)] = output
         finally:
             if waiting:
                 engine.abort_request(list(waiting))
         return outputs
-
-    def _step(self) -> list[Any]:
-        try:
-            return self.llm.llm_engine.step()
-        except Exception as error:  # an engine whose model failed in the middle of a step cannot be used again
-            raise EngineLost(f"{self.name} failed: {type(error).__name__}: {error}") from error
 
     def _wake(self) -> None:
         if self.is_asleep:

@@ -5,29 +5,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from gruppo.errors import InputError
 from gruppo.random import row_keys
-from gruppo.sampler.base import Poll, Sampler, SampleRequest
-from gruppo.sampler.params import SamplingParams
-from gruppo.sampler.vllm.engine import Engine, EngineSpec, Request
-from gruppo.sampler.vllm.supervisor import Asked, Supervisor
+from gruppo.sampler.base import Poll, Sampler, SampleRequest, SamplingParams
+from gruppo.sampler.vllm.engine import Engine, Request, engine_arguments
+from gruppo.sampler.vllm.supervisor import Supervisor
 from gruppo.types import SampleResponse
 from gruppo.weights import Published, WeightStore, source
 from gruppo.weights.canary import BOUNDS, TrainedModel, canary_rows
-
-
-class AdapterShape(Protocol):
-    """Rank and layers of an adapter; `gruppo.model.LoraSpec` has them."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def targets(self) -> str | tuple[str, ...]: ...
 
 
 class vLLMSampler(Sampler):
@@ -46,7 +35,7 @@ class vLLMSampler(Sampler):
             started here and ends with this process.
         dtype: of the weights in an engine that is started here.
         max_model_len: longest prompt and completion together; None: the model's own.
-        lora: the adapter that will be loaded; None: all weights will be.
+        lora: the adapter that will be loaded, with its rank and targets (`gruppo.model.LoraSpec`); None: all weights.
         options: further arguments of `vllm.LLM`, or of the server that is started here.
         sync_folder: where `sync` writes weights; a server must see it under the same path. None: a temporary one.
         canary_bound: largest gap between the two sides' log-probs of fixed tokens; None: by dtype.
@@ -61,7 +50,7 @@ class vLLMSampler(Sampler):
         servers: Sequence[str] = (),
         dtype: str = "float32",
         max_model_len: int | None = None,
-        lora: AdapterShape | None = None,
+        lora: Any = None,
         options: dict[str, Any] | None = None,
         sync_folder: str | Path | None = None,
         canary_bound: float | None = None,
@@ -69,7 +58,7 @@ class vLLMSampler(Sampler):
         poll: Poll = lambda: None,
     ) -> None:
         folder = source.resolve(model_id)
-        if (Path(folder) / "adapter_config.json").is_file():
+        if source.holds_adapter(model_id):
             raise InputError(
                 f"model {model_id!r} is an adapter, which vLLM cannot start from; fold it into its base first: "
                 f"gruppo export {model_id} FOLDER --merge"
@@ -81,7 +70,6 @@ class vLLMSampler(Sampler):
         vocabulary = source.load_config(model_id).get_text_config().vocab_size
         self.length = length
         self.lora = lora
-        self.deadline_s = deadline_s
         self.canary_rows = canary_rows(vocabulary, length=min(12, length - 1))
         """Tokens for the canary of a WeightStore: they fit into the engines' context."""
         self.sync_folder = sync_folder
@@ -90,21 +78,21 @@ class vLLMSampler(Sampler):
         self.supervisors: list[Supervisor] = []
         # A load and the requests after it come one after the other in every engine.
         self._lock = threading.Lock()
-        spec = EngineSpec(
-            model=folder,
-            dtype=dtype,
-            max_model_len=length,
-            options=options or {},
-            **_adapter_options(model_id, lora),
-        )
+        adapter: dict[str, Any] = {}
+        if lora is not None:  # an engine needs rank and layers at its start
+            targets = source.linear_layers(model_id) if lora.targets == "all-linear" else lora.targets
+            # vLLM goes by the last part of a name; PEFT also takes whole ones.
+            names = {name.rpartition(".")[2] for name in ([targets] if isinstance(targets, str) else targets)}
+            adapter = {"lora_rank": lora.rank, "lora_targets": sorted(names)}
+        arguments = engine_arguments(model=folder, dtype=dtype, max_model_len=length, options=options, **adapter)
         stop_ids = sorted(source.end_tokens(model_id, self.tokenizer))
         bound = BOUNDS[dtype] if canary_bound is None else canary_bound
         try:
-            for engine in _start_engines(servers, spec):
-                supervisor = Supervisor(engine, bound=bound, stop_ids=stop_ids, vocabulary=vocabulary, poll=poll)
-                self.supervisors.append(supervisor)
+            for engine in _start_engines(servers, arguments, options):
+                engine.deadline_s, engine.stop_ids = deadline_s, stop_ids
+                self.supervisors.append(Supervisor(engine, bound=bound, vocabulary=vocabulary, poll=poll))
             for supervisor in self.supervisors:
-                supervisor.start(self.canary_rows, deadline_s)  # several servers start at the same time
+                supervisor.start(self.canary_rows)  # several servers start at the same time
         except BaseException:
             self.close()
             raise
@@ -119,7 +107,7 @@ class vLLMSampler(Sampler):
         return 0 if self.loaded is None else self.loaded.version
 
     def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
-        """Ask for completions; one future per request, in order.
+        """Start the completions; one future per request, in order.
 
         An engine in this process has answered when this returns; servers answer in threads.
         """
@@ -129,13 +117,13 @@ class vLLMSampler(Sampler):
                 "the trainer's over all of them, and their ratio would be wrong. Use top_k=0, top_p=1, min_p=0, or "
                 "sampler=torch, which reports log-probs over all tokens"
             )
-        batch = [self._asked(i, request, params) for i, request in enumerate(requests)]
+        batch = [self._request(i, request, params) for i, request in enumerate(requests)]
         with self._lock:
             for i, supervisor in enumerate(self.supervisors):
                 share = batch[i :: len(self.supervisors)]
                 if share:
-                    supervisor.run(supervisor.answer, share, params, self.deadline_s)
-        return [asked.future for asked in batch]
+                    supervisor.run(supervisor.answer, share, params)
+        return [request.future for request in batch]
 
     def load(self, published: Published) -> dict[str, float]:
         """Load published weights into all engines and prove that they arrived. Raises NotTaken if they did not."""
@@ -146,7 +134,7 @@ class vLLMSampler(Sampler):
                 "make it with the model's own lora: vLLMSampler(..., lora=model.lora)"
             )
         with self._lock:
-            futures = [s.run(s.load, published, self.deadline_s) for s in self.supervisors]
+            futures = [s.run(s.load, published) for s in self.supervisors]
             wait(futures)
             verdicts = [future.result() for future in futures]
             for supervisor in self.supervisors:  # only now: until all have them, the weights before are the right ones
@@ -172,7 +160,7 @@ class vLLMSampler(Sampler):
         if self.store is not None:
             self.store.close()
 
-    def _asked(self, position: int, request: SampleRequest, params: SamplingParams) -> Asked:
+    def _request(self, position: int, request: SampleRequest, params: SamplingParams) -> Request:
         ids = request.prompt.token_ids
         if len(ids) + params.max_new_tokens > self.length:
             raise InputError(
@@ -182,34 +170,25 @@ class vLLMSampler(Sampler):
         (key,) = row_keys(request.seed, request.step, np.array([request.number]), np.array([0])).tolist()
         # vLLM refuses several greedy completions of a prompt: they are the same.
         drawn, copies = (1, request.num_samples) if params.temperature == 0 else (request.num_samples, 1)
-        asked = Request(prompt=request.prompt, num_samples=drawn, seed=(key >> 2) + request.first)
-        return Asked(asked, copies, Future())
+        return Request(prompt=request.prompt, num_samples=drawn, seed=(key >> 2) + request.first, copies=copies)
 
 
-def _start_engines(servers: Sequence[str], spec: EngineSpec) -> Iterator[Engine]:
-    """The engines one by one, each started; `spec` is for those that are started here."""
+def _start_engines(
+    servers: Sequence[str], arguments: dict[str, Any], options: dict[str, Any] | None
+) -> Iterator[Engine]:
+    """The engines one by one, each started; `arguments` are for those that are started here."""
     if not servers:
         from gruppo.sampler.vllm.inprocess import InProcessEngine
 
-        yield InProcessEngine(spec)
+        yield InProcessEngine(arguments)
     from gruppo.sampler.vllm.http import HttpEngine
     from gruppo.sampler.vllm.server import ServerProcess
 
     for address in servers:
         if address == "start":
-            process = ServerProcess(spec)
+            process = ServerProcess(arguments)
             yield HttpEngine(process.address, process=process)
-        elif spec.options:
-            raise InputError(f"options {sorted(spec.options)} are for an engine started here, not for {address}")
+        elif options:
+            raise InputError(f"options {sorted(options)} are for an engine started here, not for {address}")
         else:
             yield HttpEngine(address)
-
-
-def _adapter_options(model_id: str, lora: AdapterShape | None) -> dict[str, Any]:
-    """Rank and layers of the adapters that will be loaded: an engine needs them at its start."""
-    if lora is None:
-        return {}
-    targets = source.linear_layers(model_id) if lora.targets == "all-linear" else lora.targets
-    # vLLM goes by the last part of a name; PEFT also knows layers by their whole one.
-    names = {name.rpartition(".")[2] for name in ([targets] if isinstance(targets, str) else targets)}
-    return {"lora_rank": lora.rank, "lora_targets": tuple(sorted(names))}

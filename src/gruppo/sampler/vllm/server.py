@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import SamplerError, require
-from gruppo.sampler.vllm.engine import EngineSpec, platform_settings
+from gruppo.sampler.vllm.engine import platform_settings
 from gruppo.sampler.vllm.guard import PATIENCE_S
 
 SETTINGS = {
@@ -23,20 +23,17 @@ SETTINGS = {
 
 
 class ServerProcess:
-    """A server at a free port of this machine, started when it is made."""
+    """A server at a free port of this machine, started when it is made with `engine_arguments`."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        arguments = spec.arguments()
-        arguments.pop("enable_sleep_mode", None)
-        self.arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = {name: value for name, value in arguments.items() if name != "enable_sleep_mode"}
         self.log = Path(tempfile.mkdtemp(prefix="gruppo-vllm-")) / "server.log"
         self.process: subprocess.Popen[bytes] | None = None
-        self.port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.address = f"http://127.0.0.1:{self.port}"
         self.start()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Start or restart it, at the same address."""
@@ -44,9 +41,9 @@ class ServerProcess:
         if found is None or found.origin is None:  # or a folder of that name; the child's error is less clear
             raise require("vllm", "vllm", "sampler=vllm:start")
         self.close()
-        guard = Path(__file__).with_name("guard.py")
-        command = [sys.executable, "-P", str(guard), *_flags(self.arguments), "--host", "127.0.0.1"]
-        command += ["--port", str(self.port)]
+        guard = str(Path(__file__).with_name("guard.py"))
+        flags = _flags(self.arguments | {"host": "127.0.0.1", "port": self.port})
+        command = [sys.executable, "-P", guard, *flags]
         environment = SETTINGS | platform_settings() | dict(os.environ)
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an engine inside this process may have set it
         with self.log.open("ab") as log:
@@ -77,16 +74,8 @@ class ServerProcess:
 def _flags(arguments: dict[str, Any]) -> list[str]:
     flags: list[str] = []
     for name, value in arguments.items():
-        if value is True:
-            flags.append(f"--{name}")
-        elif isinstance(value, list | tuple):
-            flags += [f"--{name}", *map(str, value)] if value else []
-        elif value is not False and value is not None:
-            flags += [f"--{name}", str(value)]
+        if value is None or value is False or value == [] or value == ():
+            continue
+        values = [] if value is True else value if isinstance(value, list | tuple) else [value]
+        flags += [f"--{name.replace('_', '-')}", *map(str, values)]
     return flags
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -3,34 +3,21 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from gruppo.errors import SamplerError
-from gruppo.sampler.base import Poll
-from gruppo.sampler.params import SamplingParams
-from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request, check_answer, response
+from gruppo.sampler.base import Poll, SamplingParams
+from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request, response
 from gruppo.types import Prompt, SampleResponse
 from gruppo.weights.canary import CanaryCheck, Rows, Verdict
 from gruppo.weights.store import NotTaken, Published, WrongWeights
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 RESTARTS = 3
 """Restarts of an engine in a row before the run stops."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request to an engine, and where its answer goes."""
-
-    request: Request
-    copies: int
-    """Copies of each completion in the response: greedy ones are drawn once."""
-    future: Future[SampleResponse]
 
 
 class Supervisor:
@@ -43,11 +30,8 @@ class Supervisor:
         poll: cancellation hook, called while the engine works; raise to abort.
     """
 
-    def __init__(
-        self, engine: Engine, *, bound: float, stop_ids: Sequence[int], vocabulary: int, poll: Poll = lambda: None
-    ) -> None:
+    def __init__(self, engine: Engine, *, bound: float, vocabulary: int, poll: Poll = lambda: None) -> None:
         self.engine = engine
-        self.stop_ids = stop_ids
         self.vocabulary = vocabulary
         self.loaded: Published | None = None
         """The weights that the engine is to have; None: those of its start."""
@@ -61,14 +45,14 @@ class Supervisor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gruppo-vllm") if engine.is_remote else None
         engine.poll = self._poll
 
-    def run(self, task: Callable[P, T], *args: P.args, **options: P.kwargs) -> Future[T]:
+    def run(self, task: Callable[..., T], *args: Any) -> Future[T]:
         """Run a method after those given before it. An engine without a thread runs it now, and errors are raised."""
         if self._is_closed:
             raise SamplerError(f"{self.engine.name} was closed")
         if self._thread is not None:
-            return self._thread.submit(task, *args, **options)
+            return self._thread.submit(task, *args)
         future: Future[T] = Future()
-        future.set_result(task(*args, **options))
+        future.set_result(task(*args))
         return future
 
     def close(self) -> None:
@@ -80,58 +64,62 @@ class Supervisor:
 
     # --- tasks ----------------------------------------------------------------------------------------------------
 
-    def start(self, rows: Rows, deadline_s: float) -> None:
+    def start(self, rows: Rows) -> None:
         """Wait for the engine. At temperature 2 the log-prob of a drawn token must not be the one at temperature 1."""
         engine = self.engine
-        engine.wait_until_ready(deadline_s)
+        engine.wait_until_ready()
         hot = SamplingParams(temperature=2.0, max_new_tokens=1)
         prompts = [row[:-1] for row in rows]
         requests = [Request(prompt=Prompt(token_ids=prompt), num_samples=1, seed=0) for prompt in prompts]
-        drawn = [completions[0] for completions in engine.generate(requests, hot, (), deadline_s)]
-        cold = engine.logps_of([(*p, c.tokens[0]) for p, c in zip(prompts, drawn, strict=True)], deadline_s)
+        drawn = [completions[0] for completions in engine.generate(requests, hot)]
+        cold = engine.logps_of([(*p, c.tokens[0]) for p, c in zip(prompts, drawn, strict=True)])
         if all(abs(c.logps[0] - row[-1]) < 1e-6 for c, row in zip(drawn, cold, strict=True)):
             raise SamplerError(
                 f"{engine.name} reports log-probs at temperature 1, whatever the temperature; start it with "
                 "--logprobs-mode processed_logprobs"
             )
 
-    def answer(self, batch: Sequence[Asked], params: SamplingParams, deadline_s: float) -> None:
+    def answer(self, batch: Sequence[Request], params: SamplingParams) -> None:
         """Complete the futures of a batch. In a thread they get the error if there is one; else it is raised."""
-        self._futures = [asked.future for asked in batch]
+        self._futures = [request.future for request in batch]
         try:
             self._poll()  # the batch may have been cancelled while it waited for others
-            answers = self._ask([asked.request for asked in batch], params, deadline_s)
+            answers = self._ask(batch, params)
             self.engine.sleep()
         except BaseException as error:
             if self._thread is None:
                 raise
-            for asked in batch:
-                _settle(asked.future, error)
+            for request in batch:
+                _settle(request.future, error)
             return
         finally:
             self._futures = ()
-        for asked, completions in zip(batch, answers, strict=True):
-            _settle(asked.future, self._response(asked, completions, params))
+        version = 0 if self.loaded is None else self.loaded.version
+        for request, completions in zip(batch, answers, strict=True):
+            try:
+                outcome = response(request, completions, params, vocabulary=self.vocabulary, version=version)
+            except SamplerError as error:
+                outcome = error
+            _settle(request.future, outcome)
 
-    def load(self, published: Published, deadline_s: float) -> Verdict:
+    def load(self, published: Published) -> Verdict:
         """Load weights and prove that they arrived, else raise NotTaken. The caller sets `loaded`."""
         engine, canary, lost = self.engine, published.canary, None
         received, answered = None, []
         try:
-            received = self._load(published, deadline_s)
-            answered = engine.logps_of(canary.rows, deadline_s)
+            received = self._load(published)
+            answered = engine.logps_of(canary.rows)
         except EngineLost as error:
             lost = str(error)
         except SamplerError as error:
             raise NotTaken(str(error)) from error
         if lost is not None:
-            self._bring_back(lost, deadline_s)
+            self._bring_back(lost)
             raise NotTaken(lost)
-        there = published.contents
-        if received is not None and (received.tensors, received.bytes) != (len(there.tensors), there.bytes):
+        tensors, size = len(published.contents.tensors), published.contents.bytes
+        if received is not None and received != (tensors, size):
             raise NotTaken(
-                f"{engine.name} read {received.tensors} tensors and {received.bytes:,} bytes of "
-                f"{len(there.tensors)} and {there.bytes:,}"
+                f"{engine.name} read {received.tensors} tensors and {received.bytes:,} bytes of {tensors} and {size:,}"
             )
         verdict = self._check.judge(canary.logps, answered)
         if verdict.fault is not None:
@@ -147,14 +135,14 @@ class Supervisor:
         if self._futures and all(future.cancelled() for future in self._futures):
             raise CancelledError
 
-    def _ask(self, requests: Sequence[Request], params: SamplingParams, deadline_s: float) -> list[list[Completion]]:
+    def _ask(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         """The engine's answers, repeated after each loss of the engine; the same seeds give the same completions."""
         while True:
             try:
-                answers = self.engine.generate(requests, params, self.stop_ids, deadline_s)
+                answers = self.engine.generate(requests, params)
                 if len(answers) != len(requests):
                     raise SamplerError(f"{self.engine.name} answered {len(answers)} of {len(requests)} requests")
-                fault = self._fault(deadline_s)
+                fault = self._fault()
                 if fault is None:
                     self._losses = 0
                     return answers
@@ -163,16 +151,16 @@ class Supervisor:
             except EngineLost as error:
                 reason = str(error)
             # Outside of `except`: the error holds frames that would keep a dead engine in memory.
-            self._bring_back(reason, deadline_s)
+            self._bring_back(reason)
 
-    def _fault(self, deadline_s: float) -> str | None:
+    def _fault(self) -> str | None:
         """The canary's objection to the engine's weights; None: there is none, or no weights were loaded yet."""
         if self.loaded is None:
             return None
         canary = self.loaded.canary
-        return self._check.judge(canary.logps, self.engine.logps_of(canary.rows, deadline_s)).fault
+        return self._check.judge(canary.logps, self.engine.logps_of(canary.rows)).fault
 
-    def _bring_back(self, reason: str, deadline_s: float) -> None:
+    def _bring_back(self, reason: str) -> None:
         """Restart the engine and load its weights; a failure on the way counts as another consecutive loss."""
         name = self.engine.name
         while True:
@@ -182,10 +170,10 @@ class Supervisor:
             logger.warning("%s; bringing it back, try %d of %d", reason, self._losses, RESTARTS)
             self._check.forget()
             try:
-                self.engine.revive(deadline_s)
+                self.engine.revive()
                 if self.loaded is not None:
-                    self._load(self.loaded, deadline_s)
-                fault = self._fault(deadline_s)
+                    self._load(self.loaded)
+                fault = self._fault()
             except EngineLost as error:
                 reason = str(error)
                 continue
@@ -194,19 +182,9 @@ class Supervisor:
             version = 0 if self.loaded is None else self.loaded.version
             raise SamplerError(f"{name} came back without the weights of version {version}: {fault}")
 
-    def _load(self, published: Published, deadline_s: float) -> Received | None:
+    def _load(self, published: Published) -> Received | None:
         load = self.engine.load_adapter if published.is_adapter else self.engine.load_weights
-        return load(published.folder, deadline_s)
-
-    def _response(
-        self, asked: Asked, completions: Sequence[Completion], params: SamplingParams
-    ) -> SampleResponse | SamplerError:
-        try:
-            check_answer(asked.request, completions, params, self.vocabulary)
-        except SamplerError as error:
-            return error
-        version = 0 if self.loaded is None else self.loaded.version
-        return response(asked.request, completions, copies=asked.copies, version=version)
+        return load(published.folder)
 
 
 def _settle(future: Future[SampleResponse], outcome: SampleResponse | BaseException) -> None:
