@@ -8,22 +8,32 @@ import math
 from typing import Any, ClassVar, TypedDict, Unpack
 
 from gruppo.errors import InputError
-from gruppo.loss.aggregate import ConstantLength, local_token_mean, sequence_mean, sequence_mean_token_sum, token_mean
-from gruppo.loss.level import (
+from gruppo.loss.parts import (
+    Clip,
     ClippedMean,
-    CorrectedSum,
+    ClippedWeight,
+    ConstantLength,
+    DualClip,
+    GammaWeight,
+    LogProb,
+    PolicyGradient,
+    SoftGate,
+    local_token_mean,
     sampler_level,
     sequence_level,
+    sequence_mean,
+    sequence_mean_token_sum,
     sequence_sum_level,
     sequence_token_level,
     token_level,
+    token_mean,
 )
 from gruppo.loss.policy import PolicyLoss, Rejected, Weights
-from gruppo.loss.surrogate import Clip, ClippedWeight, DualClip, GammaWeight, LogProb, PolicyGradient, SoftGate
 from gruppo.loss.terms import CovariancePenalty, KLEstimator, resolve_kl
 from gruppo.loss.weights import (
-    Base,
+    Anchor,
     ClipCovariance,
+    CorrectedSum,
     KLRegion,
     ProbabilityBand,
     SecondMoment,
@@ -278,7 +288,7 @@ class DPPOTVLoss(NamedLoss, name="dppo_tv", paper="arXiv:2602.04879"):
     """
 
     def __init__(
-        self, *, region: ClipRange = 0.2, cap: float = 20.0, anchor: Base = "old", **options: Unpack[LossOptions]
+        self, *, region: ClipRange = 0.2, cap: float = 20.0, anchor: Anchor = "old", **options: Unpack[LossOptions]
     ) -> None:
         super().__init__(
             level=sampler_level if anchor == "sampler" else token_level,
@@ -293,7 +303,7 @@ class DPPOKLLoss(NamedLoss, name="dppo_kl", paper="arXiv:2602.04879"):
     """Divergence PPO by the KL of "this token or any other", arXiv:2602.04879. `anchor` as for `DPPOTVLoss`."""
 
     def __init__(
-        self, *, region: ClipRange = 0.05, cap: float = 20.0, anchor: Base = "old", **options: Unpack[LossOptions]
+        self, *, region: ClipRange = 0.05, cap: float = 20.0, anchor: Anchor = "old", **options: Unpack[LossOptions]
     ) -> None:
         super().__init__(
             level=sampler_level if anchor == "sampler" else token_level,

@@ -12,12 +12,9 @@ from torch import Tensor
 from gruppo.batch.packed import Totals
 from gruppo.batch.segments import Segments
 from gruppo.errors import InputError
-from gruppo.loss.aggregate import local_token_mean, sequence_mean
 from gruppo.loss.inputs import LossInputs, PerToken, align
-from gruppo.loss.level import token_level
-from gruppo.loss.surrogate import Clip
+from gruppo.loss.parts import Clip, describe, local_token_mean, sequence_mean, token_level, trait
 from gruppo.loss.terms import KLEstimator, PositiveNLL, ReferenceKL, Term, entropy, k3, squared_log_ratio
-from gruppo.loss.traits import describe, trait
 from gruppo.loss.weights import TokenWeight, as_tuple, is_correction, takes_log_ratio
 
 __all__ = ["LossOutput", "PolicyLoss"]
@@ -51,11 +48,11 @@ class PolicyLoss:
     A loss is a value: it does not change once it is made, and two of the same parts are equal.
 
     Args:
-        level: whose log-ratio a token carries (`gruppo.loss.level`).
-        surrogate: what is done with ratio and advantage (`gruppo.loss.surrogate`).
+        level: the log-ratio of a token, its own or its sequence's (`gruppo.loss.parts`).
+        surrogate: the loss of a token, from ratio and advantage (`gruppo.loss.parts`).
         weights: token weights, which multiply the surrogate (`gruppo.loss.weights`).
         terms: what is added (`gruppo.loss.terms`).
-        aggregate: the weight of a token in the sum (`gruppo.loss.aggregate`).
+        aggregate: the weight of a token in the sum (`gruppo.loss.parts`).
         rejected: tokens that a weight of 0 rejects stay "counted" in the means, or are "left_out" of the loss
             altogether: of the means, of the KL and of the entropy bonus too.
         clip_range: (low, high), the band outside which metrics count a ratio as clipped. None: that of the surrogate.

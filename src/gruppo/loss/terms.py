@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs
-from gruppo.loss.traits import describe, part, trait
+from gruppo.loss.parts import describe, part, trait
 from gruppo.loss.weights import check_share, covariance, covariance_means, cut_below_top
 
 __all__ = [
@@ -187,9 +187,7 @@ class _HighCovariance:
         return means | {"covariance_cut": cut_below_top(values, max(int(self.share * len(values)), 1))}
 
     def __call__(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
-        means = {name: inputs.totals.number(name) for name in ("mean_advantage", "mean_logp")}
-        chosen_T = covariance(inputs, means) > inputs.totals.number("covariance_cut")
-        return log_ratio_T.abs() * chosen_T
+        return log_ratio_T.abs() * (covariance(inputs) > inputs.totals.number("covariance_cut"))
 
 
 def CovariancePenalty(share: float = 2e-4, coef: float = 1.0) -> Term:

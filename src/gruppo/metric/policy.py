@@ -13,7 +13,7 @@ from torch import Tensor
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs, PerToken
-from gruppo.loss.level import MAX_LOG_RATIO, token_level
+from gruppo.loss.parts import MAX_LOG_RATIO, token_level
 from gruppo.loss.policy import PolicyLoss
 from gruppo.loss.terms import MAX_DELTA
 from gruppo.metric.base import Metric, exact_sum_
