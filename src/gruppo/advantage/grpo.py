@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gruppo.advantage.base import Estimator
-from gruppo.advantage.group import Groups, Scale
+from gruppo.advantage.estimator import Estimator, Groups, Scale
 from gruppo.errors import InputError
 
 __all__ = ["DRGRPOAdvantage", "GDPOAdvantage", "GRPOAdvantage", "LitePPOAdvantage", "RLOOAdvantage"]

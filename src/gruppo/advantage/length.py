@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gruppo.advantage.base import Estimator, judged, success_rate
-from gruppo.advantage.group import Groups
+from gruppo.advantage.estimator import Estimator, Groups
 from gruppo.errors import InputError
 
 __all__ = ["LEADAdvantage", "LengthShapedAdvantage", "OPOAdvantage"]
@@ -35,8 +34,8 @@ class LengthShapedAdvantage(Estimator, name="length_shaped", scale="none", needs
 
         s_i = r_i - weight * p_g * l_i / max_g l,   A_i = s_i - mean_g(s)
 
-    p_g is the share of right completions, so a prompt that nobody solves yet may be thought about for as long as it
-    takes. A group of right completions of different lengths has a signal. The shape is that of prime-rl's length cost.
+    p_g is the share of right completions, so a prompt without a right completion has no price for length. A group of
+    right completions of different lengths has a signal. The shape is that of prime-rl's length cost.
 
     >>> LengthShapedAdvantage(weight=0.5)([1.0, 1.0], num_generations=2, lengths=[10, 20])
     tensor([ 0.1250, -0.1250])
@@ -44,14 +43,15 @@ class LengthShapedAdvantage(Estimator, name="length_shaped", scale="none", needs
 
     weight: float = 0.1
     correct_at: float = 1.0
-    """A reward of at least this is right, where a call is not told what is."""
+    """A reward of at least this is right, for a call without `correct`."""
 
     def __post_init__(self) -> None:
         if not self.weight >= 0:
             raise InputError(f"weight must be 0 or more, got {self.weight!r}")
 
     def estimate(self, groups: Groups, lengths: Tensor, correct: Tensor | None) -> Tensor:
-        rate = success_rate(*judged(groups, correct, self.correct_at))
+        solved, right = groups.judged(correct, self.correct_at)
+        rate = solved.mean(right)
         longest = groups.shaped(lengths).highest().clamp(min=1)
         shaped = groups.shaped(groups.rewards - self.weight * (rate / longest)[groups.group] * lengths)
         return shaped.result(shaped.centered())
@@ -79,17 +79,17 @@ class LEADAdvantage(Estimator, name="lead", needs=("lengths",), uses=("correct",
     slope: float = 10.0
     """Smallest and largest weight of a prompt, and where and how steeply it falls between them: the paper's."""
     correct_at: float = 1.0
-    """A reward of at least this is right, where a call is not told what is."""
+    """A reward of at least this is right, for a call without `correct`."""
     ddof: int = 1
     eps: float = 1e-8
 
     def estimate(self, groups: Groups, lengths: Tensor, correct: Tensor | None) -> Tensor:
-        groups, right = judged(groups, correct, self.correct_at)
+        groups, right = groups.judged(correct, self.correct_at)
         among_right = replace(groups, rewards=torch.where(right, lengths, 0), valid=right)
         z = among_right.centered() / (among_right.std("group", self.ddof) + self.eps)
         shaped = groups.shaped(torch.where(right, (-self.length_weight * z).exp(), -1.0))
         base = shaped.centered() / (shaped.std("group", self.ddof) + self.eps)
-        rate = success_rate(groups, right)[groups.group]
+        rate = groups.mean(right)[groups.group]
         return shaped.result(base * torch.where(base > 0, self._prompt_weight(rate), self._prompt_weight(1 - rate)))
 
     def _prompt_weight(self, rate: Tensor) -> Tensor:

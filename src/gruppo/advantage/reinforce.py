@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gruppo.advantage.base import Estimator
-from gruppo.advantage.group import Groups
+from gruppo.advantage.estimator import Estimator, Groups
 
 __all__ = ["ReMaxAdvantage", "ReinforcePlusPlusAdvantage", "ReinforcePlusPlusBaselineAdvantage"]
 

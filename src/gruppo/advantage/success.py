@@ -6,8 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gruppo.advantage.base import Estimator, judged, success_rate
-from gruppo.advantage.group import Groups
+from gruppo.advantage.estimator import Estimator, Groups
 from gruppo.errors import InputError
 
 __all__ = ["BestOfGroupAdvantage", "BetaNormAdvantage", "GPGAdvantage", "MaxRLAdvantage", "PassAtKAdvantage"]
@@ -45,8 +44,8 @@ class MaxRLAdvantage(Estimator, name="maxrl", scale="none", uses=("correct",)):
         A_i = (r_i - mean_g) / p_g,   0 where p_g <= 0
 
     The gradient of log p(right) instead of that of p(right): a prompt that is solved once in eight counts more than one
-    that is solved every other time. p_g is the share of `correct` completions, or the mean reward where a call is not
-    told what is right; rewards should then not be negative. A group without success gets 0 rather than the -1 each that
+    that is solved every other time. p_g is the share of `correct` completions, or the mean reward of a call without
+    `correct`; rewards should then not be negative. A group without success gets 0 rather than the -1 each that
     the paper's control variate gives it, so the expectation is short by p(1 - p)^G.
 
     >>> MaxRLAdvantage()([1.0, 0.0, 0.0, 0.0], num_generations=4)
@@ -64,7 +63,7 @@ class BetaNormAdvantage(Estimator, name="beta_norm", scale="none", uses=("correc
 
         A_i = (r_i - mean_g) / Beta(p_g; 1 + a/3, 1 + b/3)
 
-    p_g is the share of `correct` completions, or the mean reward where a call is not told what is right. a and b are
+    p_g is the share of `correct` completions, or the mean reward of a call without `correct`. a and b are
     those of the Beta distribution with the mean and variance that the p_g of this batch have, so the weight of a
     success rate follows the policy. Flat (a = b = 0) it is Dr. GRPO; at 1 + a/3 = 1.5 it is GRPO up to a constant.
     The name BNPO belongs to this paper; `BNPOLoss` is a token mean that other libraries call so.
@@ -135,14 +134,14 @@ class PassAtKAdvantage(Estimator, name="pass_at_k", uses=("correct",), judges_an
 
     k: int = 4
     correct_at: float = 1.0
-    """A reward of at least this is right, where a call is not told what is."""
+    """A reward of at least this is right, for a call without `correct`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise InputError(f"k must be a whole number of at least 1, got {self.k!r}")
 
     def estimate(self, groups: Groups, correct: Tensor | None) -> Tensor:
-        groups, right = judged(groups, correct, self.correct_at)
+        groups, right = groups.judged(correct, self.correct_at)
         n, wrong = groups.count(), groups.count() - groups.sum(right)
         if len(n) and n.max() < self.k:
             raise InputError(f"k={self.k} is more than the {int(n.max())} rewards of the largest group; lower k")
@@ -183,8 +182,11 @@ class BestOfGroupAdvantage(Estimator, name="best_of_group"):
 
 
 def _rate_or_mean(groups: Groups, correct: Tensor | None) -> Tensor:
-    """Share of right completions of each group `[P]`; the mean reward where nobody says which are right."""
-    return groups.mean() if correct is None else success_rate(*judged(groups, correct, correct_at=1.0))
+    """Share of right completions of each group `[P]`; the mean reward where it is not known which are right."""
+    if correct is None:
+        return groups.mean()
+    groups, right = groups.judged(correct, correct_at=1.0)
+    return groups.mean(right)
 
 
 def _share_of_subsets(wrong: Tensor, n: Tensor, k: int) -> Tensor:
