@@ -13,8 +13,10 @@ step has a method `survey(inputs, log_ratio_T)`, which is called with the whole 
 numbers by name. They travel with `Totals`, so that no micro-batch decides for itself.
 """
 
+import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -268,10 +270,7 @@ class _Corrected:
 
     def corrected(self, inputs: LossInputs) -> Tensor:
         """The product of the corrections, `[T]`."""
-        weight_T, *others = (correction(inputs) for correction in as_tuple(self.correction))
-        for other_T in others:
-            weight_T = weight_T * other_T
-        return weight_T
+        return functools.reduce(operator.mul, (correction(inputs) for correction in as_tuple(self.correction)))
 
 
 @part(per_token=lambda weight: all(trait(each, "per_token") for each in as_tuple(weight.correction)))

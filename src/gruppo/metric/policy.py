@@ -107,7 +107,8 @@ class PolicyMetric(Metric):
             if self.temperature != 1:
                 ratio_T = token_level(inputs).exp()
             if self.top_k_kl:
-                self._merge_top(_top_tokens(inputs, kl_T, ratio_T, new_T, old_T, self.top_k_kl, self._num_sequences))
+                rows = _top_tokens(inputs, kl_T, ratio_T, new_T, old_T, self.top_k_kl, self._num_sequences)
+                self._top = self._best(rows if self._top is None else torch.cat([self._top, rows]))
             if inputs.has_advantages and self.clips:
                 values["units"], values["low"], values["high"] = self.count_clipped(inputs, ratio_T)
             # Both are never negative, so 0 in a slot that is not scored cannot win.
@@ -145,28 +146,23 @@ class PolicyMetric(Metric):
 
     # --- the K tokens that moved most -----------------------------------------------------------------------------
 
-    def _merge_top(self, rows: Tensor) -> None:
-        """Keep the best k of the old rows and the new. The sort is stable: of equal rows the earlier stays."""
-        rows = rows if self._top is None else torch.cat([self._top, rows])
-        self._top = rows[rows[:, 0].argsort(descending=True, stable=True)[: self.top_k_kl]]
+    def _best(self, rows: Tensor) -> Tensor:
+        """The k rows with the largest KL. The sort is stable: of equal rows the earlier stays."""
+        return rows[rows[:, 0].argsort(descending=True, stable=True)[: self.top_k_kl]]
 
     def _top_of_all_ranks(self) -> list[dict[str, Any]]:
         """Records of the best k of all ranks; sequences are numbered through in rank order."""
-        rows = self._top
-        if self.groups:
-            device = reduction_device(self.groups) if rows is None else rows.device
-            own = torch.full((self.top_k_kl + 1, len(TOP_FIELDS)), -torch.inf, dtype=torch.float64, device=device)
-            if rows is not None:
-                own[: len(rows)] = rows
-            own[-1] = self._num_sequences
-            per_rank = gather_over(self.groups, own)
-            first_sequence = per_rank[:, -1, 0].cumsum(0) - per_rank[:, -1, 0]
-            per_rank[:, :-1, 1] += first_sequence[:, None]
-            rows = per_rank[:, :-1].flatten(0, 1)
-            rows = rows[rows[:, 0].argsort(descending=True, stable=True)[: self.top_k_kl]]
-        records = [] if rows is None else [dict(zip(TOP_FIELDS, row, strict=True)) for row in rows.tolist()]
+        device = reduction_device(self.groups) if self._top is None else self._top.device
+        own = torch.full((self.top_k_kl + 1, len(TOP_FIELDS)), -torch.inf, dtype=torch.float64, device=device)
+        if self._top is not None:
+            own[: len(self._top)] = self._top
+        own[-1] = self._num_sequences
+        per_rank = gather_over(self.groups, own)
+        per_rank[:, :-1, 1] += (per_rank[:, -1, 0].cumsum(0) - per_rank[:, -1, 0])[:, None]  # sequences of ranks before
+        rows = self._best(per_rank[:, :-1].flatten(0, 1))
+        records = [dict(zip(TOP_FIELDS, row, strict=True)) for row in rows.tolist() if row[0] != -torch.inf]
         whole = ("sequence", "position", "token_id")
-        return [{k: int(v) if k in whole else v for k, v in x.items()} for x in records if x["kl"] != -torch.inf]
+        return [{name: int(v) if name in whole else v for name, v in record.items()} for record in records]
 
 
 def _top_tokens(
