@@ -309,10 +309,7 @@ def _read_optional(name: str, given: PerSequence, num: int) -> Tensor:
 
 
 def groups_with_signal(
-    rewards: Rewards,
-    num_generations: int = 1,
-    group_ids: GroupIds = None,
-    tolerance: float = 0.0,
+    rewards: Rewards, num_generations: int = 1, group_ids: GroupIds = None, tolerance: float = 0.0
 ) -> Tensor:
     """True for every sequence of a group whose rewards differ by more than `tolerance`, `[N]` bool.
 

@@ -207,7 +207,7 @@ class DAPOLoss(NamedLoss, name="dapo", paper="arXiv:2503.14476"):
 
 
 class DualClipLoss(NamedLoss, name="dual_clip", paper="arXiv:1912.09729"):
-    """GRPO with a cap on the ratio where A < 0, arXiv:1912.09729, which bounds the loss of a token that becomes likely."""
+    """GRPO with a cap on the ratio where A < 0, arXiv:1912.09729: bounds the loss of a token that becomes likely."""
 
     def __init__(self, *, clip_range: ClipRange = 0.2, cap: float = 3.0, **options: Unpack[LossOptions]) -> None:
         surrogate = DualClip(*read_clip_range(clip_range), cap)

@@ -21,7 +21,7 @@ from torch import Tensor
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs
 from gruppo.loss.parts import describe, part, trait
-from gruppo.loss.weights import check_share, covariance, covariance_means, cut_below_top
+from gruppo.loss.weights import Share, covariance, covariance_means, cut_below_top
 
 __all__ = [
     "KL_ESTIMATORS", "KL_NAMES", "CovariancePenalty", "Term", "abs_kl", "k1", "k2", "k3", "k3_straight_through",
@@ -172,11 +172,8 @@ class PositiveNLL:
 
 @part(per_token=True)
 @dataclass(frozen=True)
-class _HighCovariance:
+class _HighCovariance(Share):
     share: float
-
-    def __post_init__(self) -> None:
-        check_share(self.share)
 
     def __str__(self) -> str:
         return f"|log r| of the {self.share:g} of all tokens with the highest (A - mean A)*(logp - mean logp)"

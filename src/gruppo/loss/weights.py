@@ -108,9 +108,14 @@ def cut_below_top(values: Tensor, count: int, tie: float = TIE) -> Tensor:
     return (ordered[widest] + below[widest]) / 2
 
 
-def check_share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise InputError(f"share must be in (0, 1], got {share!r}; 0.2 means a fifth of the tokens")
+class Share:
+    """A part that takes a share of the tokens of the step."""
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise InputError(f"share must be in (0, 1], got {self.share!r}; 0.2 means a fifth of the tokens")
 
 
 def _outward(log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
@@ -341,13 +346,10 @@ CORRECTIONS: dict[str, TokenWeight | tuple[TokenWeight, ...]] = {
 
 @part(per_token=True, needs={"entropies"})
 @dataclass(frozen=True)
-class TopEntropy:
+class TopEntropy(Share):
     """arXiv:2506.01939: only the tokens with the highest entropy, a share of all tokens of the step."""
 
     share: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_share(self.share)
 
     def __str__(self) -> str:
         return f"keeps the {self.share:g} of all tokens of the step with the highest entropy"
@@ -366,7 +368,7 @@ class TopEntropy:
 
 @part(per_token=True, draws_tokens=True)
 @dataclass(frozen=True)
-class ClipCovariance:
+class ClipCovariance(Share):
     """Clip-Cov, arXiv:2505.22617: leaves out a few random tokens whose log-prob and advantage vary together.
 
     A token qualifies when its covariance lies between `low` and `high` and the clip (`clip`: low and high of the
@@ -381,7 +383,7 @@ class ClipCovariance:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_share(self.share)
+        super().__post_init__()
         if not self.low < self.high:
             raise InputError(f"low must be below high, got {self.low!r} and {self.high!r}")
 

@@ -28,18 +28,15 @@ TOP_FIELDS = ("kl", "sequence", "position", "token_id", "ratio", "new_logp", "ol
 
 
 class PolicyMetric(Metric):
-    """Base class of the metrics of a policy's step; keys `train/...`.
+    """Base class of the metrics of a policy's step; keys `train/...`. Further arguments are those of `Metric`.
 
     Args:
-        device_mesh: reduce over all its ranks.
-        process_group: reduce over this group instead.
         epsilon: a ratio below 1 - epsilon counts as clipped low. None: no clip rates are reported.
         epsilon_high: a ratio above 1 + epsilon_high counts as clipped high; None: epsilon.
         temperature: multiplies both log-probs before means and KL. This undoes the scaling of the logits but not the
             change of their normaliser, so it approximates the log-probs at temperature 1. Clip rates and the ratio
             always use the log-probs as they are, because those are what the loss clips.
         top_k_kl: report the K tokens with the largest KL.
-        ignore_index: the label of slots that are not scored.
     """
 
     sums = ("tokens", "new", "compared", "old", "diff", "kl", "with_entropy", "entropy", "units", "low", "high")
