@@ -38,7 +38,7 @@ TRAITS: dict[str, Any] = {
     "per_token": False,  # a token's result depends on that token alone, and on numbers of the whole step
     "zero_without_advantage": False,  # surrogate, term: no value and no gradient where the advantage is 0
     "needs": (),  # optional inputs it cannot do without: ref_logps, sampler_logps, entropies
-    "draws_tokens": False,  # weight: it draws tokens at random, so it must know their places in the step
+    "draws_tokens": False,  # weight: it draws tokens at random, by their places in the step
     "holds_rho": False,  # level: its ratio is over the sampler; weight: it multiplies by rho = old / sampler
     "sequence_ratio": False,  # level: one ratio per sequence, so metrics count sequences
     "caps_every_sign": False,  # surrogate: the bound acts whatever the sign of the advantage, so metrics count both

@@ -33,7 +33,7 @@ COEFFICIENTS = {"beta": ("kl", 1), "entropy_coef": ("entropy", -1), "pull": ("pu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A loss and what it is made of."""
+    """A loss and its terms."""
 
     loss: Tensor  # [] with gradient
     terms: dict[str, Tensor]
@@ -41,7 +41,7 @@ class LossOutput:
     on_policy: bool
     """True when no `old_logps` were given, so that every ratio was 1 by definition."""
     rejected: Tensor | None = None  # [] int64
-    """How many scored tokens with an advantage other than 0 the token weights reject; None for a loss without any."""
+    """Number of scored tokens with an advantage other than 0 that the token weights reject; None without weights."""
 
 
 class PolicyLoss:
@@ -342,7 +342,7 @@ class PolicyLoss:
 
     @torch.no_grad()
     def rejected_tokens(self, inputs: LossInputs) -> Tensor:
-        """Which scored tokens with an advantage other than 0 the token weights leave out, `[T]` bool."""
+        """Scored tokens with an advantage other than 0 that the token weights leave out, `[T]` bool."""
         if not self.weights:
             return torch.zeros_like(inputs.logps, dtype=torch.bool)
         return _rejected(inputs, self._weigh(inputs, self.level(inputs)))

@@ -119,7 +119,7 @@ class Share:
 
 
 def _outward(log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
-    """Where the advantage pushes the token further the way its ratio has gone, `[T]` bool."""
+    """Tokens that their advantage pushes further the way their ratio has gone, `[T]` bool."""
     return (log_ratio_T.detach() * inputs.advantages) > 0
 
 
@@ -139,7 +139,7 @@ class _Compared:
         return base_T
 
     def moved(self, inputs: LossInputs) -> Tensor:
-        """How far the probability of each token has moved, `[T]`."""
+        """Change of the probability of each token, `[T]`."""
         return inputs.logps.detach().exp() - self.base_logps(inputs).exp()
 
     def check_bounds(self, low: float, high: float) -> None:

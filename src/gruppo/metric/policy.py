@@ -76,7 +76,7 @@ class PolicyMetric(Metric):
         return cls(epsilon=low, epsilon_high=high, **options)
 
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """How many tokens (or sequences) there are, how many are clipped low, and how many high, each `[]`."""
+        """Number of tokens (or sequences), of those clipped low and of those clipped high, each `[]`."""
         raise NotImplementedError
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]  it reads these alone
