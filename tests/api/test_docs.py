@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -156,13 +157,18 @@ def test_losses_page_names_every_part():
     text = (DOCS / "losses.md").read_text(encoding="utf-8")
     table = text.split("| part | symbol |")[1].split("\n\n")[0]
     rows = {line.split(" | ")[0]: set(re.findall(r"`(\w+)`", line)) for line in table.splitlines()}
-    weights = set(loss.weights.__all__) - {"CORRECTIONS"}
-    assert rows["| level"] == set(loss.level.__all__)
-    assert rows["| surrogate"] == set(loss.surrogate.__all__)
+    weights = set(loss.weights.__all__) - {"CORRECTIONS", "CorrectedSum"}
+    kinds: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for name in {*loss.parts.__all__, "CorrectedSum"} - {"part"}:
+        made = getattr(loss, name)
+        takes = inspect.signature(made.__call__ if isinstance(made, type) else made).parameters
+        kinds[tuple(each for each in takes if each != "self")].add(name)
+    assert rows["| level"] == kinds["inputs",]
+    assert rows["| surrogate"] == kinds["log_ratio_T", "inputs"]
     assert rows["| weights: correction"] | rows["| weights: selection"] == weights
     assert rows["| terms: KL"] == {estimator.__name__ for estimator in loss.KL_NAMES.values()}
     assert rows["| terms: KL"] | rows["| terms: others"] == set(loss.terms.__all__) - {"KL_ESTIMATORS", "KL_NAMES"}
-    assert rows["| aggregation"] == set(loss.aggregate.__all__)
+    assert rows["| aggregation"] == kinds["segments", "totals"]
 
 
 def test_advantages_page_lists_every_estimator_with_its_class_and_paper():

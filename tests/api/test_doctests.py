@@ -42,6 +42,6 @@ def test_the_examples_of_the_public_entry_points_were_found():
         "gruppo.types",
         "gruppo.batch.packed.pack",
         "gruppo.batch.packed.Totals",
-        "gruppo.advantage.grpo.GRPOAdvantage",
+        "gruppo.advantage.baseline.GRPOAdvantage",
         "gruppo.kernel.logps.logps_and_entropy",
     } <= names

@@ -1,16 +1,18 @@
-"""Rewards that mean right or wrong: how often a prompt is solved, and one good completion among several."""
+"""Estimators for rewards that mean right or wrong: how often a prompt is solved, how briefly, and by one of several."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gruppo.advantage.base import Estimator, judged, success_rate
-from gruppo.advantage.group import Groups
+from gruppo.advantage.estimator import Estimator, Groups
 from gruppo.errors import InputError
 
-__all__ = ["BestOfGroupAdvantage", "BetaNormAdvantage", "GPGAdvantage", "MaxRLAdvantage", "PassAtKAdvantage"]
+__all__ = [
+    "BestOfGroupAdvantage", "BetaNormAdvantage", "GPGAdvantage", "LEADAdvantage", "LengthShapedAdvantage",
+    "MaxRLAdvantage", "PassAtKAdvantage",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class MaxRLAdvantage(Estimator, name="maxrl", scale="none", uses=("correct",)):
         A_i = (r_i - mean_g) / p_g,   0 where p_g <= 0
 
     The gradient of log p(right) instead of that of p(right): a prompt that is solved once in eight counts more than one
-    that is solved every other time. p_g is the share of `correct` completions, or the mean reward where a call is not
-    told what is right; rewards should then not be negative. A group without success gets 0 rather than the -1 each that
+    that is solved every other time. p_g is the share of `correct` completions, or the mean reward of a call without
+    `correct`; rewards should then not be negative. A group without success gets 0 rather than the -1 each that
     the paper's control variate gives it, so the expectation is short by p(1 - p)^G.
 
     >>> MaxRLAdvantage()([1.0, 0.0, 0.0, 0.0], num_generations=4)
@@ -64,7 +66,7 @@ class BetaNormAdvantage(Estimator, name="beta_norm", scale="none", uses=("correc
 
         A_i = (r_i - mean_g) / Beta(p_g; 1 + a/3, 1 + b/3)
 
-    p_g is the share of `correct` completions, or the mean reward where a call is not told what is right. a and b are
+    p_g is the share of `correct` completions, or the mean reward of a call without `correct`. a and b are
     those of the Beta distribution with the mean and variance that the p_g of this batch have, so the weight of a
     success rate follows the policy. Flat (a = b = 0) it is Dr. GRPO; at 1 + a/3 = 1.5 it is GRPO up to a constant.
     The name BNPO belongs to this paper; `BNPOLoss` is a token mean that other libraries call so.
@@ -135,14 +137,14 @@ class PassAtKAdvantage(Estimator, name="pass_at_k", uses=("correct",), judges_an
 
     k: int = 4
     correct_at: float = 1.0
-    """A reward of at least this is right, where a call is not told what is."""
+    """A reward of at least this is right, for a call without `correct`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise InputError(f"k must be a whole number of at least 1, got {self.k!r}")
 
     def estimate(self, groups: Groups, correct: Tensor | None) -> Tensor:
-        groups, right = judged(groups, correct, self.correct_at)
+        groups, right = groups.judged(correct, self.correct_at)
         n, wrong = groups.count(), groups.count() - groups.sum(right)
         if len(n) and n.max() < self.k:
             raise InputError(f"k={self.k} is more than the {int(n.max())} rewards of the largest group; lower k")
@@ -182,9 +184,80 @@ class BestOfGroupAdvantage(Estimator, name="best_of_group"):
         return groups.result(lead)
 
 
+@dataclass(frozen=True)
+class LengthShapedAdvantage(Estimator, name="length_shaped", scale="none", needs=("lengths",), uses=("correct",)):
+    """Reward less a price for length that rises with how well the prompt is solved, then centred.
+
+        s_i = r_i - weight * p_g * l_i / max_g l,   A_i = s_i - mean_g(s)
+
+    p_g is the share of right completions, so a prompt without a right completion has no price for length. A group of
+    right completions of different lengths has a signal. The shape is that of prime-rl's length cost.
+
+    >>> LengthShapedAdvantage(weight=0.5)([1.0, 1.0], num_generations=2, lengths=[10, 20])
+    tensor([ 0.1250, -0.1250])
+    """
+
+    weight: float = 0.1
+    correct_at: float = 1.0
+    """A reward of at least this is right, for a call without `correct`."""
+
+    def __post_init__(self) -> None:
+        if not self.weight >= 0:
+            raise InputError(f"weight must be 0 or more, got {self.weight!r}")
+
+    def estimate(self, groups: Groups, lengths: Tensor, correct: Tensor | None) -> Tensor:
+        solved, right = groups.judged(correct, self.correct_at)
+        rate = solved.mean(right)
+        longest = groups.shaped(lengths).highest().clamp(min=1)
+        shaped = groups.shaped(groups.rewards - self.weight * (rate / longest)[groups.group] * lengths)
+        return shaped.result(shaped.centered())
+
+
+@dataclass(frozen=True)
+class LEADAdvantage(Estimator, name="lead", needs=("lengths",), uses=("correct",), judges_answers=True):
+    """Short right answers over long ones, and hard prompts over easy ones: GRPO-LEAD, arXiv:2504.09696.
+
+        s_i = exp(-length_weight * z_i) if right, with z_i = (l_i - mean) / (std + eps) over the right ones of the group
+        s_i = -1                        if wrong
+        B_i = (s_i - mean_g(s)) / (std_g(s) + eps)
+        A_i = B_i * w(p) if B_i > 0 else B_i * w(1 - p),   w(p) = low + (high - low) / (1 + exp(slope (p - middle)))
+
+    p is the share of right completions. A rare success on a hard prompt and a rare failure on an easy one count most.
+
+    >>> LEADAdvantage()([1.0, 0.0], num_generations=2, lengths=[10, 20])
+    tensor([ 1.0017, -1.0017])
+    """
+
+    length_weight: float = 0.05
+    low: float = 0.4
+    high: float = 1.5
+    middle: float = 0.75
+    slope: float = 10.0
+    """Smallest and largest weight of a prompt, and where and how steeply it falls between them: the paper's."""
+    correct_at: float = 1.0
+    """A reward of at least this is right, for a call without `correct`."""
+    ddof: int = 1
+    eps: float = 1e-8
+
+    def estimate(self, groups: Groups, lengths: Tensor, correct: Tensor | None) -> Tensor:
+        groups, right = groups.judged(correct, self.correct_at)
+        among_right = replace(groups, rewards=torch.where(right, lengths, 0), valid=right)
+        z = among_right.centered() / (among_right.std("group", self.ddof) + self.eps)
+        shaped = groups.shaped(torch.where(right, (-self.length_weight * z).exp(), -1.0))
+        base = shaped.centered() / (shaped.std("group", self.ddof) + self.eps)
+        rate = groups.mean(right)[groups.group]
+        return shaped.result(base * torch.where(base > 0, self._prompt_weight(rate), self._prompt_weight(1 - rate)))
+
+    def _prompt_weight(self, rate: Tensor) -> Tensor:
+        return self.low + (self.high - self.low) * torch.sigmoid(-self.slope * (rate - self.middle))
+
+
 def _rate_or_mean(groups: Groups, correct: Tensor | None) -> Tensor:
-    """Share of right completions of each group `[P]`; the mean reward where nobody says which are right."""
-    return groups.mean() if correct is None else success_rate(*judged(groups, correct, correct_at=1.0))
+    """Share of right completions of each group `[P]`; the mean reward where it is not known which are right."""
+    if correct is None:
+        return groups.mean()
+    groups, right = groups.judged(correct, correct_at=1.0)
+    return groups.mean(right)
 
 
 def _share_of_subsets(wrong: Tensor, n: Tensor, k: int) -> Tensor:

@@ -9,18 +9,11 @@ from gruppo.errors import InputError
 
 
 def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[list[int]]:
-    """Split sequences into as few micro-batches as fit the budget, of nearly equal token counts.
+    """Split sequences of these lengths into as few micro-batches as fit the budget, of nearly equal token counts.
 
     Longest first, each into the emptiest micro-batch; the number of micro-batches grows until all fit. A sequence
     longer than the budget cannot be cut and gets a micro-batch of its own. Within a micro-batch the order of the
-    sequences is kept.
-
-    Args:
-        lengths: tokens of each sequence.
-        tokens_per_microbatch: the budget.
-
-    Returns:
-        Indices into `lengths`, one list per micro-batch.
+    sequences is kept. The result is indices into `lengths`, one list per micro-batch.
 
     >>> split_by_tokens([4, 3, 2, 1], tokens_per_microbatch=5)
     [[0, 3], [1, 2]]
@@ -63,13 +56,8 @@ def split_shared(
     """Split for prompts that are computed once per group and micro-batch.
 
     A group stays together as long as its prompt and all its completions fit the budget; a larger one is split into
-    as few parts as fit, and each part computes the prompt again. The budget counts what is computed.
-
-    Args:
-        groups: the group of each sequence.
-        prompt_slots: slots of each sequence's prompt.
-        own_slots: slots of each sequence beside its prompt.
-        tokens_per_microbatch: the budget.
+    as few parts as fit, and each part computes the prompt again. The budget counts what is computed: of each sequence
+    the slots of its prompt, once per group, and its own slots beside them.
 
     >>> split_shared([0, 0, 1, 1], [4, 4, 4, 4], [2, 2, 5, 6], tokens_per_microbatch=10)
     [[0, 1], [2], [3]]

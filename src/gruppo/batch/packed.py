@@ -64,7 +64,7 @@ class SharedPrompts(_Tensors):
     slot_of: Tensor  # [T] int64: for each slot of the packed batch its slot in the flattened rows
     num_slots: int  # slots without padding
     masks: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What attention kernels made of the ranges, once for all layers."""
+    """Masks that attention kernels made of the ranges, once for all layers."""
 
     @property
     def num_rows(self) -> int:

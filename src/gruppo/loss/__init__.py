@@ -1,15 +1,5 @@
 """Losses of the group-relative family: level x surrogate x token weights + terms, aggregated.
 
-    inputs.py     LossInputs: everything per token, flat, aligned, masked; all checks of user input
-    level.py      the importance ratio of a token: its own, or its sequence's
-    surrogate.py  what is done with ratio and advantage
-    weights.py    what multiplies the policy term: corrections for the sampler, selections of tokens, trust regions
-    terms.py      what is added to it: KL to the reference, entropy bonus, and others
-    aggregate.py  the weight of a token in the sum, from the totals of the step
-    traits.py     traits of a part: what follows from using it
-    policy.py     PolicyLoss: puts the parts together
-    named.py      the published losses, each a few lines that name their parts
-
 A part is a function or a frozen dataclass with `__call__`; to add one, write it with the signature of its neighbours
 and hand it to `PolicyLoss`. `docs/losses.md` has every equation, paper and peer, `docs/extending.md` a part of each
 kind.
@@ -23,22 +13,17 @@ kind.
     0.0
 """
 
-from gruppo.loss import aggregate, level, named, policy, surrogate, terms, weights
-from gruppo.loss.aggregate import *
+from gruppo.loss import named, parts, policy, terms, weights
 from gruppo.loss.inputs import LossInputs
-from gruppo.loss.level import *
 from gruppo.loss.named import *
+from gruppo.loss.parts import *
 from gruppo.loss.policy import *
-from gruppo.loss.surrogate import *
 from gruppo.loss.terms import *
-from gruppo.loss.traits import part
 from gruppo.loss.weights import *
 
-__all__ = ["LossInputs", "part"]
-__all__ += aggregate.__all__
-__all__ += level.__all__
+__all__ = ["LossInputs"]
 __all__ += named.__all__
+__all__ += parts.__all__
 __all__ += policy.__all__
-__all__ += surrogate.__all__
 __all__ += terms.__all__
 __all__ += weights.__all__

@@ -1,4 +1,4 @@
-"""LossInputs: what a loss or a metric computes on, aligned and masked.
+"""LossInputs: the aligned and masked tensors that a loss or a metric computes on.
 
 Training makes them from a `PackedBatch`, which is aligned already. For a loss that is called by hand, `align` brings
 all forms a caller may use to one, and refuses by name everything that can be wrong with them. After it every per-token
@@ -45,57 +45,41 @@ class LossInputs:
     @classmethod
     def of(cls, batch: PackedBatch, logps: Tensor, entropies: Tensor | None, totals: Totals) -> "LossInputs":
         """The inputs of a batch whose scored tokens have these log-probs; `T` is their number."""
-        segments, dtype, scored = batch.segments, logps.dtype, batch.scored
-        taken = lambda values: None if values is None else values[scored].to(dtype)  # noqa: E731
-        old = taken(batch.old_logps)
+        segments, scored = batch.segments, batch.scored
+        given = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps, "sampler_logps": batch.sampler_logps}
+        taken: dict[str, Any] = {"old_logps": logps.detach()}
+        taken |= {name: values[scored].to(logps.dtype) for name, values in given.items() if values is not None}
         return cls(
             labels=batch.labels[scored],
             logps=logps,
-            old_logps=logps.detach() if old is None else old,
-            advantages=batch.advantages[scored].to(dtype),
+            advantages=batch.advantages[scored].to(logps.dtype),
             segments=segments,
             totals=totals,
-            on_policy=old is None,
-            ref_logps=taken(batch.ref_logps),
-            sampler_logps=taken(batch.sampler_logps),
+            on_policy=batch.old_logps is None,
             entropies=entropies,
             places=None if batch.sequence_ids is None else token_places(batch.sequence_ids, segments),
             positions=batch.position_ids[scored],
+            **taken,
         )
 
     def of_live(self) -> "LossInputs":
-        """The same without sequences whose advantages are all 0, and without gradients: what metrics count."""
+        """The same without gradients and without sequences whose advantages are all 0, which metrics do not count."""
         is_live_S = self.segments.sum((self.advantages != 0).to(self.logps.dtype)) > 0
         segments = self.segments.restricted(self.segments.spread(is_live_S))
-        kept = lambda values: None if values is None else segments.keep(values.detach())  # noqa: E731
-        return replace(
-            self,
-            segments=segments,
-            logps=segments.keep(self.logps.detach()),
-            old_logps=segments.keep(self.old_logps),
-            advantages=segments.keep(self.advantages),
-            entropies=kept(self.entropies),
-            sampler_logps=kept(self.sampler_logps),
-        )
+        names = ("logps", "old_logps", "advantages", "entropies", "sampler_logps")
+        kept = {name: segments.keep(values.detach()) for name in names if (values := getattr(self, name)) is not None}
+        return replace(self, segments=segments, **kept)
 
     def window(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> "LossInputs":
         """The inputs of a stretch of slots whose log-probs have just been computed.
 
         A sequence that the stretch cuts keeps its whole length, which is what aggregations divide by.
         """
-        cut = lambda values: None if values is None else values[rows]  # noqa: E731
-        return replace(
-            self,
-            labels=self.labels[rows],
-            logps=logps,
-            old_logps=logps.detach() if self.on_policy else self.old_logps[rows],
-            advantages=self.advantages[rows],
-            segments=self.segments.window(rows),
-            ref_logps=cut(self.ref_logps),
-            sampler_logps=cut(self.sampler_logps),
-            entropies=entropies,
-            places=cut(self.places),
-        )
+        names = ("labels", "old_logps", "advantages", "ref_logps", "sampler_logps", "places")
+        cut = {name: values[rows] for name in names if (values := getattr(self, name)) is not None}
+        if self.on_policy:
+            cut["old_logps"] = logps.detach()
+        return replace(self, logps=logps, entropies=entropies, segments=self.segments.window(rows), **cut)
 
 
 def align(
@@ -117,10 +101,8 @@ def align(
     logps = _flat_tensor("logps", outputs["logps"], labels)
     dtype = torch.float64 if logps.dtype == torch.float64 else torch.float32
     aligner = _Aligner(labels, segments, dtype, logps.device)
-    logps_T = aligner.mask(logps)
+    logps_T = segments.keep(logps.to(dtype))
     old_T = logps_T if old_logps is None else aligner.per_token("old_logps", old_logps)
-    ref_T = None if ref_logps is None else aligner.per_token("ref_logps", ref_logps).detach()
-    sampler_T = None if sampler_logps is None else aligner.per_token("sampler_logps", sampler_logps).detach()
     return LossInputs(
         labels=labels.reshape(-1),
         logps=logps_T,
@@ -130,8 +112,8 @@ def align(
         totals=Totals.of(segments) if totals is None else totals,
         on_policy=old_logps is None,
         has_advantages=advantages is not None,
-        ref_logps=ref_T,
-        sampler_logps=sampler_T,
+        ref_logps=None if ref_logps is None else aligner.per_token("ref_logps", ref_logps).detach(),
+        sampler_logps=None if sampler_logps is None else aligner.per_token("sampler_logps", sampler_logps).detach(),
         entropies=aligner.per_token("entropies", outputs["entropies"]) if "entropies" in outputs else None,
         places=_places(inputs, segments, is_whole_step=totals is None) if with_places else None,
     )
@@ -144,35 +126,47 @@ class _Aligner:
     dtype: torch.dtype
     device: torch.device
 
-    def mask(self, values_T: Tensor) -> Tensor:
-        return self.segments.keep(values_T.to(self.dtype))
-
     def per_token(self, name: str, value: PerToken) -> Tensor:
+        """A value per slot `[T]`, from a tensor of the labels' shape or from one list per sequence."""
+        segments = self.segments
         if isinstance(value, Tensor):
-            return self.mask(_flat_tensor(name, value, self.labels).to(self.device))
-        rows = [_row(name, i, row) for i, row in enumerate(_sequence_of(name, value, self.segments))]
-        wanted = self.segments.length.tolist()
-        for i, (row, length) in enumerate(zip(rows, wanted, strict=True)):
+            return segments.keep(_flat_tensor(name, value, self.labels).to(self.device, self.dtype))
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise InputError(
+                f"{name} must be a tensor of the labels' shape or one list per sequence, got {type(value).__name__}"
+            )
+        if len(value) != segments.num_sequences:
+            raise InputError(
+                f"{name} has {len(value)} lists for {segments.num_sequences} sequences; give one per sequence"
+            )
+        rows: list[Tensor] = []
+        for i, (row, length) in enumerate(zip(value, segments.length.tolist(), strict=True)):
+            if not isinstance(row, Tensor | Sequence) or isinstance(row, str):
+                kind = type(row).__name__
+                raise InputError(f"{name}[{i}] must hold one number per scored token of sequence {i}, got {kind}")
+            rows.append(row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.float64))
+            if rows[i].dim() != 1 or not rows[i].dtype.is_floating_point:
+                got = f"{rows[i].dtype} of shape {tuple(rows[i].shape)}"
+                raise InputError(f"{name}[{i}] must be a list of numbers, got {got}")
             if len(row) != length:
                 raise InputError(
                     f"{name} of sequence {i} has {len(row)} entries for {length} scored tokens; "
                     "give exactly one value per token whose label is not masked"
                 )
         values = torch.cat(rows).to(self.dtype) if rows else torch.zeros(0, dtype=self.dtype)
-        placed_T = torch.zeros(self.segments.num_slots, dtype=self.dtype, device=self.device)
-        return placed_T.masked_scatter(self.segments.mask, values.to(self.device))
+        placed_T = torch.zeros(segments.num_slots, dtype=self.dtype, device=self.device)
+        return placed_T.masked_scatter(segments.mask, values.to(self.device))
 
     def advantages(self, value: Tensor | Sequence[float] | PerToken | None) -> Tensor:
+        """An advantage per slot `[T]`, from one per sequence or one per token; 0 without any."""
         num_sequences = self.segments.num_sequences
         if value is None:
             return torch.zeros(self.segments.num_slots, dtype=self.dtype, device=self.device)
         if not isinstance(value, Tensor | Sequence) or isinstance(value, str):
             raise InputError(f"advantages must be one number per sequence or per token, got {value!r}")
-        if not isinstance(value, Tensor) and any(not isinstance(v, float | int) and _ndim(v) for v in value):
-            advantages_T = self.per_token("advantages", value)  # type: ignore[arg-type]  # checked item by item
-            _check_finite(advantages_T)
-            return advantages_T
         if not isinstance(value, Tensor):
+            if any(isinstance(v, Sequence) or (isinstance(v, Tensor) and v.dim()) for v in value):
+                return _finite(self.per_token("advantages", value))  # type: ignore[arg-type]  # checked item by item
             try:
                 value = torch.tensor(value, dtype=self.dtype)
             except (TypeError, ValueError, RuntimeError):
@@ -181,13 +175,9 @@ class _Aligner:
             raise InputError(f"advantages must be numbers, got dtype {value.dtype}")
         value = value.to(self.device, self.dtype)
         if value.shape == (num_sequences,):
-            _check_finite(value)
-            return self.segments.spread(value)
-        packed = self.labels.dim() == 1 or len(self.labels) == 1
-        if value.shape == self.labels.shape or (packed and value.numel() == self.labels.numel() and value.dim() <= 2):
-            advantages_T = self.mask(value.reshape(-1))
-            _check_finite(advantages_T)
-            return advantages_T
+            return self.segments.spread(_finite(value))
+        if _is_aligned(value, self.labels):
+            return _finite(self.segments.keep(value.reshape(-1)))
         raise InputError(
             f"advantages has shape {tuple(value.shape)}; expected one value per sequence ({num_sequences},) "
             f"or one per label {tuple(self.labels.shape)}. Rows of a padded batch hold one sequence each; "
@@ -214,14 +204,13 @@ def _segments(inputs: Mapping[str, Any], labels: Tensor, ignore_index: int) -> S
     for name, value in (("cu_seqlens", cu_seqlens), ("position_ids", position_ids)):
         if value is not None and not isinstance(value, Tensor):
             raise InputError(f"inputs[{name!r}] must be a tensor, got {type(value).__name__}")
-    is_row = labels.dim() == 1 or len(labels) == 1
     if cu_seqlens is not None:
-        if not is_row:
+        if not _is_packed_row(labels):
             raise InputError(
                 f"cu_seqlens goes with packed labels [T] or [1, T], got labels of shape {tuple(labels.shape)}"
             )
         return Segments.from_offsets(mask.reshape(-1), cu_seqlens.to(labels.device, torch.int64))
-    if position_ids is not None and is_row:
+    if position_ids is not None and _is_packed_row(labels):
         _check_same_shape("position_ids", position_ids, labels)
         attention = inputs.get("attention_mask")
         if attention is not None:
@@ -275,52 +264,34 @@ def _flat_tensor(name: str, value: Any, labels: Tensor) -> Tensor:
     return value.reshape(-1)
 
 
+def _is_packed_row(labels: Tensor) -> bool:
+    return labels.dim() == 1 or len(labels) == 1
+
+
+def _is_aligned(value: Tensor, labels: Tensor) -> bool:
+    is_row = _is_packed_row(labels) and value.numel() == labels.numel() and value.dim() <= 2
+    return value.shape == labels.shape or is_row
+
+
 def _check_same_shape(name: str, value: Tensor, labels: Tensor) -> None:
-    packed = labels.dim() == 1 or len(labels) == 1
-    if value.shape != labels.shape and not (packed and value.numel() == labels.numel() and value.dim() <= 2):
+    if not _is_aligned(value, labels):
         raise InputError(
             f"{name} has shape {tuple(value.shape)} and labels {tuple(labels.shape)}; they must be aligned slot by slot"
         )
 
 
-def _sequence_of(name: str, value: Any, segments: Segments) -> Sequence[Any]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise InputError(
-            f"{name} must be a tensor of the labels' shape or one list per sequence, got {type(value).__name__}"
-        )
-    if len(value) != segments.num_sequences:
-        raise InputError(f"{name} has {len(value)} lists for {segments.num_sequences} sequences; give one per sequence")
-    return value
-
-
-def _ndim(value: Any) -> int:
-    return value.dim() if isinstance(value, Tensor) else int(isinstance(value, Sequence))
-
-
-def _row(name: str, index: int, row: Any) -> Tensor:
-    if not isinstance(row, Tensor):
-        if not isinstance(row, Sequence) or isinstance(row, str):
-            raise InputError(
-                f"{name}[{index}] must hold one number per scored token of sequence {index}, got {type(row).__name__}"
-            )
-        row = torch.tensor(row, dtype=torch.float64)
-    if row.dim() != 1 or not row.dtype.is_floating_point:
-        raise InputError(f"{name}[{index}] must be a list of numbers, got {row.dtype} of shape {tuple(row.shape)}")
-    return row
-
-
-def _check_finite(advantages: Tensor) -> None:
+def _finite(advantages: Tensor) -> Tensor:
+    """The same advantages; an error if one is not finite."""
     if not advantages.is_cuda and math.isfinite(advantages.sum().item()):
-        return  # one fast pass; a sum of finite values may overflow, so else each is looked at
+        return advantages  # one fast pass; a sum of finite values may overflow, so else each is looked at
     finite = advantages.isfinite()
     if advantages.is_cuda:
         # The host does not wait for the answer; a failure stops the next CUDA call.
         torch._assert_async(finite.all())  # pyright: ignore[reportPrivateImportUsage]  no public name
-        return
-    if not finite.all():
+    elif not finite.all():
         where = int((~finite).nonzero()[0, 0])
-        value = advantages[where].item()
         raise InputError(
-            f"advantages[{where}] is {'nan' if math.isnan(value) else value}; "
+            f"advantages[{where}] is {advantages[where].item()}; "
             "advantages must be finite: drop the sequence or fix its reward"
         )
+    return advantages

@@ -8,22 +8,32 @@ import math
 from typing import Any, ClassVar, TypedDict, Unpack
 
 from gruppo.errors import InputError
-from gruppo.loss.aggregate import ConstantLength, local_token_mean, sequence_mean, sequence_mean_token_sum, token_mean
-from gruppo.loss.level import (
+from gruppo.loss.parts import (
+    Clip,
     ClippedMean,
-    CorrectedSum,
+    ClippedWeight,
+    ConstantLength,
+    DualClip,
+    GammaWeight,
+    LogProb,
+    PolicyGradient,
+    SoftGate,
+    local_token_mean,
     sampler_level,
     sequence_level,
+    sequence_mean,
+    sequence_mean_token_sum,
     sequence_sum_level,
     sequence_token_level,
     token_level,
+    token_mean,
 )
 from gruppo.loss.policy import PolicyLoss, Rejected, Weights
-from gruppo.loss.surrogate import Clip, ClippedWeight, DualClip, GammaWeight, LogProb, PolicyGradient, SoftGate
 from gruppo.loss.terms import CovariancePenalty, KLEstimator, resolve_kl
 from gruppo.loss.weights import (
-    Base,
+    Anchor,
     ClipCovariance,
+    CorrectedSum,
     KLRegion,
     ProbabilityBand,
     SecondMoment,
@@ -117,6 +127,12 @@ def _clip(clip_range: ClipRange) -> Clip:
     return Clip(*read_clip_range(clip_range))
 
 
+def _divergence_ppo(region: TVRegion | KLRegion, cap: float) -> dict[str, Any]:
+    """The parts of DPPO: the region in place of a clip, and ratios over the policy that the region is around."""
+    level = sampler_level if region.base == "sampler" else token_level
+    return {"level": level, "surrogate": ClippedWeight(cap - 1), "select": region, "aggregate": token_mean}
+
+
 # --- the ratio and what bounds it -----------------------------------------------------------------------------------
 
 
@@ -191,7 +207,7 @@ class DAPOLoss(NamedLoss, name="dapo", paper="arXiv:2503.14476"):
 
 
 class DualClipLoss(NamedLoss, name="dual_clip", paper="arXiv:1912.09729"):
-    """GRPO with a cap on the ratio where A < 0, arXiv:1912.09729: a token that comes back likely cannot explode."""
+    """GRPO with a cap on the ratio where A < 0, arXiv:1912.09729: bounds the loss of a token that becomes likely."""
 
     def __init__(self, *, clip_range: ClipRange = 0.2, cap: float = 3.0, **options: Unpack[LossOptions]) -> None:
         surrogate = DualClip(*read_clip_range(clip_range), cap)
@@ -228,13 +244,8 @@ class GMPOLoss(NamedLoss, name="gmpo", paper="arXiv:2507.20673"):
 
     def __init__(self, *, log_clip: ClipRange = 0.4, **options: Unpack[LossOptions]) -> None:
         low, high = read_clip_range(log_clip)
-        super().__init__(
-            level=ClippedMean(low, high),
-            surrogate=PolicyGradient(),
-            aggregate=sequence_mean,
-            clip_range=(-math.expm1(-low), math.expm1(high)),
-            options=options,
-        )
+        parts = {"level": ClippedMean(low, high), "surrogate": PolicyGradient(), "aggregate": sequence_mean}
+        super().__init__(**parts, clip_range=(-math.expm1(-low), math.expm1(high)), options=options)
 
 
 class LUSPOLoss(NamedLoss, name="luspo", paper="arXiv:2602.05261"):
@@ -278,58 +289,36 @@ class DPPOTVLoss(NamedLoss, name="dppo_tv", paper="arXiv:2602.04879"):
     """
 
     def __init__(
-        self, *, region: ClipRange = 0.2, cap: float = 20.0, anchor: Base = "old", **options: Unpack[LossOptions]
+        self, *, region: ClipRange = 0.2, cap: float = 20.0, anchor: Anchor = "old", **options: Unpack[LossOptions]
     ) -> None:
-        super().__init__(
-            level=sampler_level if anchor == "sampler" else token_level,
-            surrogate=ClippedWeight(cap - 1),
-            select=TVRegion(*read_clip_range(region), anchor),
-            aggregate=token_mean,
-            options=options,
-        )
+        around = TVRegion(*read_clip_range(region), anchor)
+        super().__init__(**_divergence_ppo(around, cap), options=options)
 
 
 class DPPOKLLoss(NamedLoss, name="dppo_kl", paper="arXiv:2602.04879"):
     """Divergence PPO by the KL of "this token or any other", arXiv:2602.04879. `anchor` as for `DPPOTVLoss`."""
 
     def __init__(
-        self, *, region: ClipRange = 0.05, cap: float = 20.0, anchor: Base = "old", **options: Unpack[LossOptions]
+        self, *, region: ClipRange = 0.05, cap: float = 20.0, anchor: Anchor = "old", **options: Unpack[LossOptions]
     ) -> None:
-        super().__init__(
-            level=sampler_level if anchor == "sampler" else token_level,
-            surrogate=ClippedWeight(cap - 1),
-            select=KLRegion(*read_clip_range(region), anchor),
-            aggregate=token_mean,
-            options=options,
-        )
+        around = KLRegion(*read_clip_range(region), anchor)
+        super().__init__(**_divergence_ppo(around, cap), options=options)
 
 
 class PrimeRLLoss(NamedLoss, name="prime", paper="arXiv:2602.02276"):
     """The default loss of prime-rl, arXiv:2602.02276: ratio over the sampler, DPPO's region, a pull of (log r)^2."""
 
     def __init__(self, *, region: ClipRange = 0.2, pull: float = 1e-3, **options: Unpack[LossOptions]) -> None:
-        super().__init__(
-            level=sampler_level,
-            surrogate=PolicyGradient(),
-            select=TVRegion(*read_clip_range(region), "sampler"),
-            aggregate=token_mean,
-            pull=pull,
-            options=options,
-        )
+        parts = {"level": sampler_level, "surrogate": PolicyGradient(), "aggregate": token_mean}
+        super().__init__(**parts, select=TVRegion(*read_clip_range(region), "sampler"), pull=pull, options=options)
 
 
 class IPOLoss(NamedLoss, name="ipo", paper="prime-rl"):
     """prime-rl's IPO: as `PrimeRLLoss`, with a region that bounds moves both ways. Unrelated to IPO of preferences."""
 
     def __init__(self, *, threshold: float = 0.1, pull: float = 1e-3, **options: Unpack[LossOptions]) -> None:
-        super().__init__(
-            level=sampler_level,
-            surrogate=PolicyGradient(),
-            select=ProbabilityBand(threshold, "sampler"),
-            aggregate=token_mean,
-            pull=pull,
-            options=options,
-        )
+        parts = {"level": sampler_level, "surrogate": PolicyGradient(), "aggregate": token_mean}
+        super().__init__(**parts, select=ProbabilityBand(threshold, "sampler"), pull=pull, options=options)
 
 
 class M2POLoss(NamedLoss, name="m2po", paper="arXiv:2510.01161"):
@@ -385,13 +374,9 @@ class KLCovLoss(NamedLoss, name="kl_cov", paper="arXiv:2505.22617"):
     """KL-Cov, arXiv:2505.22617: the few tokens of highest covariance pay for every move of their ratio."""
 
     def __init__(self, *, share: float = 2e-4, coef: float = 1.0, **options: Unpack[LossOptions]) -> None:
-        super().__init__(
-            surrogate=PolicyGradient(),
-            terms=(CovariancePenalty(share, coef),),
-            select=None,  # refused: the paper's penalty acts beside all tokens
-            aggregate=token_mean,
-            options=options,
-        )
+        # select=None refuses a selection: the paper's penalty acts beside all tokens
+        parts = {"surrogate": PolicyGradient(), "select": None, "aggregate": token_mean}
+        super().__init__(**parts, terms=(CovariancePenalty(share, coef),), options=options)
 
 
 # --- no ratio; and the likelihood of positive tokens ----------------------------------------------------------------

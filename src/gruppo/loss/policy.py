@@ -1,7 +1,9 @@
 """PolicyLoss: level, surrogate, token weights, terms and aggregation put together."""
 
 import copy
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -12,12 +14,9 @@ from torch import Tensor
 from gruppo.batch.packed import Totals
 from gruppo.batch.segments import Segments
 from gruppo.errors import InputError
-from gruppo.loss.aggregate import local_token_mean, sequence_mean
 from gruppo.loss.inputs import LossInputs, PerToken, align
-from gruppo.loss.level import token_level
-from gruppo.loss.surrogate import Clip
+from gruppo.loss.parts import Clip, describe, local_token_mean, sequence_mean, token_level, trait
 from gruppo.loss.terms import KLEstimator, PositiveNLL, ReferenceKL, Term, entropy, k3, squared_log_ratio
-from gruppo.loss.traits import describe, trait
 from gruppo.loss.weights import TokenWeight, as_tuple, is_correction, takes_log_ratio
 
 __all__ = ["LossOutput", "PolicyLoss"]
@@ -34,7 +33,7 @@ COEFFICIENTS = {"beta": ("kl", 1), "entropy_coef": ("entropy", -1), "pull": ("pu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A loss and what it is made of."""
+    """A loss and its terms."""
 
     loss: Tensor  # [] with gradient
     terms: dict[str, Tensor]
@@ -42,7 +41,7 @@ class LossOutput:
     on_policy: bool
     """True when no `old_logps` were given, so that every ratio was 1 by definition."""
     rejected: Tensor | None = None  # [] int64
-    """How many scored tokens with an advantage other than 0 the token weights reject; None for a loss without any."""
+    """Number of scored tokens with an advantage other than 0 that the token weights reject; None without weights."""
 
 
 class PolicyLoss:
@@ -51,11 +50,11 @@ class PolicyLoss:
     A loss is a value: it does not change once it is made, and two of the same parts are equal.
 
     Args:
-        level: whose log-ratio a token carries (`gruppo.loss.level`).
-        surrogate: what is done with ratio and advantage (`gruppo.loss.surrogate`).
+        level: the log-ratio of a token, its own or its sequence's (`gruppo.loss.parts`).
+        surrogate: the loss of a token, from ratio and advantage (`gruppo.loss.parts`).
         weights: token weights, which multiply the surrogate (`gruppo.loss.weights`).
         terms: what is added (`gruppo.loss.terms`).
-        aggregate: the weight of a token in the sum (`gruppo.loss.aggregate`).
+        aggregate: the weight of a token in the sum (`gruppo.loss.parts`).
         rejected: tokens that a weight of 0 rejects stay "counted" in the means, or are "left_out" of the loss
             altogether: of the means, of the KL and of the entropy bonus too.
         clip_range: (low, high), the band outside which metrics count a ratio as clipped. None: that of the surrogate.
@@ -89,7 +88,7 @@ class PolicyLoss:
     is_zero_without_advantage: bool  # the gradient of a sequence is exactly 0 when its advantage is
     rejects: bool  # a weight can leave tokens out of the policy term
     reads_sampler: bool  # it reads the sampler's log-probs, in a weight or in its ratio
-    draws_tokens: bool  # it must know the place of each token in the step
+    draws_tokens: bool  # it reads the place of each token in the step
     surveys: bool  # more than sequences and tokens must be counted over the whole step before its first backward
     surveys_policy: bool  # and the log-probs of the whole step must be known for that
     differentiates_entropies: bool  # its gradient runs through the entropies too
@@ -191,8 +190,9 @@ class PolicyLoss:
         if self.rejected not in ("counted", "left_out"):
             raise InputError(f"rejected must be 'counted' or 'left_out', got {self.rejected!r}")
         if trait(self.level, "holds_rho") and any(trait(weight, "holds_rho") for weight in self.weights):
+            name = getattr(self.level, "__name__", repr(self.level))
             raise InputError(
-                f"the ratio of {_name(self.level)} is over the sampler already, and the correction would weigh by "
+                f"the ratio of {name} is over the sampler already, and the correction would weigh by "
                 "rho = old / sampler once more; leave it out, or use a mask (KeepWithin, OffPolicySequenceMask)"
             )
         if self.rejected == "left_out" and self.aggregate is local_token_mean:
@@ -260,37 +260,17 @@ class PolicyLoss:
 
         Per-token inputs have the labels' shape, or are one list per sequence with one value per scored token.
         """
-        aligned = self.align(
-            inputs,
-            outputs,
-            advantages=advantages,
-            old_logps=old_logps,
-            ref_logps=ref_logps,
-            sampler_logps=sampler_logps,
-            totals=totals,
-        )
+        given = {"advantages": advantages, "old_logps": old_logps, "ref_logps": ref_logps, "totals": totals}
+        aligned = self.align(inputs, outputs, sampler_logps=sampler_logps, **given)
         if advantages is None:
             return LossOutput(loss=aligned.logps[:0].sum(), terms={}, on_policy=aligned.on_policy)
         return self.compute(self.surveyed(aligned) if totals is None else aligned)
 
-    def align(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        *,
-        ref_logps: PerToken | None = None,
-        sampler_logps: PerToken | None = None,
-        **others: Any,
-    ) -> LossInputs:
+    def align(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], **given: Any) -> LossInputs:
         """The arguments of a call in their one inner form, without what this loss does not read."""
-        return align(
-            inputs,
-            outputs,
-            ref_logps=ref_logps if "ref_logps" in self.needs else None,
-            sampler_logps=sampler_logps if self.reads_sampler else None,
-            with_places=self.draws_tokens,
-            **others,
-        )
+        unread = {"ref_logps", "sampler_logps"} - self.needs
+        read = {name: value for name, value in given.items() if name not in unread}
+        return align(inputs, outputs, with_places=self.draws_tokens, **read)
 
     def survey(
         self,
@@ -302,7 +282,7 @@ class PolicyLoss:
         sampler_logps: PerToken | None = None,
         totals: Totals | None = None,
     ) -> Totals:
-        """The totals of a whole step, with what the parts must know of it. Arguments as for a call, over all sequences.
+        """The totals of a whole step, with the numbers that parts count over it. Arguments as for a call, of all of it.
 
         Counted without gradient, before the first micro-batch; then each micro-batch is called with these totals and
         gives its share of the same loss. `totals` are those to add to, when they are known already.
@@ -314,7 +294,7 @@ class PolicyLoss:
 
     @torch.no_grad()
     def surveyed(self, inputs: LossInputs) -> LossInputs:
-        """The inputs of a whole step, whose totals hold what the parts must know of it, and how much is rejected."""
+        """The inputs of a whole step; their totals hold the numbers that parts count over it and what is rejected."""
         if not self.surveys:
             return inputs
         self.check_needs(inputs, besides=frozenset({"ref_logps"}))
@@ -362,19 +342,16 @@ class PolicyLoss:
 
     @torch.no_grad()
     def rejected_tokens(self, inputs: LossInputs) -> Tensor:
-        """Which scored tokens with an advantage other than 0 the token weights leave out, `[T]` bool."""
+        """Scored tokens with an advantage other than 0 that the token weights leave out, `[T]` bool."""
         if not self.weights:
             return torch.zeros_like(inputs.logps, dtype=torch.bool)
         return _rejected(inputs, self._weigh(inputs, self.level(inputs)))
 
     def _weigh(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
-        """The product of the token weights, `[T]`."""
-        result: Tensor | None = None
-        for weight, takes in zip(self.weights, self._takes_log_ratio, strict=True):
-            weight_T = weight(inputs, log_ratio_T=log_ratio_T) if takes else weight(inputs)
-            result = weight_T if result is None else result * weight_T
-        assert result is not None, "called for a loss with weights"
-        return result
+        """The product of the token weights, `[T]`; for a loss with any."""
+        takes = zip(self.weights, self._takes_log_ratio, strict=True)
+        each = (weight(inputs, log_ratio_T=log_ratio_T) if by_ratio else weight(inputs) for weight, by_ratio in takes)
+        return functools.reduce(operator.mul, each)
 
     def check_needs(self, inputs: LossInputs, besides: frozenset[str] = frozenset()) -> None:
         """Refuse inputs without what this loss cannot do without."""
@@ -434,7 +411,3 @@ def _joined(own: tuple[Term, ...], given: tuple[Term, ...]) -> tuple[Term, ...]:
 
 def _one_or_more(weights: tuple[TokenWeight, ...]) -> Weights:
     return None if not weights else weights[0] if len(weights) == 1 else weights
-
-
-def _name(part: Any) -> str:
-    return getattr(part, "__name__", repr(part))

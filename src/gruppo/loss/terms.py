@@ -20,8 +20,8 @@ from torch import Tensor
 
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs
-from gruppo.loss.traits import describe, part, trait
-from gruppo.loss.weights import check_share, covariance, covariance_means, cut_below_top
+from gruppo.loss.parts import describe, part, trait
+from gruppo.loss.weights import Share, covariance, covariance_means, cut_below_top
 
 __all__ = [
     "KL_ESTIMATORS", "KL_NAMES", "CovariancePenalty", "Term", "abs_kl", "k1", "k2", "k3", "k3_straight_through",
@@ -172,11 +172,8 @@ class PositiveNLL:
 
 @part(per_token=True)
 @dataclass(frozen=True)
-class _HighCovariance:
+class _HighCovariance(Share):
     share: float
-
-    def __post_init__(self) -> None:
-        check_share(self.share)
 
     def __str__(self) -> str:
         return f"|log r| of the {self.share:g} of all tokens with the highest (A - mean A)*(logp - mean logp)"
@@ -187,9 +184,7 @@ class _HighCovariance:
         return means | {"covariance_cut": cut_below_top(values, max(int(self.share * len(values)), 1))}
 
     def __call__(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
-        means = {name: inputs.totals.number(name) for name in ("mean_advantage", "mean_logp")}
-        chosen_T = covariance(inputs, means) > inputs.totals.number("covariance_cut")
-        return log_ratio_T.abs() * chosen_T
+        return log_ratio_T.abs() * (covariance(inputs) > inputs.totals.number("covariance_cut"))
 
 
 def CovariancePenalty(share: float = 2e-4, coef: float = 1.0) -> Term:

@@ -8,34 +8,37 @@ A *correction* looks at the inputs alone and can be called as `weight(inputs)`. 
 whose log-probs differ from the trainer's by precision, kernels and staleness: rho = exp(old - sampler) weighs them
 back.
 
-A *selection* keeps or rejects tokens by their log-ratio, entropy or probability. One that must know all tokens of the
+A *selection* keeps or rejects tokens by their log-ratio, entropy or probability. One that depends on all tokens of the
 step has a method `survey(inputs, log_ratio_T)`, which is called with the whole step before its first backward and gives
 numbers by name. They travel with `Totals`, so that no micro-batch decides for itself.
 """
 
+import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs
-from gruppo.loss.traits import describe, part, trait
+from gruppo.loss.parts import MAX_LOG_RATIO, MIN_LOG_SUM, describe, part, token_level, trait
 from gruppo.random import token_uniforms
 
 __all__ = [
-    "CORRECTIONS", "ClipCovariance", "KLRegion", "KeepWithin", "MaskedWeight", "Normalized", "OffPolicySequenceMask",
-    "ProbabilityBand", "SecondMoment", "TVRegion", "TopEntropy", "TruncatedWeight", "VariationBudget",
+    "CORRECTIONS", "ClipCovariance", "CorrectedSum", "KLRegion", "KeepWithin", "MaskedWeight", "Normalized",
+    "OffPolicySequenceMask", "ProbabilityBand", "SecondMoment", "TVRegion", "TopEntropy", "TruncatedWeight",
+    "VariationBudget",
 ]  # fmt: skip
 
 TokenWeight = Callable[..., Tensor]
 """`weight(inputs, log_ratio_T)`, or `weight(inputs)`."""
 
-Base = Literal["old", "sampler"]
+Anchor = Literal["old", "sampler"]
 """The policy that a weight compares the current one with: the trainer's at sampling time, or the sampler itself."""
 
 RhoLevel = Literal["token", "sequence", "sequence_sum"]
@@ -80,8 +83,10 @@ def covariance_means(inputs: LossInputs) -> dict[str, Tensor]:
     return {name: inputs.segments.sum(values_T.double()).sum() / count for name, values_T in sums.items()}
 
 
-def covariance(inputs: LossInputs, means: dict[str, Tensor]) -> Tensor:
-    """(A - mean A) * (logp - mean logp) of each token, `[T]` float64."""
+def covariance(inputs: LossInputs, means: dict[str, Tensor] | None = None) -> Tensor:
+    """(A - mean A) * (logp - mean logp) of each token, `[T]` float64; without `means` by those of the totals."""
+    if means is None:
+        means = {name: inputs.totals.number(name) for name in ("mean_advantage", "mean_logp")}
     return (inputs.advantages - means["mean_advantage"]) * (inputs.logps.detach().double() - means["mean_logp"])
 
 
@@ -103,46 +108,46 @@ def cut_below_top(values: Tensor, count: int, tie: float = TIE) -> Tensor:
     return (ordered[widest] + below[widest]) / 2
 
 
-def check_share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise InputError(f"share must be in (0, 1], got {share!r}; 0.2 means a fifth of the tokens")
+class Share:
+    """A part that takes a share of the tokens of the step."""
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise InputError(f"share must be in (0, 1], got {self.share!r}; 0.2 means a fifth of the tokens")
 
 
 def _outward(log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
-    """Does the advantage push the token further the way its ratio has gone?"""
+    """Tokens that their advantage pushes further the way their ratio has gone, `[T]` bool."""
     return (log_ratio_T.detach() * inputs.advantages) > 0
 
 
-def _base_logps(base: Base, inputs: LossInputs) -> Tensor:
-    base_T = inputs.sampler_logps if base == "sampler" else inputs.old_logps
-    assert base_T is not None, "PolicyLoss checks `needs` before it calls a weight"
-    return base_T
+@part(needs=lambda weight: ("sampler_logps",) if weight.base == "sampler" else ())
+class _Compared:
+    """A weight that compares the policy with an earlier one."""
 
+    base: Anchor
 
-def _base_needs(weight: Any) -> tuple[str, ...]:
-    return ("sampler_logps",) if weight.base == "sampler" else ()
+    def __post_init__(self) -> None:
+        if self.base not in ("old", "sampler"):
+            raise InputError(f"base must be 'old' or 'sampler', got {self.base!r}")
 
+    def base_logps(self, inputs: LossInputs) -> Tensor:
+        base_T = inputs.sampler_logps if self.base == "sampler" else inputs.old_logps
+        assert base_T is not None, "PolicyLoss checks `needs` before it calls a weight"
+        return base_T
 
-def _check_base(base: str) -> None:
-    if base not in ("old", "sampler"):
-        raise InputError(f"base must be 'old' or 'sampler', got {base!r}")
+    def moved(self, inputs: LossInputs) -> Tensor:
+        """Change of the probability of each token, `[T]`."""
+        return inputs.logps.detach().exp() - self.base_logps(inputs).exp()
 
-
-def _check_region(base: str, low: float, high: float) -> None:
-    _check_base(base)
-    if not (low >= 0 and high >= 0):
-        raise InputError(f"bounds must be 0 or more, got {low!r} and {high!r}")
+    def check_bounds(self, low: float, high: float) -> None:
+        if not (low >= 0 and high >= 0):
+            raise InputError(f"bounds must be 0 or more, got {low!r} and {high!r}")
 
 
 # --- corrections ----------------------------------------------------------------------------------------------------
-
-
-def corrected(corrections: TokenWeight | tuple[TokenWeight, ...], inputs: LossInputs) -> Tensor:
-    """The product of one or more corrections, `[T]`."""
-    weight_T, *others = (correction(inputs) for correction in as_tuple(corrections))
-    for other_T in others:
-        weight_T = weight_T * other_T
-    return weight_T
 
 
 def log_rho(inputs: LossInputs) -> Tensor:
@@ -239,39 +244,44 @@ class KeepWithin(_Rho):
         return self.within(rho_T).to(rho_T.dtype)
 
 
-@part(needs=_base_needs)
 @dataclass(frozen=True)
-class OffPolicySequenceMask:
+class OffPolicySequenceMask(_Compared):
     """OPSM, arXiv:2512.02556: drop a sequence with A < 0 once the policy has moved away from it.
 
     It has when mean_t(base - logp) exceeds the threshold; `base` is the sampler, or the trainer's old policy.
     """
 
     threshold: float = 0.1
-    base: Base = "sampler"
-
-    def __post_init__(self) -> None:
-        _check_base(self.base)
+    base: Anchor = "sampler"
 
     def __str__(self) -> str:
         return f"0 where A < 0 and mean_t({self.base} - logp) > {self.threshold:g}, else 1"
 
     def __call__(self, inputs: LossInputs, log_ratio_T: Tensor | None = None) -> Tensor:
         segments = inputs.segments
-        moved_T = segments.spread(segments.mean(_base_logps(self.base, inputs) - inputs.logps.detach()))
+        moved_T = segments.spread(segments.mean(self.base_logps(inputs) - inputs.logps.detach()))
         return 1 - ((inputs.advantages < 0) & (moved_T > self.threshold)).to(moved_T.dtype)
 
 
 @part(
-    per_token=lambda weight: all(trait(each, "per_token") for each in as_tuple(weight.correction)),
-    needs=lambda weight: frozenset().union(*(trait(each, "needs") for each in as_tuple(weight.correction))),
-    holds_rho=lambda weight: any(trait(each, "holds_rho") for each in as_tuple(weight.correction)),
+    needs=lambda part: frozenset().union(*(trait(each, "needs") for each in as_tuple(part.correction))),
+    holds_rho=lambda part: any(trait(each, "holds_rho") for each in as_tuple(part.correction)),
 )
 @dataclass(frozen=True)
-class Normalized:
-    """A correction divided by its mean over the whole step: over tokens, or over sequences if it weighs those."""
+class _Corrected:
+    """A part made of one or more corrections."""
 
     correction: TokenWeight | tuple[TokenWeight, ...]
+
+    def corrected(self, inputs: LossInputs) -> Tensor:
+        """The product of the corrections, `[T]`."""
+        return functools.reduce(operator.mul, (correction(inputs) for correction in as_tuple(self.correction)))
+
+
+@part(per_token=lambda weight: all(trait(each, "per_token") for each in as_tuple(weight.correction)))
+@dataclass(frozen=True)
+class Normalized(_Corrected):
+    """A correction divided by its mean over the whole step: over tokens, or over sequences if it weighs those."""
 
     def __post_init__(self) -> None:
         if not all(is_correction(each) for each in as_tuple(self.correction)):
@@ -281,7 +291,7 @@ class Normalized:
         return f"({describe(as_tuple(self.correction))}) / its mean over the step"
 
     def survey(self, inputs: LossInputs, log_ratio_T: Tensor) -> dict[str, Tensor]:
-        weight_T, segments = corrected(self.correction, inputs), inputs.segments
+        weight_T, segments = self.corrected(inputs), inputs.segments
         if trait(self, "per_token"):
             total, count = segments.sum(weight_T).sum(), segments.length.sum()
         else:
@@ -290,8 +300,33 @@ class Normalized:
         return {"correction_mean": torch.where(mean > 0, mean, 1.0)}
 
     def __call__(self, inputs: LossInputs, log_ratio_T: Tensor | None = None) -> Tensor:
-        weight_T = corrected(self.correction, inputs)
+        weight_T = self.corrected(inputs)
         return weight_T / inputs.totals.number("correction_mean").to(weight_T.dtype)
+
+
+@dataclass(frozen=True)
+class CorrectedSum(_Corrected):
+    """The level `sequence_sum_level` with a correction's weights inside the product instead of in front of the loss.
+
+    VESPO, arXiv:2602.10693: what bends w must see all of w, the sampler's gap included.
+    """
+
+    def __post_init__(self) -> None:
+        for weight in as_tuple(self.correction):
+            if not trait(weight, "per_token"):
+                raise InputError(
+                    f"the product over a sequence takes one weight per token, and {weight!r} gives one per sequence; "
+                    "use TruncatedWeight() or MaskedWeight() at token level"
+                )
+
+    def __str__(self) -> str:
+        return f"w = exp(sum_t(logp_t - old_t + log(c_t))), c = {describe(as_tuple(self.correction))}"
+
+    def __call__(self, inputs: LossInputs) -> Tensor:
+        segments = inputs.segments
+        log_weight_T = self.corrected(inputs).clamp(1e-8, math.exp(MAX_LOG_RATIO)).log()
+        log_w_S = segments.sum(token_level(inputs)) + segments.sum(log_weight_T)
+        return segments.spread(log_w_S.clamp(MIN_LOG_SUM, MAX_LOG_RATIO))
 
 
 CORRECTIONS: dict[str, TokenWeight | tuple[TokenWeight, ...]] = {
@@ -306,18 +341,15 @@ CORRECTIONS: dict[str, TokenWeight | tuple[TokenWeight, ...]] = {
 """Corrections by the name that `TrainConfig.correction` takes."""
 
 
-# --- selections that know the whole step ----------------------------------------------------------------------------
+# --- selections by numbers of the whole step --------------------------------------------------------------------------
 
 
 @part(per_token=True, needs={"entropies"})
 @dataclass(frozen=True)
-class TopEntropy:
+class TopEntropy(Share):
     """arXiv:2506.01939: only the tokens with the highest entropy, a share of all tokens of the step."""
 
     share: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_share(self.share)
 
     def __str__(self) -> str:
         return f"keeps the {self.share:g} of all tokens of the step with the highest entropy"
@@ -336,7 +368,7 @@ class TopEntropy:
 
 @part(per_token=True, draws_tokens=True)
 @dataclass(frozen=True)
-class ClipCovariance:
+class ClipCovariance(Share):
     """Clip-Cov, arXiv:2505.22617: leaves out a few random tokens whose log-prob and advantage vary together.
 
     A token qualifies when its covariance lies between `low` and `high` and the clip (`clip`: low and high of the
@@ -351,7 +383,7 @@ class ClipCovariance:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_share(self.share)
+        super().__post_init__()
         if not self.low < self.high:
             raise InputError(f"low must be below high, got {self.low!r} and {self.high!r}")
 
@@ -363,19 +395,16 @@ class ClipCovariance:
 
     def survey(self, inputs: LossInputs, log_ratio_T: Tensor) -> dict[str, Tensor]:
         means = covariance_means(inputs)
-        qualifies_T = self._qualifies(inputs, log_ratio_T, means) & inputs.segments.mask
+        qualifies_T = self._qualifies(log_ratio_T, inputs, covariance(inputs, means)) & inputs.segments.mask
         drawn = self._draw(inputs)[qualifies_T]
         count = max(int(self.share * int(inputs.segments.length.sum())), 1)
         return means | {"draw_cut": -cut_below_top(-drawn, count, tie=0.0)}
 
     def __call__(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
-        totals = inputs.totals
-        means = {name: totals.number(name) for name in ("mean_advantage", "mean_logp")}
-        drawn_T = self._draw(inputs) < totals.number("draw_cut")
-        return ~(self._qualifies(inputs, log_ratio_T, means) & drawn_T)
+        drawn_T = self._draw(inputs) < inputs.totals.number("draw_cut")
+        return ~(self._qualifies(log_ratio_T, inputs, covariance(inputs)) & drawn_T)
 
-    def _qualifies(self, inputs: LossInputs, log_ratio_T: Tensor, means: dict[str, Tensor]) -> Tensor:
-        covariance_T = covariance(inputs, means)
+    def _qualifies(self, log_ratio_T: Tensor, inputs: LossInputs, covariance_T: Tensor) -> Tensor:
         inside_T = (covariance_T > self.low) & (covariance_T < self.high)
         if self.clip is None:
             return inside_T
@@ -426,21 +455,21 @@ class SecondMoment:
         return _outward(log_ratio_T, inputs) if self.outward_only else torch.ones_like(log_ratio_T, dtype=torch.bool)
 
 
-@part(per_token=True, needs=_base_needs)
+@part(per_token=True)
 @dataclass(frozen=True)
-class VariationBudget:
+class VariationBudget(_Compared):
     """VACO, arXiv:2603.01365: once the step's mean |ratio - 1| exceeds the budget, outward tokens are left out.
 
     The ratio is the policy over the sampler, or over the trainer's old policy.
     """
 
     budget: float = 0.1
-    base: Base = "old"
+    base: Anchor = "old"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.budget > 0:
             raise InputError(f"budget must be positive, got {self.budget!r}")
-        _check_base(self.base)
 
     def __str__(self) -> str:
         return f"keeps all while the step's mean |p/{self.base} - 1| <= {self.budget:g}, else what moves back"
@@ -453,44 +482,46 @@ class VariationBudget:
         return ~_outward(self._log_ratio(inputs), inputs) | (inputs.totals.number("variation") <= self.budget)
 
     def _log_ratio(self, inputs: LossInputs) -> Tensor:
-        return (inputs.logps.detach() - _base_logps(self.base, inputs)).clamp(-20, 20)
+        return (inputs.logps.detach() - self.base_logps(inputs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 # --- trust regions on the token's probability: they need nothing of the rest of the step ----------------------------
-# A ratio says little about a token whose probability is tiny: 1e-6 -> 2e-6 is a ratio of 2 and a change of nothing.
+# The ratio of an unlikely token is a poor measure of a move: 1e-6 -> 2e-6 is a ratio of 2 and almost no change.
 
 
-@part(per_token=True, needs=_base_needs)
+@part(per_token=True)
 @dataclass(frozen=True)
-class TVRegion:
+class TVRegion(_Compared):
     """DPPO-TV, arXiv:2602.04879: leaves out a token that has moved too far the way its advantage pushes."""
 
     low: float = 0.2
     high: float = 0.2
-    base: Base = "old"
+    base: Anchor = "old"
 
     def __post_init__(self) -> None:
-        _check_region(self.base, self.low, self.high)
+        super().__post_init__()
+        self.check_bounds(self.low, self.high)
 
     def __str__(self) -> str:
         return f"keeps p - {self.base} <= {self.high:g} where A > 0, >= -{self.low:g} elsewhere; p = exp(logp)"
 
     def __call__(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
-        moved_T = inputs.logps.detach().exp() - _base_logps(self.base, inputs).exp()
+        moved_T = self.moved(inputs)
         return torch.where(inputs.advantages > 0, moved_T <= self.high, moved_T >= -self.low)
 
 
-@part(per_token=True, needs=_base_needs)
+@part(per_token=True)
 @dataclass(frozen=True)
-class KLRegion:
+class KLRegion(_Compared):
     """DPPO-KL, arXiv:2602.04879: as `TVRegion`, by the KL of "this token or any other" between base and policy."""
 
     low: float = 0.05
     high: float = 0.05
-    base: Base = "old"
+    base: Anchor = "old"
 
     def __post_init__(self) -> None:
-        _check_region(self.base, self.low, self.high)
+        super().__post_init__()
+        self.check_bounds(self.low, self.high)
 
     def __str__(self) -> str:
         return (
@@ -499,29 +530,28 @@ class KLRegion:
         )
 
     def __call__(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
-        logps_T, base_T = inputs.logps.detach(), _base_logps(self.base, inputs)
+        logps_T, base_T = inputs.logps.detach(), self.base_logps(inputs)
         # -expm1(logp) is 1 - p without cancellation; 1e-8 keeps the logarithm of a certain token finite
         rest_T, base_rest_T = -logps_T.expm1() + 1e-8, -base_T.expm1() + 1e-8
         kl_T = base_T.exp() * (base_T - logps_T) + (base_rest_T - 1e-8) * (base_rest_T / rest_T).log()
-        is_up_T = logps_T > base_T
-        up_T, down_T = (kl_T <= self.high) | ~is_up_T, (kl_T <= self.low) | (logps_T >= base_T)
+        up_T, down_T = (kl_T <= self.high) | ~(logps_T > base_T), (kl_T <= self.low) | (logps_T >= base_T)
         return torch.where(inputs.advantages > 0, up_T, down_T)
 
 
-@part(per_token=True, needs=_base_needs)
+@part(per_token=True)
 @dataclass(frozen=True)
-class ProbabilityBand:
+class ProbabilityBand(_Compared):
     """Leaves out a token whose probability has moved by more than the threshold, whichever way (prime-rl's IPO)."""
 
     threshold: float = 0.1
-    base: Base = "old"
+    base: Anchor = "old"
 
     def __post_init__(self) -> None:
-        _check_region(self.base, self.threshold, self.threshold)
+        super().__post_init__()
+        self.check_bounds(self.threshold, self.threshold)
 
     def __str__(self) -> str:
         return f"keeps |p - {self.base}| <= {self.threshold:g}, p = exp(logp)"
 
     def __call__(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
-        moved_T = inputs.logps.detach().exp() - _base_logps(self.base, inputs).exp()
-        return moved_T.abs() <= self.threshold
+        return self.moved(inputs).abs() <= self.threshold

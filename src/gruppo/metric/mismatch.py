@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 class MismatchMetric(Metric):
     """Ratio of trainer to sampler over a step; keys `sampler/...`.
 
-    Args:
-        device_mesh: reduce over all its ranks.
-        process_group: reduce over this group instead.
-        tail: a token counts in the tails when rho > tail or rho < 1 / tail.
-        ignore_index: the label of slots that are not scored.
+    A token counts in the tails when rho > `tail` or rho < 1 / `tail`. Further arguments are those of `Metric`.
     """
 
     sums = ("tokens", "gap", "kl", "rho", "rho2", "above", "below", "sequences", "sequence_rho", "sequence_rho2")

@@ -13,7 +13,7 @@ from torch import Tensor
 from gruppo.batch.segments import IGNORE_INDEX
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs, PerToken
-from gruppo.loss.level import MAX_LOG_RATIO, token_level
+from gruppo.loss.parts import MAX_LOG_RATIO, token_level
 from gruppo.loss.policy import PolicyLoss
 from gruppo.loss.terms import MAX_DELTA
 from gruppo.metric.base import Metric, exact_sum_
@@ -28,18 +28,15 @@ TOP_FIELDS = ("kl", "sequence", "position", "token_id", "ratio", "new_logp", "ol
 
 
 class PolicyMetric(Metric):
-    """Base class of the metrics of a policy's step; keys `train/...`.
+    """Base class of the metrics of a policy's step; keys `train/...`. Further arguments are those of `Metric`.
 
     Args:
-        device_mesh: reduce over all its ranks.
-        process_group: reduce over this group instead.
         epsilon: a ratio below 1 - epsilon counts as clipped low. None: no clip rates are reported.
         epsilon_high: a ratio above 1 + epsilon_high counts as clipped high; None: epsilon.
         temperature: multiplies both log-probs before means and KL. This undoes the scaling of the logits but not the
             change of their normaliser, so it approximates the log-probs at temperature 1. Clip rates and the ratio
             always use the log-probs as they are, because those are what the loss clips.
         top_k_kl: report the K tokens with the largest KL.
-        ignore_index: the label of slots that are not scored.
     """
 
     sums = ("tokens", "new", "compared", "old", "diff", "kl", "with_entropy", "entropy", "units", "low", "high")
@@ -79,7 +76,7 @@ class PolicyMetric(Metric):
         return cls(epsilon=low, epsilon_high=high, **options)
 
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """How many tokens (or sequences) there are, how many are clipped low, and how many high, each `[]`."""
+        """Number of tokens (or sequences), of those clipped low and of those clipped high, each `[]`."""
         raise NotImplementedError
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]  it reads these alone
@@ -107,7 +104,8 @@ class PolicyMetric(Metric):
             if self.temperature != 1:
                 ratio_T = token_level(inputs).exp()
             if self.top_k_kl:
-                self._merge_top(_top_tokens(inputs, kl_T, ratio_T, new_T, old_T, self.top_k_kl, self._num_sequences))
+                rows = _top_tokens(inputs, kl_T, ratio_T, new_T, old_T, self.top_k_kl, self._num_sequences)
+                self._top = self._best(rows if self._top is None else torch.cat([self._top, rows]))
             if inputs.has_advantages and self.clips:
                 values["units"], values["low"], values["high"] = self.count_clipped(inputs, ratio_T)
             # Both are never negative, so 0 in a slot that is not scored cannot win.
@@ -145,28 +143,23 @@ class PolicyMetric(Metric):
 
     # --- the K tokens that moved most -----------------------------------------------------------------------------
 
-    def _merge_top(self, rows: Tensor) -> None:
-        """Keep the best k of the old rows and the new. The sort is stable: of equal rows the earlier stays."""
-        rows = rows if self._top is None else torch.cat([self._top, rows])
-        self._top = rows[rows[:, 0].argsort(descending=True, stable=True)[: self.top_k_kl]]
+    def _best(self, rows: Tensor) -> Tensor:
+        """The k rows with the largest KL. The sort is stable: of equal rows the earlier stays."""
+        return rows[rows[:, 0].argsort(descending=True, stable=True)[: self.top_k_kl]]
 
     def _top_of_all_ranks(self) -> list[dict[str, Any]]:
         """Records of the best k of all ranks; sequences are numbered through in rank order."""
-        rows = self._top
-        if self.groups:
-            device = reduction_device(self.groups) if rows is None else rows.device
-            own = torch.full((self.top_k_kl + 1, len(TOP_FIELDS)), -torch.inf, dtype=torch.float64, device=device)
-            if rows is not None:
-                own[: len(rows)] = rows
-            own[-1] = self._num_sequences
-            per_rank = gather_over(self.groups, own)
-            first_sequence = per_rank[:, -1, 0].cumsum(0) - per_rank[:, -1, 0]
-            per_rank[:, :-1, 1] += first_sequence[:, None]
-            rows = per_rank[:, :-1].flatten(0, 1)
-            rows = rows[rows[:, 0].argsort(descending=True, stable=True)[: self.top_k_kl]]
-        records = [] if rows is None else [dict(zip(TOP_FIELDS, row, strict=True)) for row in rows.tolist()]
+        device = reduction_device(self.groups) if self._top is None else self._top.device
+        own = torch.full((self.top_k_kl + 1, len(TOP_FIELDS)), -torch.inf, dtype=torch.float64, device=device)
+        if self._top is not None:
+            own[: len(self._top)] = self._top
+        own[-1] = self._num_sequences
+        per_rank = gather_over(self.groups, own)
+        per_rank[:, :-1, 1] += (per_rank[:, -1, 0].cumsum(0) - per_rank[:, -1, 0])[:, None]  # sequences of ranks before
+        rows = self._best(per_rank[:, :-1].flatten(0, 1))
+        records = [dict(zip(TOP_FIELDS, row, strict=True)) for row in rows.tolist() if row[0] != -torch.inf]
         whole = ("sequence", "position", "token_id")
-        return [{k: int(v) if k in whole else v for k, v in x.items()} for x in records if x["kl"] != -torch.inf]
+        return [{name: int(v) if name in whole else v for name, v in record.items()} for record in records]
 
 
 def _top_tokens(
@@ -204,9 +197,11 @@ class GRPOMetric(PolicyMetric):
 
     def count_clipped(self, inputs: LossInputs, ratio_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The ratio of a slot that is not scored is 1, which no band leaves out.
-        low_T = (ratio_T < self.low) & (inputs.advantages < 0)
-        high_T = (ratio_T > self.high) & (inputs.advantages > 0)
-        return inputs.segments.length.sum(), low_T.count_nonzero(), high_T.count_nonzero()
+        # A comparison that writes 1.0 and 0.0 takes a third of the time of one that writes bools.
+        out_T, push_T = torch.empty_like(ratio_T), torch.empty_like(ratio_T)
+        low = torch.dot(torch.lt(ratio_T, self.low, out=out_T), torch.lt(inputs.advantages, 0, out=push_T))
+        high = torch.dot(torch.gt(ratio_T, self.high, out=out_T), torch.gt(inputs.advantages, 0, out=push_T))
+        return inputs.segments.length.sum(), low, high
 
 
 class CISPOMetric(PolicyMetric):

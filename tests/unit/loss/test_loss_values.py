@@ -28,7 +28,7 @@ from gruppo.loss import (
     part,
     token_mean,
 )
-from gruppo.loss.level import CorrectedSum
+from gruppo.loss.weights import CorrectedSum
 from gruppo.metric import metric_for
 
 LABELS = torch.tensor([[1, 2, 3]])

@@ -24,6 +24,7 @@ from gruppo.loss import (
     SAPOLoss,
     sequence_token_level,
 )
+from gruppo.loss.inputs import align
 from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric, PolicyMetric, metric_for, pass_at_k
 
 LABELS = torch.tensor([[-100, 7, 8], [-100, 9, -100]])
@@ -418,3 +419,12 @@ def test_pass_at_k_by_counting(n, c, k, expected):
 def test_pass_at_k_of_impossible_counts_is_refused(n, c, k):
     with pytest.raises(InputError, match=f"1 <= k <= n and 0 <= c <= n, got n={n}, c={c}, k={k}"):
         pass_at_k(n, c, k)
+
+
+def test_a_refused_call_without_advantages_does_not_change_what_the_next_one_reports():
+    labels, logps = torch.tensor([[1, 2]]), torch.tensor([[-1.0, -2.0]])
+    metric = GRPOMetric()
+    with pytest.raises(InputError, match="old_logps"):
+        metric.accumulate({"labels": labels}, {"logps": logps}, old_logps=torch.zeros(1, 3))
+    metric.add(align({"labels": labels}, {"logps": logps}, old_logps=logps - 1, advantages=[1.0]))
+    assert metric.calculate()["train/clip_ratio"] == 1.0  # both ratios are e

@@ -1,4 +1,4 @@
-"""The group's mean as the baseline: GRPO, papers that change its divisor, leave-one-out, and several rewards apart."""
+"""Baselines: a mean of the group, of the others of the group, of the batch, or the greedy completion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,11 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gruppo.advantage.base import Estimator
-from gruppo.advantage.group import Groups, Scale
+from gruppo.advantage.estimator import Estimator, Groups, Scale
 from gruppo.errors import InputError
 
-__all__ = ["DRGRPOAdvantage", "GDPOAdvantage", "GRPOAdvantage", "LitePPOAdvantage", "RLOOAdvantage"]
+__all__ = [
+    "DRGRPOAdvantage", "GDPOAdvantage", "GRPOAdvantage", "LitePPOAdvantage", "OPOAdvantage", "RLOOAdvantage",
+    "ReMaxAdvantage", "ReinforcePlusPlusAdvantage", "ReinforcePlusPlusBaselineAdvantage",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,3 +139,92 @@ class GDPOAdvantage(Estimator, name="gdpo", per_reward=True):
             valid = valid | (column.valid if weight != 0 else False)
         summed = replace(columns[0], rewards=total, valid=valid)
         return summed.result(total / (summed.std("batch", self.ddof) + self.eps), where=total != 0)
+
+
+@dataclass(frozen=True)
+class OPOAdvantage(Estimator, name="opo", scale="none", needs=("lengths",)):
+    """Reward minus the length-weighted mean of its group: OPO, arXiv:2505.23585.
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j
+
+    The baseline of least variance when the gradient's size grows with the length of a completion.
+
+    >>> OPOAdvantage()([1.0, 0.0], num_generations=2, lengths=[1, 3])
+    tensor([ 0.7500, -0.2500])
+    """
+
+    def estimate(self, groups: Groups, lengths: Tensor) -> Tensor:
+        baseline = groups.sum(lengths * groups.rewards) / groups.sum(lengths).clamp(min=1)
+        return groups.result(groups.rewards - baseline[groups.group])
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusAdvantage(Estimator, name="reinforce_pp", scale="batch", uses=("lengths",)):
+    """Rewards whitened over the tokens of the batch: REINFORCE++, arXiv:2501.03262.
+
+        A_i = (r_i - mean) / (std + eps),  mean and std over all tokens of the batch
+
+    With one reward at the end of a completion every token of it has that return, so token statistics are those of the
+    rewards weighted by `lengths`; without lengths every completion counts once. Groups play no part: a group whose
+    rewards are all equal has an advantage unless the whole batch is equal. `ddof=1` is verl's deviation, 0 OpenRLHF's.
+
+    >>> ReinforcePlusPlusAdvantage()([1.0, 0.0, 0.0], lengths=[2, 1, 1])
+    tensor([ 0.8660, -0.8660, -0.8660])
+    """
+
+    ddof: int = 1
+    eps: float = 1e-8
+
+    def estimate(self, groups: Groups, lengths: Tensor | None) -> Tensor:
+        whole = groups.whole()
+        whitened = _whiten(groups, groups.rewards, lengths, self.ddof, self.eps)
+        return groups.result(whitened, where=whole.has_spread()[whole.group])
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaselineAdvantage(Estimator, name="reinforce_pp_baseline", scale="batch", uses=("lengths",)):
+    """Reward minus the mean of its group, then whitened over the batch: REINFORCE++-baseline, arXiv:2501.03262.
+
+        c_i = r_i - mean_g,   A_i = (c_i - mean(c)) / (std(c) + eps),  mean and std over all tokens of the batch
+
+    Without `lengths` every completion counts once; then mean(c) is 0, and a group without spread gets exactly 0. With
+    lengths it gets -mean(c) / std(c), as in verl (`ddof=1`) and OpenRLHF (`ddof=0`).
+
+    >>> ReinforcePlusPlusBaselineAdvantage()([1.0, 0.0, 1.0, 1.0], num_generations=2)
+    tensor([ 1.2247, -1.2247,  0.0000,  0.0000])
+    """
+
+    ddof: int = 1
+    eps: float = 1e-8
+
+    def estimate(self, groups: Groups, lengths: Tensor | None) -> Tensor:
+        # Over completions that count once the mean is 0, and rounding must not make it something else.
+        whitened = _whiten(groups, groups.centered(), lengths, self.ddof, self.eps, shift=lengths is not None)
+        return groups.result(whitened, where=groups.has_spread().any().expand(len(whitened)))
+
+
+@dataclass(frozen=True)
+class ReMaxAdvantage(Estimator, name="remax", scale="none", needs=("greedy_rewards",)):
+    """Reward minus the reward of the greedy completion of the same prompt: ReMax, arXiv:2310.10505.
+
+        A_i = r_i - r(greedy)
+
+    A group whose rewards are all equal has an advantage when the greedy completion did better or worse.
+
+    >>> ReMaxAdvantage()([1.0, 0.0], num_generations=2, greedy_rewards=[1.0, 1.0])
+    tensor([ 0., -1.])
+    """
+
+    def estimate(self, groups: Groups, greedy_rewards: Tensor) -> Tensor:
+        return groups.result(groups.rewards - greedy_rewards, where=~greedy_rewards.isnan())
+
+
+def _whiten(
+    groups: Groups, values: Tensor, lengths: Tensor | None, ddof: int, eps: float, shift: bool = True
+) -> Tensor:
+    """Values minus their mean over their deviation, over the tokens of the batch; without lengths over completions."""
+    weight = groups.valid.to(torch.float64) if lengths is None else torch.where(groups.valid, lengths, 0)
+    total = weight.sum()
+    mean = (weight * values).sum() / total.clamp(min=1)
+    variance = (weight * (values - mean).square()).sum() / (total - ddof).clamp(min=1)
+    return (values - mean if shift else values) / (variance.sqrt() + eps)
