@@ -44,10 +44,10 @@ def trace_step() -> Trace:
     """Trace the second step of a default run."""
     codes: set[CodeType] = set()
     made: list[Any] = []
-    handed_on: set[int] = set()
+    handed_on: dict[int, Any] = {}  # the objects stay alive, so that no other gets their id
 
     def hand_on(value: Any) -> None:
-        handed_on.add(id(value))
+        handed_on[id(value)] = value
         if isinstance(value, tuple | list) and value and not isinstance(value[0], int | float):
             for item in value:
                 hand_on(item)
@@ -82,7 +82,7 @@ def trace_step() -> Trace:
     return Trace({file: sorted(names) for file, names in functions.items()}, found)
 
 
-def holders(made: list[Any], trajectory: Any, handed_on: set[int]) -> list[str]:
+def holders(made: list[Any], trajectory: Any, handed_on: dict[int, Any]) -> list[str]:
     """Types of the objects that hold the sequence and are handed on, in the order in which they first do."""
     tokens = list(trajectory.tokens)
     logps = torch.tensor(trajectory.logps)

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import InputError
-from gruppo.types import Message, Prompt, SampleResponse
+from gruppo.types import Message, Prompt, SampleResponse, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
 
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """A prompt of the data set, a text, token ids, chat messages, or a row with `prompt`, `messages` or `input_ids`."""
+
+Samples = tuple[Trajectory, ...]
+"""The trajectories of one prompt."""
 
 Poll = Callable[[], None]
 """Cancellation hook: called while waiting; raise to abort."""
@@ -89,7 +92,7 @@ class Sampler(ABC):
         """The weights that `load` took last; None: those of the start, or the trainer's own."""
 
     @abstractmethod
-    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
+    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[Samples]]:
         """Start the completions; one future per request, in order. A future that is cancelled frees the sampler.
 
         The draws are decided by the requests: `seed` and `step` of the params are not read.
@@ -99,6 +102,12 @@ class Sampler(ABC):
         self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
     ) -> list[SampleResponse]:
         """Draw `num_samples` completions of each prompt. The same seed, step and weights give the same tokens."""
+        return [SampleResponse(sequences=samples) for samples in self.draw(batch, num_samples, params)]
+
+    def draw(
+        self, batch: Sequence[PromptLike], num_samples: int = 1, params: SamplingParams | None = None
+    ) -> list[Samples]:
+        """As `sample`, each prompt's trajectories in a tuple."""
         check_call(batch, num_samples, params)
         params = params or SamplingParams()
         if not batch:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gruppo.errors import InputError, NumericError
 from gruppo.random import row_keys, row_uniforms
-from gruppo.sampler.base import Poll, Sampler, SampleRequest, SamplingParams
-from gruppo.types import InputFeature, SampleResponse, Trajectory
+from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
+from gruppo.types import InputFeature, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
 from gruppo.weights.source import end_tokens_of
@@ -68,9 +68,9 @@ class TorchSampler(Sampler):
         """The way the model decodes; None until the first call of `submit`."""
 
     @torch.inference_mode()
-    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
+    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[Samples]]:
         """Decode all requests; the futures are complete."""
-        futures: list[Future[SampleResponse]] = [Future() for _ in requests]
+        futures: list[Future[Samples]] = [Future() for _ in requests]
         was_training = self.model.model.training
         self.model.model.eval()
         try:
@@ -125,7 +125,7 @@ class _Decoding:
         self.stopped = np.zeros(len(self.owner), dtype=bool)
         self.stop_ids = np.fromiter(sampler.stop_ids, dtype=np.int64)
 
-    def run(self) -> list[SampleResponse]:
+    def run(self) -> list[Samples]:
         rows_class = RecomputedRows if self.sampler.way == "recomputed" else CachedRows
         rows = rows_class(self.sampler.model, [r.prompt.token_ids for r in self.requests])
         active = np.arange(len(self.tokens))
@@ -157,7 +157,7 @@ class _Decoding:
             self.sampler.poll()
             rows.advance(keep, drawn)
         sampled = iter(self._trajectories())
-        return [SampleResponse(sequences=tuple(next(sampled) for _ in range(r.num_samples))) for r in self.requests]
+        return [tuple(next(sampled) for _ in range(r.num_samples)) for r in self.requests]
 
     def _draw(self, logits_CV: Tensor, home: np.ndarray, active: np.ndarray, step: int) -> np.ndarray:
         """Draw a token per active row, note it and its log-prob, and mark the rows that end."""

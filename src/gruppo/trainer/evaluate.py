@@ -33,8 +33,8 @@ def evaluate(
 
     An answer is right where the scorer marks it correct. One that it leaves open counts as wrong.
     """
-    responses = sampler.sample(prompts, 1, greedy(params))
-    groups, _ = score(prompts, responses, scorer, step=params.step or 0, seed=params.seed)
+    samples = sampler.draw(prompts, 1, greedy(params))
+    groups, _ = score(prompts, samples, scorer, step=params.step or 0, seed=params.seed)
     rollouts = [group.rollouts[0] for group in groups]
     right = sum(rollout.correct is True for rollout in rollouts)
     low, high = wilson_interval(right, len(rollouts))
@@ -43,8 +43,8 @@ def evaluate(
     if rewards:
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     if num_samples:
-        responses = sampler.sample(prompts, num_samples, params)
-        groups, _ = score(prompts, responses, scorer, step=params.step or 0, seed=params.seed)
+        samples = sampler.draw(prompts, num_samples, params)
+        groups, _ = score(prompts, samples, scorer, step=params.step or 0, seed=params.seed)
         counts = [sum(rollout.correct is True for rollout in group.rollouts) for group in groups]
         metrics |= pass_at_k_metrics(counts, num_samples)
     return Evaluation(metrics, tuple(rollouts))

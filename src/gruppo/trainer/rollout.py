@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from gruppo.advantage import Groups
 from gruppo.reward import RewardResult, RewardScorer
 from gruppo.reward.scorer import merged_metrics
-from gruppo.sampler.base import Sampler, SamplingParams
+from gruppo.sampler.base import Sampler, Samples, SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.state import SolvedPrompts
-from gruppo.types import Group, Prompt, Rollout, SampleResponse
+from gruppo.types import Group, Prompt, Rollout
 
 Timed = Callable[[str], AbstractContextManager[None]]
 
@@ -67,9 +67,9 @@ class RolloutSource:
         self, prompts: list[Prompt], num_samples: int, number: int, params: SamplingParams
     ) -> tuple[list[Group], RewardResult]:
         with self.timed("sample"):
-            responses = self.sampler.sample(prompts, num_samples, params)
+            samples = self.sampler.draw(prompts, num_samples, params)
         with self.timed("reward"):
-            return score(prompts, responses, self.scorer, step=number - 1, seed=self.params.seed)
+            return score(prompts, samples, self.scorer, step=number - 1, seed=self.params.seed)
 
     def _draw(self, step: int, used: set[int], *, is_first: bool) -> list[Prompt]:
         """The next batch of prompts, without solved ones and without those that this step has had."""
@@ -96,11 +96,11 @@ def greedy(params: SamplingParams) -> SamplingParams:
 
 
 def score(
-    prompts: Sequence[Prompt], responses: Sequence[SampleResponse], scorer: RewardScorer, *, step: int, seed: int
+    prompts: Sequence[Prompt], samples: Sequence[Samples], scorer: RewardScorer, *, step: int, seed: int
 ) -> tuple[list[Group], RewardResult]:
     """The completions of each prompt as a group of scored rollouts, and what the reward functions gave."""
-    owners = [prompt for prompt, r in zip(prompts, responses, strict=True) for _ in r.sequences]
-    sequences = [s for response in responses for s in response.sequences]
+    owners = [prompt for prompt, drawn in zip(prompts, samples, strict=True) for _ in drawn]
+    sequences = [trajectory for drawn in samples for trajectory in drawn]
     names = sorted({name for p in prompts for name in p.columns})
     result = scorer.score(
         [p.source for p in owners],
@@ -109,7 +109,7 @@ def score(
         columns={name: [p.columns.get(name) for p in owners] for name in names},
         step=step,
         rng_seed=seed,
-        group_ids=[i for i, response in enumerate(responses) for _ in response.sequences],
+        group_ids=[i for i, drawn in enumerate(samples) for _ in drawn],
     )
     rollouts = iter([
         Rollout(
@@ -123,8 +123,8 @@ def score(
         for i, trajectory in enumerate(sequences)
     ])  # fmt: skip
     groups = [
-        Group(prompt=prompt, rollouts=tuple(next(rollouts) for _ in response.sequences))
-        for prompt, response in zip(prompts, responses, strict=True)
+        Group(prompt=prompt, rollouts=tuple(next(rollouts) for _ in drawn))
+        for prompt, drawn in zip(prompts, samples, strict=True)
     ]
     return groups, result
 

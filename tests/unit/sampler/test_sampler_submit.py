@@ -28,10 +28,10 @@ def sampler() -> TorchSampler:
 def test_requests_of_several_steps_and_sizes_draw_what_they_draw_alone(sampler: TorchSampler, way: Way) -> None:
     sampler.way = way
     together = [future.result(timeout=0) for future in sampler.submit(REQUESTS, PARAMS)]
-    assert [len(r.sequences) for r in together] == [3, 1, 5, 2]
+    assert [len(drawn) for drawn in together] == [3, 1, 5, 2]
     alone = [sampler.submit([request], PARAMS)[0].result(timeout=0) for request in REQUESTS]
-    tokens = [[s.tokens for s in r.sequences] for r in together]
-    assert tokens == [[s.tokens for s in r.sequences] for r in alone]
+    tokens = [[t.tokens for t in drawn] for drawn in together]
+    assert tokens == [[t.tokens for t in drawn] for drawn in alone]
     assert tokens[2][4] == tokens[3][0]
     assert len({t for group in tokens for t in group}) == 10
 
@@ -45,7 +45,7 @@ def test_sample_submits_the_seed_and_step_of_its_params(sampler: TorchSampler) -
     ]
     assert sampler.requests(prompts, 2, params) == expected
     futures = sampler.submit(expected, PARAMS)  # the params' own seed and step are another
-    assert sampler.sample(prompts, 2, params) == [f.result(timeout=0) for f in futures]
+    assert sampler.draw(prompts, 2, params) == [f.result(timeout=0) for f in futures]
 
 
 def test_no_requests_run_no_forward(sampler: TorchSampler) -> None:

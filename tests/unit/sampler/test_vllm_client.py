@@ -16,6 +16,7 @@ from stub_vllm import Answer, StubServer
 from gruppo.errors import InputError, SamplerError
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.sampler import SamplingParams, vLLMSampler
+from gruppo.sampler.base import Samples
 from gruppo.sampler.vllm.server import _flags
 from gruppo.types import InputFeature, Prompt, SampleResponse
 from gruppo.weights import WeightStore, store
@@ -341,14 +342,14 @@ def wait_for(is_true: Callable[[], bool], seconds: float = 5.0) -> bool:
 # --- futures ------------------------------------------------------------------------------------------------------
 
 
-def submit(sampler: vLLMSampler, prompts: list[str]) -> list[Future[SampleResponse]]:
+def submit(sampler: vLLMSampler, prompts: list[str]) -> list[Future[Samples]]:
     return sampler.submit(sampler.requests(prompts, 3, PARAMS), PARAMS)
 
 
 def test_a_server_answers_while_another_one_still_works(stubs: MakeStub, samplers: MakeSampler) -> None:
     slow, fast = stubs(), stubs()
     sampler = samplers(slow, fast)
-    expected = sampler.sample(PROMPTS[:4], 3, PARAMS)
+    expected = sampler.draw(PROMPTS[:4], 3, PARAMS)
     slow.hangs = True
     futures = submit(sampler, PROMPTS[:4])
     assert [futures[i].result(timeout=30) for i in (1, 3)] == [expected[1], expected[3]]
@@ -370,17 +371,17 @@ def test_requests_are_answered_with_the_weights_that_were_loaded_when_they_were_
     loading = threading.Thread(target=sampler.load, args=(published,))
     loading.start()
     assert wait_for(sampler._lock.locked)
-    later: list[Future[SampleResponse]] = []
+    later: list[Future[Samples]] = []
     submitting = threading.Thread(target=lambda: later.extend(submit(sampler, PROMPTS[:2])))
     submitting.start()
     stub.hangs = False
     for thread in (loading, submitting):
         thread.join(30)
     for model, futures in ((first, before), (second, later)):
-        responses = [future.result(timeout=30) for future in futures]
+        responses = [SampleResponse(sequences=future.result(timeout=30)) for future in futures]
         assert {s.policy_version for r in responses for s in r.sequences} == {model.version}
         assert_sampled_by(model, responses)
-    assert largest_gap(second, [f.result() for f in before], PARAMS.temperature) > 0.01
+    assert largest_gap(second, [SampleResponse(sequences=f.result()) for f in before], PARAMS.temperature) > 0.01
 
 
 def test_cancelled_requests_leave_the_server_at_once(stubs: MakeStub, samplers: MakeSampler) -> None:
@@ -402,7 +403,7 @@ def test_cancelled_requests_leave_the_server_at_once(stubs: MakeStub, samplers: 
 def test_a_batch_with_one_cancelled_request_is_answered_for_the_others(stubs: MakeStub, samplers: MakeSampler) -> None:
     stub = stubs()
     sampler = samplers(stub)
-    expected = sampler.sample(PROMPTS[:3], 3, PARAMS)
+    expected = sampler.draw(PROMPTS[:3], 3, PARAMS)
     stub.hangs = True
     futures = submit(sampler, PROMPTS[:3])
     futures[1].cancel()
@@ -417,7 +418,7 @@ def test_an_interrupt_in_the_waiting_thread_cancels_its_requests(
     stub = stubs()
     sampler, started = samplers(stub), stub.started
 
-    def interrupted(futures: list[Future[SampleResponse]]) -> None:
+    def interrupted(futures: list[Future[Samples]]) -> None:
         assert wait_for(lambda: stub.started == started + len(PROMPTS))
         raise KeyboardInterrupt
 
@@ -446,9 +447,9 @@ def test_closing_aborts_what_is_running_and_refuses_more(stubs: MakeStub, sample
 def test_one_unusable_answer_fails_its_own_request(stubs: MakeStub, samplers: MakeSampler) -> None:
     stub = stubs()
     sampler = samplers(stub)
-    expected = sampler.sample(PROMPTS[:3], 3, PARAMS)
+    expected = sampler.draw(PROMPTS[:3], 3, PARAMS)
     spoil = change("token_ids", [])
-    stub.spoil = lambda answer: spoil(answer) if stub.prompts[-1] == expected[1].sequences[0].prompt_ids else answer
+    stub.spoil = lambda answer: spoil(answer) if stub.prompts[-1] == expected[1][0].prompt_ids else answer
     futures = submit(sampler, PROMPTS[:3])
     with pytest.raises(SamplerError, match="it is empty"):
         futures[1].result(timeout=30)

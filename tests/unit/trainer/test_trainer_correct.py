@@ -204,19 +204,14 @@ def test_the_gradient_norm_is_that_of_updates_that_had_a_gradient(make_trainer: 
 def test_the_gap_to_the_sampler_is_not_the_policys_own_move_and_covers_dead_sequences(make_trainer: Make) -> None:
     """A sampler whose log-probs are off by 0.1 on every token, and four updates that move the policy far."""
     trainer = make_trainer(rewards=("step_rewards:later_half",), epochs_per_batch=2, minibatches=2, lr=3e-3, **HOT)
-    sampler, sample = trainer.sampler, trainer.sampler.sample
+    sampler, sample = trainer.sampler, trainer.sampler.draw
     trainer.model.measures_gap = True
     from dataclasses import replace
 
     def shifted(*args: Any) -> Any:
-        return [
-            replace(r, sequences=tuple(
-                replace(s, logps=tuple(x - 0.1 for x in s.logps)) for s in r.sequences
-            ))
-            for r in sample(*args)
-        ]  # fmt: skip
+        return [tuple(replace(t, logps=tuple(x - 0.1 for x in t.logps)) for t in drawn) for drawn in sample(*args)]
 
-    sampler.sample = shifted  # type: ignore[method-assign]
+    sampler.draw = shifted  # type: ignore[method-assign]
     metrics = trainer.step()
     assert metrics["live/token_ratio_max"] > 1.2  # it did move
     assert metrics["sampler/logp_gap_mean"] == pytest.approx(0.1, abs=1e-4)

@@ -64,8 +64,8 @@ def trainer_indices(trainer: GRPOTrainer) -> list[int]:
 def test_the_baseline_of_remax_is_the_greedy_answer_of_the_weights_that_sampled(make_trainer: Make) -> None:
     trainer = make_trainer(advantage="remax", **HOT)
     prompts = [trainer.prompts.train.prompts[i] for i in trainer_indices(trainer)]
-    responses = trainer.sampler.sample(prompts, 1, SamplingParams(temperature=0.0, max_new_tokens=5))
-    right = [float(r.sequences[0].text == p.columns["answer"]) for r, p in zip(responses, prompts, strict=True)]
+    responses = trainer.sampler.draw(prompts, 1, SamplingParams(temperature=0.0, max_new_tokens=5))
+    right = [float(r[0].text == p.columns["answer"]) for r, p in zip(responses, prompts, strict=True)]
     trainer.step()
     rollouts, ids = flat(trainer)
     assert [r.advantage for r in rollouts] == [r.reward - right[i] for r, i in zip(rollouts, ids, strict=True)]

@@ -28,13 +28,13 @@ def same(trainer: GRPOTrainer, before: dict[str, torch.Tensor]) -> bool:
 def watch(trainer: GRPOTrainer) -> list[list[int]]:
     """The prompts of every batch that is sampled, filled in as the run goes."""
     batches: list[list[int]] = []
-    sample = trainer.sampler.sample
+    sample = trainer.sampler.draw
 
     def sampled(prompts: Any, *args: Any) -> Any:
         batches.append([p.index for p in prompts])
         return sample(prompts, *args)
 
-    trainer.sampler.sample = sampled  # type: ignore[method-assign]
+    trainer.sampler.draw = sampled  # type: ignore[method-assign]
     return batches
 
 
@@ -244,7 +244,7 @@ def test_a_step_that_is_stopped_while_refilling_leaves_no_trace(make_trainer: Ma
     whole = make_trainer(**RUN, output=str(tmp_path / "whole"))
     whole.train()
     trainer = make_trainer(**RUN)
-    sample, calls = trainer.sampler.sample, []
+    sample, calls = trainer.sampler.draw, []
 
     def stops_in_the_second_batch_of_step_4(prompts: Any, *args: Any) -> Any:
         if trainer.step_number == 3:
@@ -253,7 +253,7 @@ def test_a_step_that_is_stopped_while_refilling_leaves_no_trace(make_trainer: Ma
             trainer.stop.signal = signal.SIGTERM
         return sample(prompts, *args)
 
-    trainer.sampler.sample = stops_in_the_second_batch_of_step_4  # type: ignore[method-assign]
+    trainer.sampler.draw = stops_in_the_second_batch_of_step_4  # type: ignore[method-assign]
     result = trainer.train()
     assert (result.status, result.step) == ("stopped", 3)
     resumed = make_trainer(**RUN, resume=True)

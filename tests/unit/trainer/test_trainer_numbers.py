@@ -12,7 +12,7 @@ from gruppo.trainer import TrainConfig
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
 from gruppo.trainer.plan import make_plan
 from gruppo.trainer.rollout import rollout_metrics, score
-from gruppo.types import Group, Prompt, Rollout, SampleResponse, Trajectory
+from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -91,10 +91,10 @@ class ScriptedSampler:
         self.texts = texts
         self.asked: list[SamplingParams] = []
 
-    def sample(self, batch: Any, num_samples: int = 1, params: Any = None) -> list[SampleResponse]:
+    def draw(self, batch: Any, num_samples: int = 1, params: Any = None) -> list[tuple[Trajectory, ...]]:
         self.asked.append(params)
         chosen = [t[:1] if params.temperature == 0 else t[1 : 1 + num_samples] for t in self.texts]
-        return [SampleResponse(sequences=tuple(sequence(x) for x in row)) for row in chosen]
+        return [tuple(sequence(x) for x in row) for row in chosen]
 
 
 def test_evaluation_counts_greedy_and_sampled_answers() -> None:
@@ -135,7 +135,7 @@ def test_the_same_prompt_drawn_twice_is_scored_as_two_groups() -> None:
     seen: list[Any] = []
     reward = load_reward(lambda completions: [float(c) for c in completions], name="f", isolated=False)
     prompts = [Prompt(token_ids=(1,), source="p", index=i) for i in range(2)]
-    responses = [SampleResponse(sequences=tuple(sequence(x) for x in texts)) for texts in ("12", "345")]
+    responses = [tuple(sequence(x) for x in texts) for texts in ("12", "345")]
     with RewardScorer([reward]) as scorer:
         plain = scorer.score
         scorer.score = lambda *args, **kw: seen.append(kw["group_ids"]) or plain(*args, **kw)  # type: ignore

@@ -240,7 +240,7 @@ def test_truncated_but_not_masked_completions_train(make_trainer: Make) -> None:
 
 
 def test_empty_completions_are_one_end_token_and_the_reward_sees_nothing(make_trainer: Make) -> None:
-    from gruppo.types import SampleResponse, Trajectory
+    from gruppo.types import Trajectory
 
     seen: list[str] = []
     trainer = make_trainer()
@@ -249,9 +249,7 @@ def test_empty_completions_are_one_end_token_and_the_reward_sees_nothing(make_tr
         seen.extend(completions) or score(prompts, completions, **k)
     )
     empty = {"tokens": (2,), "logps": (-5.0,), "text": "", "stop_reason": "stop"}
-    trainer.sampler.sample = lambda prompts, num, params: [
-        SampleResponse(sequences=(Trajectory(prompt=p, **empty),) * num) for p in prompts
-    ]
+    trainer.sampler.draw = lambda prompts, num, params: [(Trajectory(prompt=p, **empty),) * num for p in prompts]
     metrics = trainer.step()
     assert seen == [""] * 16
     assert (metrics["completion/empty_frac"], metrics["completion/len_mean"], metrics["reward/mean"]) == (1.0, 1.0, 0.0)
@@ -499,9 +497,9 @@ def test_a_signal_anywhere_saves_and_resumes_to_the_same_bits(
     if site == "first evaluation":
         after("evaluate", trainer, lambda: trainer.step_number == 0)
     elif site == "first sampling":  # the first evaluation is recorded, no step is
-        after("sample", trainer.sampler, lambda: (trainer.run.path / "metrics.jsonl").exists())
+        after("draw", trainer.sampler, lambda: (trainer.run.path / "metrics.jsonl").exists())
     elif site == "sampling":
-        after("sample", trainer.sampler, lambda: trainer.step_number == 1)
+        after("draw", trainer.sampler, lambda: trainer.step_number == 1)
     elif site == "reward":
         after("score", trainer.scorer, lambda: trainer.step_number == 4)
     elif site == "evaluation":  # after step 3, in which weights have moved and nothing is recorded yet

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from gruppo.errors import InputError, SamplerError
-from gruppo.sampler.base import Poll, SamplingParams
+from gruppo.sampler.base import Poll, Samples, SamplingParams
 from gruppo.sampler.vllm.worker import EXTENSION
-from gruppo.types import Prompt, SampleResponse, StopReason, Trajectory
+from gruppo.types import Prompt, StopReason, Trajectory
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM has kernels for; an adapter takes the next larger one."""
@@ -29,7 +29,7 @@ class Request:
     seed: int
     copies: int = 1
     """Copies of each completion in the response: greedy ones are drawn once."""
-    future: Future[SampleResponse] = field(default_factory=Future, repr=False, compare=False)
+    future: Future[Samples] = field(default_factory=Future, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class Engine(Protocol):
 
 def response(
     request: Request, completions: Sequence[Completion], params: SamplingParams, *, vocabulary: int, version: int
-) -> SampleResponse:
+) -> Samples:
     """The answer to a request as trajectories. Raises SamplerError, with what came, if it cannot be used."""
     if len(completions) != request.num_samples:
         raise SamplerError(f"vLLM gave {len(completions)} completions where {request.num_samples} were asked for")
@@ -120,7 +120,7 @@ def response(
                 versions=(version, version),
             )
         )
-    return SampleResponse(sequences=tuple(made * request.copies))
+    return tuple(made * request.copies)
 
 
 # --- starting one -------------------------------------------------------------------------------------------------

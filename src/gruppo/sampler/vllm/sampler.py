@@ -11,10 +11,9 @@ import numpy as np
 
 from gruppo.errors import InputError
 from gruppo.random import row_keys
-from gruppo.sampler.base import Poll, Sampler, SampleRequest, SamplingParams
+from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
 from gruppo.sampler.vllm.engine import Engine, Request, engine_arguments
 from gruppo.sampler.vllm.supervisor import Supervisor
-from gruppo.types import SampleResponse
 from gruppo.weights import Published, WeightStore, source
 from gruppo.weights.canary import BOUNDS, TrainedModel, canary_rows
 
@@ -106,7 +105,7 @@ class vLLMSampler(Sampler):
         """Optimizer steps that the engines' weights have seen."""
         return 0 if self.loaded is None else self.loaded.version
 
-    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[SampleResponse]]:
+    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[Samples]]:
         """Start the completions; one future per request, in order.
 
         An engine in this process has answered when this returns; servers answer in threads.

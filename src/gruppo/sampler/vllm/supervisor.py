@@ -6,9 +6,9 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from gruppo.errors import SamplerError
-from gruppo.sampler.base import Poll, SamplingParams
+from gruppo.sampler.base import Poll, Samples, SamplingParams
 from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request, response
-from gruppo.types import Prompt, SampleResponse
+from gruppo.types import Prompt
 from gruppo.weights.canary import CanaryCheck, Rows, Verdict
 from gruppo.weights.store import NotTaken, Published, WrongWeights
 
@@ -39,7 +39,7 @@ class Supervisor:
         self._losses = 0
         """Since the last good answer."""
         self._caller_poll = poll
-        self._futures: Sequence[Future[SampleResponse]] = ()
+        self._futures: Sequence[Future[Samples]] = ()
         """Of the batch that is being answered."""
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gruppo-vllm") if engine.is_remote else None
@@ -187,7 +187,7 @@ class Supervisor:
         return load(published.folder)
 
 
-def _settle(future: Future[SampleResponse], outcome: SampleResponse | BaseException) -> None:
+def _settle(future: Future[Samples], outcome: Samples | BaseException) -> None:
     """Complete a future, unless it was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
