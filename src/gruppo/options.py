@@ -32,8 +32,11 @@ class ModelOptions(Options):
     """The adapter is scaled by lora_alpha / lora_rank. Unset: 16."""
     lora_targets: tuple[str, ...] | None = None
     """Layers that get the adapter. Unset: all linear layers except the head."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format the model computes in. Master weights, optimizer state, log-probs and losses are always float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format the model computes in; `auto` is bfloat16 on a GPU that has it, else float32. Master weights,
+    optimizer state, sums of gradients, log-probs and losses are always float32."""
+    compile: bool | None = None
+    """Compile the decoder blocks for scoring and training. Unset: on a GPU. It affects speed and memory only."""
     layout: Literal["auto", "padded", "packed", "shared"] = "auto"
     """Batch layout. `shared` computes each prompt once per group; `auto` uses it when repeating the prompts would cost
     at least 20 % more, otherwise `padded`; `packed` puts all sequences into one row. It affects speed only: a model

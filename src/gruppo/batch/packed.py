@@ -63,6 +63,7 @@ class SharedPrompts(_Tensors):
     prompt_stop: Tensor  # [R, W] int32
     slot_of: Tensor  # [T] int64: for each slot of the packed batch its slot in the flattened rows
     num_slots: int  # slots without padding
+    tiles: Tensor | None = None  # [N, 7] int32: the row cut into tiles of segments, see `tiles_of`; None: several rows
     masks: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Masks that attention kernels made of the ranges, once for all layers."""
 

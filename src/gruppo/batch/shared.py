@@ -14,6 +14,9 @@ from gruppo.batch.microbatch import split_shared
 from gruppo.batch.packed import PackedBatch, SharedPrompts, as_rollouts, pack
 from gruppo.types import InputFeature, Rollout, Trajectory
 
+TILE = 128
+"""Slots of a tile of a segment."""
+
 
 def prompt_groups(trajectories: Sequence[Trajectory]) -> list[int]:
     """The group of each trajectory: those whose prompts are equal token by token, in any order.
@@ -68,12 +71,13 @@ def pack_shared(
             prompt_stop=_rows([row.prompt_stop for row in rows], width).to(torch.int32),
             slot_of=torch.tensor([s for k in batch.kind.tolist() for s in slots[k]], dtype=torch.int64),
             num_slots=sum(len(row.input_ids) for row in rows),
+            tiles=tiles_of(rows[0].segments) if len(rows) == 1 else None,
         ),
     )
 
 
 class _Row:
-    """One row: the tensors over its slots, and where the prompt and the own slots of each sequence start."""
+    """One row: the tensors over its slots, its segments, and where prompt and own slots of each sequence start."""
 
     def __init__(self, trajectories: list[Trajectory], groups: list[int]) -> None:
         prompts = dict(zip(groups, (t.prompt_ids for t in trajectories), strict=True))
@@ -84,11 +88,16 @@ class _Row:
             tokens += prompt
         lengths = [len(prompt) for prompt in prompts.values()]
         ranges = [(0, 0, 0)] * len(prompts)  # of a segment: position of its first slot, start and stop of its prompt
-        self.places: list[tuple[int, int]] = []
-        for trajectory, group in zip(trajectories, groups, strict=True):
+        readers = {group: [len(tokens), len(tokens)] for group in prompts}
+        self.places = [(0, 0)] * len(trajectories)
+        for i in sorted(range(len(trajectories)), key=groups.__getitem__):  # a group's completions stand together
+            group, trajectory = groups[i], trajectories[i]
             start, prompt = first[group], len(prompts[group])
-            self.places.append((start, len(tokens)))
+            self.places[i] = start, len(tokens)
+            if readers[group][0] == readers[group][1]:
+                readers[group][0] = len(tokens)
             tokens += trajectory.tokens[:-1]
+            readers[group][1] = len(tokens)
             lengths.append(own_slots(trajectory))
             ranges.append((prompt, start, start + prompt))
         length_K = torch.tensor(lengths, dtype=torch.int64)
@@ -98,6 +107,25 @@ class _Row:
         self.input_ids = torch.tensor(tokens, dtype=torch.int64)
         self.own_start, position, self.prompt_start, self.prompt_stop = spread
         self.position_ids = position + torch.arange(len(tokens)) - self.own_start
+        seen_by = [*readers.values(), *[[0, 0]] * len(trajectories)]
+        self.segments = [
+            (start, start + length, *own[1:], *others)
+            for start, length, own, others in zip(start_K.tolist(), lengths, ranges, seen_by, strict=True)
+        ]
+
+
+def tiles_of(segments: Sequence[Sequence[int]]) -> Tensor:
+    """The segments of a row in tiles of at most `TILE` slots, for kernels, `[N, 7]` int32:
+
+        first, start, stop            first slot of the tile; first slot of its segment, and the slot after its last
+        prompt_start, prompt_stop     the prompt that a completion sees; empty for a prompt
+        reader_start, reader_stop     the completions that see a prompt; empty for a completion
+
+    >>> tiles_of([(0, 130, 0, 0, 130, 140), (130, 140, 0, 130, 0, 0)]).tolist()
+    [[0, 0, 130, 0, 0, 130, 140], [128, 0, 130, 0, 0, 130, 140], [130, 130, 140, 0, 130, 0, 0]]
+    """
+    rows = [(first, *segment) for segment in segments for first in range(segment[0], segment[1], TILE)]
+    return torch.tensor(rows, dtype=torch.int32).reshape(-1, 7)
 
 
 def _slots_of(trajectory: Trajectory, prompt: int, own: int) -> list[int]:

@@ -2,6 +2,8 @@
 gradients."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,14 +29,17 @@ class StepReport:
 
 
 class MasterWeights:
-    """Float32 copies of parameters that train in half precision.
+    """Float32 copies of parameters that compute in half precision.
 
     A bf16 weight has 8 bits: a step of less than 1/256 of it is rounded away, so at usual learning rates nothing would
     be learned. The model computes in half precision; gradients are added up, and the optimizer steps, in float32.
-    Parameters that are float32 already (adapters, say) stand for themselves.
+    Where the model computes in float32 a parameter stands for itself.
+
+    Args:
+        compute: bring float32 parameters to this precision and keep them as masters; None: leave them as they are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compute: torch.dtype | None = None) -> None:
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         """What the optimizer updates, one per parameter that trains."""
@@ -43,31 +48,48 @@ class MasterWeights:
             if not parameter.requires_grad:
                 continue
             master = parameter
-            if parameter.element_size() < 4:
-                master = nn.Parameter(parameter.detach().float())
+            if parameter.element_size() < 4 or (compute is not None and compute.itemsize < 4):
+                master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+                parameter.data = parameter.data if compute is None else parameter.data.to(compute)
                 self._halves.append((parameter, master))
             self.names.append(name)
             self.parameters.append(master)
 
+    @torch.no_grad()
     def collect_gradients(self) -> None:
         """Add the gradients of half-precision parameters to their masters', and clear them."""
+        sums, parts = [], []
         for half, master in self._halves:
-            if half.grad is not None:
-                gradient = half.grad.float()
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-                half.grad = None
+            if half.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = half.grad.float()
+            else:
+                sums.append(master.grad)
+                parts.append(half.grad)
+            half.grad = None
+        if sums:
+            torch._foreach_add_(sums, parts)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the model's own parameters."""
-        for half, master in self._halves:
-            half.copy_(master)
+        if self._halves:
+            halves, masters = zip(*self._halves, strict=True)
+            torch._foreach_copy_(halves, masters)  # pyright: ignore[reportPrivateImportUsage]
 
-    @torch.no_grad()
-    def read_again(self) -> None:
-        """Take the model's own parameters as the masters: after others have written into them."""
+    @contextmanager
+    def in_full(self) -> Iterator[None]:
+        """The model with float32 weights, for reading and writing files."""
+        rounded = [half.data for half, _ in self._halves]
         for half, master in self._halves:
-            master.copy_(half)
+            half.data = master.data
+        try:
+            yield
+        finally:
+            for (half, _), data in zip(self._halves, rounded, strict=True):
+                half.data = data
+            self.write_back()
 
     def zero_grad(self) -> None:
         for parameter in (*self.parameters, *(half for half, _ in self._halves)):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -15,6 +16,7 @@ from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.metric import Metric, MismatchMetric
+from gruppo.model.blocks import CompiledBlocks
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.plan import Layout, Planner, StepPlan
@@ -43,12 +45,14 @@ class TransformersModel:
     Args:
         model_id: a folder, `hf://org/name`, `ms://org/name`, a hub id, `builtin`, or a model object.
         lora: train this adapter instead of the weights. A model that has an adapter goes on with it.
-        dtype: in which the model computes. Training keeps float32 master weights and float32 optimizer state beside
-            bfloat16 weights; log-probs, ratios and reductions are float32 in any case.
+        dtype: in which the model computes: "float32", "bfloat16", or "auto": bfloat16 on a GPU that has it, else as the
+            model object is, else float32. Beside bfloat16 weights and adapters, training keeps float32 masters, sums of
+            gradients and optimizer state; log-probs, ratios and reductions are float32 in any case.
         device: default: a GPU if there is one.
         tokens_per_microbatch: tokens of one forward; for memory only, no result depends on it. None: all at once.
         temperature: at which tokens were sampled and are scored.
         gradient_checkpointing: recompute activations in the backward: less memory, more time.
+        compile: compile the decoder blocks for scoring and training; None: on a GPU.
         layout: "padded" rows (any model), "packed" into one row (attention that takes boundaries from positions),
             "shared" prompts (each computed once per group), or "auto": shared where that is worth it, else padded. A
             model that scores otherwise in the layout than in padded rows runs padded, with a warning that says so.
@@ -63,11 +67,12 @@ class TransformersModel:
         model_id: "str | PreTrainedModel",
         *,
         lora: LoraSpec | None = None,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         device: str | torch.device | None = None,
         tokens_per_microbatch: int | None = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        compile: bool | None = None,
         layout: Layout = "auto",
         head: HeadChoice = "auto",
         attn_implementation: str | None = None,
@@ -75,13 +80,17 @@ class TransformersModel:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         process_group: "ProcessGroup | None" = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if dtype not in ("auto", *DTYPES):
+            raise InputError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
         if layout not in get_args(Layout):
             raise InputError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        has_bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        compute = torch.bfloat16 if dtype == "auto" and has_bf16 else DTYPES.get(dtype)
         if isinstance(model_id, str):
+            loaded = compute or torch.float32
             model: nn.Module = source.load_model(
-                model_id, dtype=DTYPES[dtype], attn_implementation=attn_implementation, revision=revision
+                model_id, dtype=loaded, attn_implementation=attn_implementation, revision=revision
             )
             self.tokenizer = tokenizer or source.load_tokenizer(model_id, revision)
         else:
@@ -92,8 +101,10 @@ class TransformersModel:
         if lora is not None:
             model = add_lora(model, lora)  # type: ignore[arg-type]
         _switch_off_dropout(model)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         nn.Module.to(model, self.device)
+        self.dtype = compute or _frozen_first(model).dtype
+        """In which the model computes."""
+        self._weights = self._in_precision(model)
         self.model = model.train(gradient_checkpointing)  # transformers checkpoints in train mode only
         self.lora = lora or lora_of(model)
         """The adapter that trains; None: all weights."""
@@ -101,6 +112,8 @@ class TransformersModel:
         """How many optimizer steps the weights have seen."""
         self.ranks = Ranks(process_group)
         self.scorer = Scorer(self.model, temperature=temperature, head=head)
+        if compile or (compile is None and self.device.type == "cuda"):
+            CompiledBlocks(self.scorer.base)
         self.planner = Planner(
             self.scorer, layout=layout, tokens_per_microbatch=tokens_per_microbatch, ranks=self.ranks
         )
@@ -109,11 +122,18 @@ class TransformersModel:
         self.mismatch = MismatchMetric(process_group=process_group)
         self.measures_gap = True
         """Whether to measure how far the sampler's log-probs are from the trainer's, where rollouts have them."""
-        self._weights: MasterWeights | None = None
         self._reference: Reference | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lr = 0.0
         self._schedule: tuple[Schedule, int, int | None] = ("constant", 0, None)
+
+    def _in_precision(self, model: nn.Module) -> MasterWeights | None:
+        """Bring all parameters to the precision in which the model computes; masters of those that had more."""
+        others = [p for p in model.parameters() if p.is_floating_point() and p.dtype != self.dtype]
+        for parameter in others:
+            if not parameter.requires_grad or self.dtype.itemsize >= 4:
+                parameter.data = parameter.data.to(self.dtype)
+        return MasterWeights(model, self.dtype) if any(p.dtype != self.dtype for p in others) else None
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
@@ -323,18 +343,18 @@ class TransformersModel:
     # --- files ----------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write the model (with LoRA: the adapter) as transformers, PEFT and vLLM load it."""
+        """Write the model as transformers, PEFT and vLLM load it; with LoRA the adapter, in float32."""
         from gruppo.model.checkpoint import save_pretrained
 
-        save_pretrained(self.model, self.tokenizer, Path(folder))
+        with self.weights.in_full() if self.lora else nullcontext():
+            save_pretrained(self.model, self.tokenizer, Path(folder))
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote into this model."""
         from gruppo.model.checkpoint import load_pretrained
 
-        load_pretrained(self.model, Path(folder))
-        if self._weights is not None:
-            self._weights.read_again()
+        with nullcontext() if self._weights is None else self._weights.in_full():
+            load_pretrained(self.model, Path(folder))
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -416,6 +436,11 @@ def _plain(title: str, index: int, value: Any, rollout: Rollout) -> float | tupl
             "give exactly one value per token whose label is not masked"
         )
     return row
+
+
+def _frozen_first(model: nn.Module) -> nn.Parameter:
+    """A parameter of the base model: one that does not train if there is any, as beside an adapter."""
+    return min(model.parameters(), key=lambda parameter: parameter.requires_grad)
 
 
 def _switch_off_dropout(model: nn.Module) -> None:

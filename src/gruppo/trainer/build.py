@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import InputError
 from gruppo.imports import import_object
@@ -172,7 +174,7 @@ def build_sampler(
     sampler = vLLMSampler(
         config.model,
         servers=servers,
-        dtype=config.dtype,
+        dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=longest + config.max_new_tokens + 1,  # no longer than the longest prompt needs
         lora=model.lora,
         options=dict(config.vllm_options),
@@ -193,9 +195,12 @@ def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "Trans
         tokens_per_microbatch=config.tokens_per_microbatch,
         temperature=config.temperature,
         gradient_checkpointing=config.gradient_checkpointing,
+        compile=config.compile,
         layout=config.layout,
         tokenizer=tokenizer,
     )
+    if model.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
     model.set_loss(loss)
     if config.kl_in_reward:
         model.reference()  # frozen now: the weights at the start
@@ -321,5 +326,6 @@ def build_plan(config: TrainConfig, model: "TransformersModel", prompts: Prompts
         hidden_size=getattr(shape, "hidden_size", 0),
         num_layers=getattr(shape, "num_hidden_layers", 0),
         vocabulary=getattr(shape, "vocab_size", 0),
+        bytes_per=model.dtype.itemsize,
         is_cuda=model.device.type == "cuda",
     )

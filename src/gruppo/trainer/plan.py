@@ -61,6 +61,7 @@ def make_plan(
     hidden_size: int,
     num_layers: int,
     vocabulary: int,
+    bytes_per: int = 4,
     is_cuda: bool = False,
 ) -> Plan:
     """Derive the plan."""
@@ -69,15 +70,14 @@ def make_plan(
     copies = _prompt_copies(config, mean_prompt_tokens, hidden_size, is_cuda)
     computed = tokens - int(config.prompts_per_step * (config.group_size - copies) * mean_prompt_tokens)
     micro = computed if config.tokens_per_microbatch is None else min(computed, config.tokens_per_microbatch)
-    bytes_per = 4 if config.dtype == "float32" else 2
     # A layer keeps about 16 vectors of the hidden size per token for its backward; with recomputation one.
     kept = 1 if config.gradient_checkpointing else 16
     activations = micro * hidden_size * num_layers * kept * bytes_per
     walk = memory_estimate(micro, hidden_size, vocabulary, trained=not config.lora, bytes_per_weight=bytes_per)
     logits = micro * vocabulary * 4 * 3 if micro * vocabulary <= SMALL_LOGITS else sum(walk.values())
     reference = parameters * bytes_per if config.beta and not config.lora else 0
-    # Gradient and two moments of Adam, in float32, and a master copy beside half-precision weights. Adapters have none.
-    masters = trainable * 4 if bytes_per < 4 and not config.lora else 0
+    # Gradient and two moments of Adam, in float32, and a master copy beside half-precision weights.
+    masters = trainable * 4 if bytes_per < 4 else 0
     memory = parameters * bytes_per + masters + trainable * (4 + 8) + reference + activations + logits
     return Plan(
         sequences_per_step=sequences,

@@ -43,9 +43,9 @@ def test_prompts_that_differ_in_one_token_are_not_merged():
     near = [feature([5, 6, 7], [1, 2]), feature([5, 6, 8], [1, 2]), feature([5, 6], [7, 1]), feature([5, 6, 7], [3, 2])]
     assert prompt_groups(near) == [0, 1, 2, 0]
     rows = pack_shared(near).shared
-    assert rows.input_ids.tolist() == [[5, 6, 7, 5, 6, 8, 5, 6, 1, 1, 7, 3]]
-    assert rows.prompt_start.tolist()[0][8:] == [0, 3, 6, 0]
-    assert rows.prompt_stop.tolist()[0][8:] == [3, 6, 8, 3]
+    assert rows.input_ids.tolist() == [[5, 6, 7, 5, 6, 8, 5, 6, 1, 3, 1, 7]]  # a group's completions stand together
+    assert rows.prompt_start.tolist()[0][8:] == [0, 0, 3, 6]
+    assert rows.prompt_stop.tolist()[0][8:] == [3, 3, 6, 8]
 
 
 @pytest.mark.parametrize("row_slots", [None, 12, 30])

@@ -397,5 +397,5 @@ def test_the_dropout_of_an_adapter_from_elsewhere_is_switched_off(adapted: Any, 
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match="dtype must be one of float32, bfloat16, got 'float16'"):
+    with pytest.raises(InputError, match="dtype must be one of auto, float32, bfloat16, got 'float16'"):
         TransformersModel("builtin", dtype="float16")  # type: ignore[arg-type]

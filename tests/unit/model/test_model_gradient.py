@@ -270,8 +270,10 @@ def test_gradient_checkpointing_really_recomputes() -> None:
 
 def test_an_adapter_trains_in_float32_on_a_bfloat16_base() -> None:
     model = TransformersModel(tiny_model("llama").bfloat16(), lora=LoraSpec(rank=2), device="cpu")
-    trained = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
-    assert {p.dtype for p in trained.values()} == {torch.float32}
+    computing = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in computing.values()} == {torch.bfloat16}  # no activation is brought to float32 for them
+    trained = model.weights.named()
+    assert trained.keys() == computing.keys() and {p.dtype for p in trained.values()} == {torch.float32}
     before = {n: p.detach().clone() for n, p in trained.items()}
     model.set_optimizer("AdamW", lr=1e-5)
     model.forward_backward(FEATURES, advantages=ADVANTAGES)

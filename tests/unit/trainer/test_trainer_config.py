@@ -29,7 +29,7 @@ from gruppo.trainer.build import LOSSES, build_loss
         ({"beta": math.inf}, "run.yaml: beta=inf: Input should be a finite number"),
         ({"temperature": 0}, "run.yaml: temperature=0: Input should be greater than 0"),
         ({"normalization": "std"}, "run.yaml: normalization='std': Input should be 'standard' or 'centered'"),
-        ({"dtype": "float16"}, "run.yaml: dtype='float16': Input should be 'float32' or 'bfloat16'"),
+        ({"dtype": "float16"}, "run.yaml: dtype='float16': Input should be 'auto', 'float32' or 'bfloat16'"),
         ({"lora": "perhaps"}, "run.yaml: lora='perhaps': Input should be a valid boolean"),
         ({"rewards": "exact_match"}, "run.yaml: rewards='exact_match': Input should be a valid tuple"),
         (
