@@ -6,6 +6,7 @@ gets no slot: n tokens make n - 1 slots. (A one-token sequence keeps its slot, u
 from the layout.)
 """
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
@@ -149,7 +150,6 @@ def pack(inputs: Sequence[Rollout | InputFeature]) -> PackedBatch:
     rollouts = as_rollouts(inputs)
     input_ids: list[int] = []
     labels: list[int] = []
-    position_ids: list[int] = []
     num_slots: list[int] = []  # of each sequence
     kinds: dict[tuple[int, ...], int] = {}
     kind: list[int] = []
@@ -162,13 +162,16 @@ def pack(inputs: Sequence[Rollout | InputFeature]) -> PackedBatch:
         num_slots.append(max(len(prompt) + len(tokens) - 1, 1))
         body = (prompt + tokens)[: num_slots[-1]]
         input_ids += body
-        position_ids += range(len(body))
         kind.append(kinds.setdefault(body, len(kinds)))
         if kind[-1] == len(distinct):
             distinct.append(i)
-        is_scored = rollout.trajectory.sampled or [True] * len(tokens)
         labels += [IGNORE_INDEX] * (len(body) - len(tokens))
-        labels += [t if s and not rollout.is_masked else IGNORE_INDEX for t, s in zip(tokens, is_scored, strict=True)]
+        if rollout.is_masked:
+            labels += [IGNORE_INDEX] * len(tokens)
+        elif rollout.trajectory.sampled is None:
+            labels += tokens
+        else:
+            labels += [t if s else IGNORE_INDEX for t, s in zip(tokens, rollout.trajectory.sampled, strict=True)]
         if not isinstance(rollout.advantage, tuple):
             values["advantages"] += [rollout.advantage] * rollout.num_scored
         elif not rollout.is_masked:
@@ -185,18 +188,19 @@ def pack(inputs: Sequence[Rollout | InputFeature]) -> PackedBatch:
             raise InputError(f"{name} is set on some sequences and missing on inputs[{i}]; set it on all or none")
         if given:
             values[name] = [x for row, r in zip(given, rollouts, strict=True) if not r.is_masked for x in row]
-    labels_T = torch.tensor(labels, dtype=torch.int64)
+    labels_T = tensor_of(labels)
     scored = (labels_T != IGNORE_INDEX).nonzero().squeeze(1)
     lengths = tuple(rollout.num_scored for rollout in rollouts)
     placed: dict[str, Any] = {
-        name: torch.zeros(len(labels)).index_copy_(0, scored, torch.tensor(of_scored, dtype=torch.float32))
+        name: torch.zeros(len(labels)).index_copy_(0, scored, tensor_of(of_scored, torch.float32))
         for name, of_scored in values.items()
     }
+    cu_seqlens = tensor_of([0, *accumulate(num_slots)])
     return PackedBatch(
-        input_ids=torch.tensor(input_ids, dtype=torch.int64),
+        input_ids=tensor_of(input_ids),
         labels=labels_T,
-        position_ids=torch.tensor(position_ids, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, *accumulate(num_slots)], dtype=torch.int64),
+        position_ids=torch.arange(len(labels)) - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff()),
+        cu_seqlens=cu_seqlens,
         scored=scored,
         offsets=torch.tensor([0, *accumulate(lengths)], dtype=torch.int64),
         lengths=lengths,
@@ -204,6 +208,13 @@ def pack(inputs: Sequence[Rollout | InputFeature]) -> PackedBatch:
         kind=torch.tensor(kind, dtype=torch.int64),
         **placed,
     )
+
+
+def tensor_of(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Plain numbers as a tensor; several times as fast as `torch.tensor` on a long list."""
+    if not values:
+        return torch.zeros(0, dtype=dtype)
+    return torch.frombuffer(array("q" if dtype == torch.int64 else "f", values), dtype=dtype)
 
 
 def as_rollouts(inputs: Sequence[Any]) -> list[Rollout]:

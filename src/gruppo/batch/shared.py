@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gruppo.batch.microbatch import split_shared
-from gruppo.batch.packed import PackedBatch, SharedPrompts, as_rollouts, pack
+from gruppo.batch.packed import PackedBatch, SharedPrompts, as_rollouts, pack, tensor_of
 from gruppo.types import InputFeature, Rollout, Trajectory
 
 TILE = 128
@@ -69,7 +69,7 @@ def pack_shared(
             own_start=_rows([row.own_start for row in rows], width, torch.arange(width)).to(torch.int32),
             prompt_start=_rows([row.prompt_start for row in rows], width).to(torch.int32),
             prompt_stop=_rows([row.prompt_stop for row in rows], width).to(torch.int32),
-            slot_of=torch.tensor([s for k in batch.kind.tolist() for s in slots[k]], dtype=torch.int64),
+            slot_of=tensor_of([s for k in batch.kind.tolist() for s in slots[k]]),
             num_slots=sum(len(row.input_ids) for row in rows),
             tiles=tiles_of(rows[0].segments) if len(rows) == 1 else None,
         ),
@@ -104,7 +104,7 @@ class _Row:
         start_K = length_K.cumsum(0) - length_K
         position_K, prompt_start_K, prompt_stop_K = torch.tensor(ranges, dtype=torch.int64).reshape(-1, 3).unbind(1)
         spread = [x.repeat_interleave(length_K) for x in (start_K, position_K, prompt_start_K, prompt_stop_K)]
-        self.input_ids = torch.tensor(tokens, dtype=torch.int64)
+        self.input_ids = tensor_of(tokens)
         self.own_start, position, self.prompt_start, self.prompt_stop = spread
         self.position_ids = position + torch.arange(len(tokens)) - self.own_start
         seen_by = [*readers.values(), *[[0, 0]] * len(trajectories)]
