@@ -1,0 +1,178 @@
+"""One step of decoding in Triton, as torch operators: attention of new tokens over a cache, and drawing from logits.
+
+The cache has a prompt's keys and values once, whatever the number of its samples, and each row's own behind them. How
+many a row has is read on the device, so that one CUDA graph serves all steps.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+BLOCK = 1024
+"""Logits that one program sums up."""
+
+
+@triton.jit
+def _more(q, k_base, v_base, first, stop, acc, total, top, scale,
+          STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """A block of keys and values, added to the sums of some queries."""
+    at, columns = first + tl.arange(0, STEP), tl.arange(0, WIDTH)
+    inside = (at < stop)[:, None] & (columns < D)[None, :]
+    k = tl.load(k_base + at[:, None] * D + columns[None, :], mask=inside, other=0.0)
+    s = tl.where((at < stop)[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    higher = tl.maximum(top, tl.max(s, 1))
+    p = tl.exp2(s - higher[:, None])
+    factor = tl.exp2(top - higher)
+    v = tl.load(v_base + at[:, None] * D + columns[None, :], mask=inside, other=0.0)
+    return acc * factor[:, None] + tl.dot(p.to(v.dtype), v), total * factor + tl.sum(p, 1), higher
+
+
+@triton.jit
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, own_k_ptr, own_v_ptr, prompt_k_ptr, prompt_v_ptr, prompt_of_ptr, first_ptr, count_ptr, out_ptr,
+    room, width_of_prompts, scale,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one row that share a key head; also stores the row's new key and value."""
+    kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kv_heads = HEADS // SHARE
+    count = tl.load(count_ptr + row)
+    prompt = tl.load(prompt_of_ptr + row).to(tl.int64)
+    heads, columns = tl.arange(0, 16), tl.arange(0, WIDTH)
+    mask = (heads < SHARE)[:, None] & (columns < D)[None, :]
+    at = (row * HEADS + kv_head * SHARE + heads[:, None]) * D + columns[None, :]
+    q = tl.load(q_ptr + at, mask=mask, other=0.0)
+    new = (row * kv_heads + kv_head) * D + columns
+    k = tl.load(k_ptr + new, mask=columns < D, other=0.0)
+    v = tl.load(v_ptr + new, mask=columns < D, other=0.0)
+    own = (row * kv_heads + kv_head) * room * D
+    tl.store(own_k_ptr + own + count * D + columns, k, mask=(columns < D) & (count < room))
+    tl.store(own_v_ptr + own + count * D + columns, v, mask=(columns < D) & (count < room))
+    # The new token is not read back: it starts the sums.
+    top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    total = tl.full((16,), 1.0, tl.float32)
+    acc = tl.zeros((16, WIDTH), tl.float32) + v.to(tl.float32)[None, :]
+    base = (prompt * kv_heads + kv_head) * width_of_prompts * D
+    for n in tl.range(tl.load(first_ptr + prompt), width_of_prompts, STEP):
+        acc, total, top = _more(q, prompt_k_ptr + base, prompt_v_ptr + base, n, width_of_prompts, acc, total, top,
+                                scale, STEP, D, WIDTH)  # fmt: skip
+    for n in tl.range(0, count, STEP):
+        acc, total, top = _more(q, own_k_ptr + own, own_v_ptr + own, n, count, acc, total, top,
+                                scale, STEP, D, WIDTH)  # fmt: skip
+    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@torch.library.custom_op("gruppo::decode_attention", mutates_args=("own_k", "own_v"))
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, prompt_k: Tensor, prompt_v: Tensor,
+    prompt_of: Tensor, first: Tensor, count: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """Attention of one new token per row over its prompt and its own tokens, itself included, `[N, H, D]`.
+
+    Args:
+        q: `[N, H, D]`; k and v `[N, H_kv, D]`, which are appended to the row's own.
+        own_k: `[N, H_kv, M, D]`, of which `count` are filled; own_v likewise.
+        prompt_k: `[P, H_kv, L, D]`, filled from `first` on; prompt_v likewise.
+        prompt_of: `[N]` the prompt of each row; first `[P]`; count `[N]`; all int32.
+    """
+    rows, heads, width = q.shape
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = torch.empty_like(q)
+    share = heads // k.shape[1]
+    assert share <= 16, "at most 16 query heads share a key head"
+    _attention_kernel[(k.shape[1], rows)](
+        q, k, v, own_k, own_v, prompt_k, prompt_v, prompt_of, first, count, out,
+        own_k.shape[2], prompt_k.shape[2], scale * LOG2_E,
+        HEADS=heads, SHARE=share, D=width, WIDTH=max(triton.next_power_of_2(width), 16), STEP=64,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+@decode_attention.register_fake
+def _(q, k, v, own_k, own_v, prompt_k, prompt_v, prompt_of, first, count, scale):
+    return q.new_empty(q.shape)
+
+
+@triton.jit
+def _sums_kernel(x_ptr, sums_ptr, columns, factor, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Maximum, sum of e and sum of e * z of one block of one row of logits, z in units of log 2."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x_ptr + row * columns + at, mask=at < columns, other=float("-inf")) * factor
+    top = tl.max(z, 0)
+    e = tl.exp2(z - top)
+    out = sums_ptr + row * 3 * BLOCKS + block
+    tl.store(out, top)
+    tl.store(out + BLOCKS, tl.sum(e, 0))
+    tl.store(out + 2 * BLOCKS, tl.sum(tl.where(at < columns, e * (z - top), 0.0), 0))
+
+
+@triton.jit
+def _draw_kernel(
+    x_ptr, sums_ptr, u_ptr, token_ptr, logp_ptr, entropy_ptr, columns, num_blocks, factor,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token at which the cumulative probability of a row passes u; its log-prob; the entropy of the row."""
+    row, blocks = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    at = sums_ptr + row * 3 * BLOCKS + blocks
+    there = blocks < num_blocks
+    highest = tl.load(at, mask=there, other=float("-inf"))
+    total = tl.load(at + BLOCKS, mask=there, other=0.0)
+    weighted = tl.load(at + 2 * BLOCKS, mask=there, other=0.0)
+    top = tl.max(highest, 0)
+    scale = tl.where(there, tl.exp2(highest - top), 0.0)
+    mass = total * scale
+    all_mass = tl.sum(mass, 0)
+    shift = tl.where(there, highest - top, 0.0)
+    mean = tl.sum(tl.where(there, scale * (weighted + total * shift), 0.0), 0) / all_mass
+    log_sum = top + tl.log2(all_mass)
+    tl.store(entropy_ptr + row, (tl.log2(all_mass) - mean) * 0.6931471805599453)
+    target = tl.load(u_ptr + row) * all_mass
+    passed = tl.cumsum(mass, 0)
+    # The last block that has any mass, should rounding leave the target unreached.
+    last = tl.max(tl.where(mass > 0, blocks, 0), 0)
+    block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last)
+    before = tl.sum(tl.where(blocks < block, mass, 0.0), 0)
+    columns_at = block * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x_ptr + row * columns + columns_at, mask=columns_at < columns, other=float("-inf")) * factor
+    e = tl.exp2(z - top)
+    inside = tl.cumsum(e, 0) + before
+    final = tl.max(tl.where(e > 0, columns_at, 0), 0)
+    token = tl.minimum(block * BLOCK + tl.sum((inside <= target).to(tl.int32), 0), final)
+    chosen = tl.sum(tl.where(columns_at == token, z, 0.0), 0)
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(logp_ptr + row, (chosen - log_sum) * 0.6931471805599453)
+
+
+@torch.library.custom_op("gruppo::draw_tokens", mutates_args=())
+def draw_tokens(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens drawn at a temperature, their log-probs, and the entropies of the rows, `[N]` each.
+
+    A token is where the cumulative probability of its row passes u, as `gruppo.sampler.torch_sampler.draw` has it, in
+    float32.
+
+    Args:
+        logits: `[N, V]` float32, contiguous.
+        u: `[N]` float32 in [0, 1).
+    """
+    rows, columns = logits.shape
+    num_blocks = triton.cdiv(columns, BLOCK)
+    size = triton.next_power_of_2(num_blocks)
+    sums = torch.empty(rows, 3, size, dtype=torch.float32, device=logits.device)
+    token = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logp, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    factor = LOG2_E / temperature
+    _sums_kernel[(rows, num_blocks)](logits, sums, columns, factor, BLOCKS=size, BLOCK=BLOCK, num_warps=4)
+    _draw_kernel[(rows,)](
+        logits, sums, u, token, logp, entropy, columns, num_blocks, factor, BLOCKS=size, BLOCK=BLOCK, num_warps=4
+    )
+    return token, logp, entropy
+
+
+@draw_tokens.register_fake
+def _(logits, u, temperature):
+    token = logits.new_empty(len(logits), dtype=torch.int64)
+    return token, logits.new_empty(len(logits)), logits.new_empty(len(logits))
