@@ -176,9 +176,7 @@ def completion_texts(completions: Sequence[Any]) -> list[str]:
     """The text of each completion, be it a string or a list of messages (then of the last one)."""
     texts: list[str] = []
     for completion in completions:
-        content = completion
-        if not isinstance(completion, str):
-            content = completion[-1].get("content") if completion else ""
+        content = completion if isinstance(completion, str) or not completion else completion[-1].get("content")
         if isinstance(content, list):  # parts of a multimodal message
             content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
         texts.append(content or "")
@@ -243,11 +241,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _after_blocks(text: str, tags: Sequence[str]) -> str | None:
-    """The rest after the blocks `<tag>...</tag>` that `text` begins with, in the order of `tags`.
-
-    None unless each tag occurs once and holds something. The usual regular expression for this takes quadratic time on
-    hostile text.
-    """
+    """The rest after the blocks `<tag>...</tag>` that `text` begins with; None unless each occurs once, not empty."""
     if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in tags):
         return None
     for tag in tags:
