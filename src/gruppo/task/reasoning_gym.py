@@ -2,8 +2,7 @@
 
     reasoning_gym:leg_counting?size=500&seed=7
 
-Everything after `?` goes to the data set's configuration. Use `gruppo.task.reasoning_gym:score` as the
-reward: it hands the completion's answer and the row's entry to the data set's `score_answer`.
+Everything after `?` goes to the data set's configuration. The reward is `gruppo.task.reasoning_gym:score`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,6 @@ from urllib.parse import parse_qsl
 from gruppo.errors import InputError, require
 
 INSTRUCTION = "Put the final answer, and nothing else, between <answer> and </answer>."
-DEFAULT_SIZE = 1000
-DEFAULT_SEED = 0  # reasoning-gym draws one when none is given; a data set must be the same on every start
 
 
 def reasoning_gym_rows(spec: str) -> list[dict[str, Any]]:
@@ -63,7 +60,8 @@ def _dataset(spec: str) -> Any:
     except ImportError as error:
         raise require("tasks", "reasoning_gym", f"the task reasoning_gym:{spec}") from error
     name, _, query = spec.partition("?")
-    options: dict[str, Any] = {"size": DEFAULT_SIZE, "seed": DEFAULT_SEED}
+    # reasoning-gym draws a seed when none is given; a data set must be the same on every start.
+    options: dict[str, Any] = {"size": 1000, "seed": 0}
     options |= {key: _parse(value) for key, value in parse_qsl(query, keep_blank_values=True)}
     try:
         return gym.create_dataset(name, **options)
