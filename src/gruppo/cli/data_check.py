@@ -1,6 +1,5 @@
 """`gruppo data check FILE`: a report on a data set before a model sees it.
 
-Rows, columns, lengths, rows that would be left out and why, duplicates, and three prompts as the model would see them.
 The text of a data set is not trusted: control characters are shown as escapes and never sent to the terminal.
 """
 
@@ -146,11 +145,9 @@ def _print(console: Console, title: str, lines: Lines) -> None:
         return
     console.print(Text(title, style="bold"))
     table = Table(show_header=False)
-    table.add_column()
-    if any(name for name, _ in safe):
-        table.add_column(overflow="fold")
+    has_names = any(name for name, _ in safe)
     for name, value in safe:
-        table.add_row(*([Text(name), Text(value)] if len(table.columns) == 2 else [Text(value)]))
+        table.add_row(*([Text(name)] if has_names else []), Text(value, overflow="fold"))
     console.print(table)
 
 
