@@ -104,9 +104,8 @@ class StepCompletions:
         for name, values in lists:
             if values is not None and len(values) != self.num:
                 raise InputError(f"{name} has {len(values)} entries for {self.num} completions; give one for each")
-        groups = [
-            (mark, len(list(run))) for mark, run in itertools.groupby(prompts if group_ids is None else group_ids)
-        ]
+        marks = prompts if group_ids is None else group_ids
+        groups = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
         torn = [mark for mark, times in Counter(mark for mark, _ in groups).items() if times > 1] if group_ids else []
         if torn:
             raise InputError(f"group_ids must keep the completions of a group together, got {torn[0]} in two places")

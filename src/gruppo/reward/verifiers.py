@@ -1,7 +1,8 @@
 """Rewards for the text of a completion: equal to the row's answer, found by a pattern, or of a given form.
 
 A verifier here takes time linear in the text, because the text is the model's and the model is rewarded for whatever
-makes a verifier give up. Where that cannot be had, the reward runs in a worker process with a deadline.
+makes a verifier give up. So tags are found without regular expressions, which are quadratic on hostile text. A reward
+without such a bound runs in a worker process with a deadline.
 """
 
 import re
@@ -85,8 +86,7 @@ class NormalizedMatch(Verifier):
 class PatternMatch:
     """1 when the pattern is found in the completion, else 0. `^`, `$` and `.` mean what they mean in `re`.
 
-    The expression is the user's, so its running time is unknown: the text is capped and the match runs in a worker
-    process, where a catastrophic one is killed at the deadline.
+    The running time of an expression is unknown, so the match runs in a worker that is killed at the deadline.
 
     >>> PatternMatch(pattern=r"\\d+ apples")(completions=["12 apples", "a dozen"])
     [1.0, 0.0]
@@ -185,8 +185,6 @@ def completion_texts(completions: Sequence[Any]) -> list[str]:
 
 def text_inside(text: str, tag: str) -> str | None:
     """The content of the last `<tag>...</tag>`, or None without one.
-
-    Searching from the end takes linear time; the usual regular expression is quadratic on hostile text.
 
     >>> text_inside("<answer>1</answer> no, <answer>2</answer>", "answer")
     '2'

@@ -209,11 +209,7 @@ class WorkerHandle:
         return self.call is not None or not self.is_ready
 
     def kill(self, *, exit_s: float = 0.0) -> str:
-        """End the process and what it started, and describe how it ended.
-
-        Args:
-            exit_s: time for a lost worker to end by itself, so that its exit code is known.
-        """
+        """End the process and what it started, and describe how it ended. A lost one gets `exit_s` to end by itself."""
         self._process.join(exit_s)
         code = self._process.exitcode
         with contextlib.suppress(OSError):  # before its setsid() it has no group of its own

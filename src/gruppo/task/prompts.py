@@ -1,14 +1,11 @@
 """Prompts of a run: rows rendered as text or through the tokenizer's chat template, tokenised and measured.
 
-    >>> from transformers import AutoTokenizer
-    >>> from gruppo.task.builtin import builtin_model_path
-    >>> tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
-    >>> prompts = load_prompts([{"prompt": "47+85=", "answer": "132"}], tokenizer)
-    >>> prompts[0].token_ids, prompts[0].columns
-    ((1, 8, 11, 14, 12, 9, 15), {'answer': '132'})
-
-The ids are what the tokenizer gives for the whole prompt in one call. Encoding the rendered text once more would put a
-second start token before the one that the template writes.
+>>> from transformers import AutoTokenizer
+>>> from gruppo.task.builtin import builtin_model_path
+>>> tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
+>>> prompts = load_prompts([{"prompt": "47+85=", "answer": "132"}], tokenizer)
+>>> prompts[0].token_ids, prompts[0].columns
+((1, 8, 11, 14, 12, 9, 15), {'answer': '132'})
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -170,9 +167,6 @@ def render_chat(
 ) -> tuple[tuple[int, ...], str]:
     """Token ids and text of a conversation, ending where the assistant's turn begins.
 
-    Args:
-        template_kwargs: further variables of the template, such as `{"enable_thinking": False}`.
-
     Raises InputError when the template refuses the conversation, as some do when roles do not alternate.
     """
     from jinja2 import TemplateError
@@ -184,6 +178,7 @@ def render_chat(
     if clash:
         raise InputError(f"chat_template_kwargs has {clash[0]!r}, which is not the template's to decide; leave it out")
     try:
+        # Encoding the rendered text would put a second start token before the one that the template writes.
         encoded: Any = tokenizer.apply_chat_template(
             conversation,
             tokenize=True,

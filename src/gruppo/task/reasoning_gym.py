@@ -1,9 +1,4 @@
-"""Procedural tasks of `reasoning-gym` (extra `tasks`): rows by name, and the data set's own scorer as reward.
-
-    reasoning_gym:leg_counting?size=500&seed=7
-
-Everything after `?` goes to the data set's configuration. The reward is `gruppo.task.reasoning_gym:score`.
-"""
+"""Procedural tasks of `reasoning-gym` (extra `tasks`): rows by name, and the data set's own scorer as reward."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -17,7 +12,7 @@ INSTRUCTION = "Put the final answer, and nothing else, between <answer> and </an
 
 
 def reasoning_gym_rows(spec: str) -> list[dict[str, Any]]:
-    """Rows of a data set named as `NAME?size=..&seed=..`."""
+    """Rows of a data set named as `NAME?size=..&seed=..`; what follows `?` goes to its configuration."""
     return [
         {
             "prompt": f"{entry['question'].rstrip()}\n\n{INSTRUCTION}",

@@ -1,12 +1,4 @@
-"""Sources of prompts by name, and the rows that each name stands for.
-
-builtin:carries[?split=train|heldout|all]         the embedded task
-gsm8k:PATH[?style=chat|plain]                     GSM8K's columns, from a file or hf:// name
-reasoning_gym:NAME[?size=..&seed=..&...]          a procedural task (extra `tasks`)
-hf://org/name[/config][@revision][:split]         the hub (extra `data`)
-a path ending in .jsonl, .csv or .parquet
-a list of dicts, a datasets.Dataset, or Rows
-"""
+"""Sources of prompts by name (docs/data.md lists them), and the rows that each name stands for."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +22,7 @@ def resolve_source(
     prompt_column: str = "prompt",
     column_map: Mapping[str, str] | None = None,
 ) -> Rows:
-    """The rows that a spec names, checked. `prompt_column` and `column_map` as in `read_rows`."""
+    """The checked rows of `builtin:...`, `gsm8k:...`, `reasoning_gym:...`, `Rows`, or of what `read_rows` takes."""
     if isinstance(spec, Rows):
         return spec
     kind, colon, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
