@@ -138,10 +138,8 @@ def _lengths(texts: Sequence[str], prompts: PromptSet | None, unknown_id: int | 
 def _print(console: Console, title: str, lines: Lines) -> None:
     safe = [(_printable(console, name), _printable(console, value)) for name, value in lines]
     if not console.is_terminal:  # for pipes and logs: one fact per line, nothing to draw
-        console.print(f"{title}:", markup=False, highlight=False, soft_wrap=True)
-        for name, value in safe:
-            text = f"{name}: {value}".removeprefix(": ").replace("\n", "\n  ")
-            console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
+        lines_of_text = [f"{name}: {value}".removeprefix(": ").replace("\n", "\n  ") for name, value in safe]
+        console.print("\n  ".join([f"{title}:", *lines_of_text]), markup=False, highlight=False, soft_wrap=True)
         return
     console.print(Text(title, style="bold"))
     table = Table(show_header=False)
