@@ -1,7 +1,4 @@
-"""Objects by name: `module:name` as the command line and configs write it, and back from a function to its name.
-
-Every way to get a name wrong has its own error text, because naming a reward is the first thing a new user does.
-"""
+"""Objects by name: `module:name` as the command line and configs write it, and back from a function to its name."""
 
 import difflib
 import importlib

@@ -1,20 +1,12 @@
 """The functions of the post "GRPO 101: Calculating Loss in Group Relative Policy Optimization", made right.
 
-Two texts and an advantage go in, a loss with gradient comes out. Names and arguments are those of the post: its cells
-run when they import these functions. Like the post's, they take the tokenizer from a variable of their module:
+Two texts and an advantage go in, a loss with gradient comes out. Names and arguments are those of the post, whose cells
+run with these functions; docs/tutorial.md follows it. The tokenizer is a variable of the module, as in the post:
 
-    from gruppo import tutorial
-    from gruppo.tutorial import grpo_loss
-
-    tutorial.tokenizer = AutoTokenizer.from_pretrained(model_str)
+    gruppo.tutorial.tokenizer = AutoTokenizer.from_pretrained(model_str)
     grpo_loss(model, ref_model, "The quick brown fox jumped over the ", "fence and", advantage=2.0)
-
-`docs/tutorial.md` follows the post and corrects it. These functions are for reading and for trying things
-out, one completion at a time. `gruppo.trainer` trains on batches of groups.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,8 +57,14 @@ def compute_log_probs(model: nn.Module, input_ids: Tensor, attention_mask: Tenso
     The first token has none before it and gets 0. Dropout is off while the model runs: two passes of one model agree.
     """
     device = next(model.parameters()).device
-    with _without_dropout(model):
+    # Module by module: PEFT leaves new dropout layers in train mode inside a model in eval mode.
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
         logits_BLV = model(input_ids.to(device), attention_mask=attention_mask.to(device)).logits
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
     # The logits at slot t predict the next token, so token t is scored by the logits at t - 1.
     logps, _ = logps_and_entropy(logits_BLV[:, :-1], input_ids[:, 1:].to(logits_BLV.device))
     return F.pad(logps, (1, 0))
@@ -113,15 +111,3 @@ def _apply(
     outputs = {"logps": logps.double()}
     result = loss({"labels": labels}, outputs, advantages=[advantage], old_logps=ref_logps, ref_logps=ref_logps)
     return result.loss.to(logps.dtype)
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    # Module by module: PEFT leaves new dropout layers in train mode inside a model in eval mode.
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training

@@ -26,6 +26,8 @@ PAGES = [
     "recipes.md",
     "shared_prompts.md",
     "tutorial.md",
+    "rewards.md",
+    "data.md",
 ]
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)

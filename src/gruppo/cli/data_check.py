@@ -1,6 +1,5 @@
 """`gruppo data check FILE`: a report on a data set before a model sees it.
 
-Rows, columns, lengths, rows that would be left out and why, duplicates, and three prompts as the model would see them.
 The text of a data set is not trusted: control characters are shown as escapes and never sent to the terminal.
 """
 
@@ -139,18 +138,14 @@ def _lengths(texts: Sequence[str], prompts: PromptSet | None, unknown_id: int | 
 def _print(console: Console, title: str, lines: Lines) -> None:
     safe = [(_printable(console, name), _printable(console, value)) for name, value in lines]
     if not console.is_terminal:  # for pipes and logs: one fact per line, nothing to draw
-        console.print(f"{title}:", markup=False, highlight=False, soft_wrap=True)
-        for name, value in safe:
-            text = f"{name}: {value}".removeprefix(": ").replace("\n", "\n  ")
-            console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
+        lines_of_text = [f"{name}: {value}".removeprefix(": ").replace("\n", "\n  ") for name, value in safe]
+        console.print("\n  ".join([f"{title}:", *lines_of_text]), markup=False, highlight=False, soft_wrap=True)
         return
     console.print(Text(title, style="bold"))
     table = Table(show_header=False)
-    table.add_column()
-    if any(name for name, _ in safe):
-        table.add_column(overflow="fold")
+    has_names = any(name for name, _ in safe)
     for name, value in safe:
-        table.add_row(*([Text(name), Text(value)] if len(table.columns) == 2 else [Text(value)]))
+        table.add_row(*([Text(name)] if has_names else []), Text(value, overflow="fold"))
     console.print(table)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DEMO_HELP = """A tiny language model learns to carry, in about a minute on one CPU core.
 
-The embedded model was shown sums by somebody who drops the carries three times in four: 47+85= -> 022. It imitates
+The embedded model was shown sums in which the carries are dropped three times in four: 47+85= -> 022. It imitates
 that. GRPO sees only whether an answer is right and brings out the behaviour that is: it does not teach addition, it
 selects the rare right answers.
 

@@ -1,8 +1,4 @@
-"""`gruppo VERB ...`: finds the verb, imports only its module, and turns errors into exit codes.
-
-Exit codes: 0 done; 2 wrong option, data or file, before training; 3 non-finite numbers; 4 rewards failing; 5 sampler
-lost; 6 checkpoint or disk; 75 stopped by a signal and saved, `gruppo resume` goes on.
-"""
+"""`gruppo VERB ...`: finds the verb, imports only its module, and turns errors into exit codes."""
 
 import importlib
 import io

@@ -1,7 +1,4 @@
-"""Options of a verb: words on the command line as checked values, with tyro.
-
-`--recipe NAME` and `--config FILE` give the defaults of a run, the file over the recipe.
-"""
+"""Options of a verb: words on the command line as checked values, with tyro."""
 
 import inspect
 import sys
@@ -50,10 +47,8 @@ def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: 
     values = preset | (chosen.values if chosen else {}) | file
     default = TrainConfig.read(values, where=path or verb)
     config = parse(TrainConfig, words, verb, description=description, default=default)
-    if chosen:
-        reminder = chosen.reminder(preset.keys() | file.keys() | flags)
-        if reminder:
-            print(reminder, file=sys.stderr)
+    if chosen and (reminder := chosen.reminder(preset.keys() | file.keys() | flags)):
+        print(reminder, file=sys.stderr)
     return config
 
 

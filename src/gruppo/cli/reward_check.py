@@ -1,8 +1,4 @@
-"""`gruppo reward check module:function --data FILE`: try a reward on canned completions before a GPU is touched.
-
-The completions are those that break rewards in practice: the gold answer, a wrong one, nothing, 100 kB, and Unicode
-that no tokenizer should emit but some do.
-"""
+"""`gruppo reward check module:function --data FILE`: try a reward on canned completions before a GPU is touched."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.cli.options import parse
-from gruppo.errors import GruppoError, InputError
+from gruppo.errors import GruppoError
 from gruppo.reward import RewardResult, RewardScorer, load_reward
 from gruppo.reward.scorer import statistics
 from gruppo.run.console import printable
@@ -66,27 +62,12 @@ class _Trial:
         return statistics(self.values).get("mean")
 
 
-def check_reward(
-    given: RewardCheckArguments,
-    *,
-    rows: Sequence[Mapping[str, Any]] | None = None,
-    parameters: Mapping[str, Any] | None = None,
-    console: Console | None = None,
-) -> int:
-    """Run the reward on canned completions of a few rows and print its scores; 0 when it can be used, 2 when not.
-
-    Args:
-        rows: rows instead of the file `given.data`.
-        parameters: of a built-in or a class, such as `{"column": "target"}`.
-    """
+def check_reward(given: RewardCheckArguments, console: Console | None = None) -> int:
+    """Run the reward on canned completions of a few rows and print its scores; 0 when it can be used, 2 when not."""
     console = console or Console(highlight=False)
     try:
-        if rows is None:
-            rows = [MADE_UP_ROW] if given.data is None else list(read_rows(given.data))
-        if not rows:
-            raise InputError(f"{given.data or 'rows'} has no rows to try the reward on")
-        rows = rows[: given.num_rows]
-        trials = _try_all(given, rows, parameters or {})
+        rows = list(read_rows([MADE_UP_ROW] if given.data is None else given.data))[: given.num_rows]
+        trials = _try_all(given, rows)
     except GruppoError as error:
         _say(console, f"unusable: {error}", "bold red")
         return 2
@@ -103,9 +84,7 @@ def check_reward(
     return 2 if problems else 0
 
 
-def _try_all(
-    given: RewardCheckArguments, rows: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]
-) -> dict[str, _Trial]:
+def _try_all(given: RewardCheckArguments, rows: Sequence[Mapping[str, Any]]) -> dict[str, _Trial]:
     """Scores by kind of completion."""
     golds = [str(gold) for row in rows if (gold := row.get(given.answer_column)) is not None]
     kinds: dict[str, list[str]] = {}
@@ -113,9 +92,9 @@ def _try_all(
         kinds["good"] = [given.template.replace("{answer}", gold) for gold in golds]
         kinds["bad"] = [given.template.replace("{answer}", _wrong(gold, golds)) for gold in golds]
     kinds |= {kind: [text] * len(rows) for kind, text in (("empty", ""), ("huge", _HUGE), ("junk", _JUNK))}
-    prompts = [row.get("prompt", row.get("question", "")) for row in rows]
+    prompts = [row["prompt"] for row in rows]
     columns = {name: [row.get(name) for row in rows] for name in set().union(*rows) - {"prompt"}}
-    reward = load_reward(given.reward, **parameters)
+    reward = load_reward(given.reward)
     trials: dict[str, _Trial] = {}
     with RewardScorer([reward], deadline_s=given.deadline, stop_on_failures=False) as scorer:
 

@@ -62,12 +62,7 @@ def show_accuracy(console: Console, trainer: "GRPOTrainer", result: "TrainResult
 
 
 def run(config: TrainConfig, *, resume: bool = False, opening: str = "", show: Show = show_accuracy) -> int:
-    """Train, and print the plan before and the result after it.
-
-    Args:
-        opening: a line before the plan.
-        show: prints the result of a run that was not stopped.
-    """
+    """Train: print `opening` and the plan before, and after a run that was not stopped what `show` prints."""
     from gruppo.trainer import GRPOTrainer
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)  # paths, printed as they are

@@ -1,13 +1,8 @@
 """Recipes: from a paper to the configuration of a run. They are entries of `book.yaml`.
 
-    gruppo recipes                             the list
-    gruppo recipes dapo                        one as a config file
-    gruppo train --recipe dapo --data ...      its options below those of --config and below flags
-
 To add one, enter it in `book.yaml`, whose head says what goes where, and in the table of `docs/recipes.md`.
 """
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -17,6 +12,7 @@ from typing import Any
 import yaml
 
 from gruppo.errors import InputError
+from gruppo.imports import did_you_mean
 from gruppo.trainer.config import TrainConfig
 
 __all__ = ["RECIPES", "Recipe", "recipe"]
@@ -95,9 +91,7 @@ def recipe(name: str) -> Recipe:
     (0.0003, 0.0004)
     """
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise InputError(f"there is no recipe {name!r}{hint}; there are {', '.join(RECIPES)}")
+        raise InputError(f"there is no recipe {name!r}{did_you_mean(name, RECIPES)}; there are {', '.join(RECIPES)}")
     return RECIPES[name]
 
 

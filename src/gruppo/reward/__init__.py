@@ -1,13 +1,6 @@
-"""Rewards: completions become numbers, in processes that can be killed.
+"""Rewards: completions become numbers, in processes that can be killed (docs/rewards.md).
 
-To use your own, write a function with TRL's signature in a module and name it `module:function`:
-
-    def has_greeting(completions, **kwargs):
-        return [float("hello" in text) for text in completions]
-
-To add a built-in, write a frozen dataclass with a `__call__` (or a `Verifier` with a `score`), give it time linear
-in the text or `isolated = True`, and enter it in `load.BUILTIN`. The lower-case names below are the built-ins with
-their default parameters; the classes take others: `NumberMatch(column="target")`.
+The lower-case names are the built-ins with default parameters; the classes take others: `NumberMatch(column="target")`.
 """
 
 from gruppo.reward.length import LengthPenalty, RewardShape, SoftOverlong, length_penalty, soft_overlong

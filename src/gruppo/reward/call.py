@@ -1,26 +1,8 @@
 """Calls of reward functions: the arguments a function gets, one call of it, and the check of its return value.
 
-A reward function has TRL's signature, so that a file of rewards moves over without an edit:
-
-    def f(prompts, completions, **columns) -> list[float | None]
-
-It is called with keyword arguments only, and only with the parameters it names (with all of them, if it has
-`**kwargs`):
-
-    prompts         the rows' prompts: strings, or lists of messages
-    completions     strings; for a prompt of messages, `[{"role": "assistant", "content": text}]`
-    completion_ids  the sampled token ids of each completion
-    step, rng_seed  the optimizer step, and a seed that is a function of run and step
-    log_extra       `log_extra(column, values)`: a column for the table of completions
-    log_metric      `log_metric(name, value)`: a number for the step, shown as `reward/<function>/<name>`
-    <column>        any other column of the data set, one value per completion
-
-It may be an `async def`. It returns one value per completion; `None` abstains. A function with an attribute
-`decides_correctness = True` decides which answers are right, unless another is named; the verifiers have it.
-
-The return value is checked strictly, because lenient checks have cost runs: a single value that was broadcast to all
-completions, a None that turned all advantages into NaN. A `CallResult` holds only what JSON can hold, so that no object
-made by a reward function (a tensor, a lazy proxy) reaches the trainer.
+A function has TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`, and gets only the parameters
+that it names; docs/rewards.md lists them. A `CallResult` holds only what JSON can hold, so that no object made by a
+reward function (a tensor, a lazy proxy) reaches the trainer.
 """
 
 import atexit
@@ -30,7 +12,7 @@ import math
 import re
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -122,9 +104,8 @@ class StepCompletions:
         for name, values in lists:
             if values is not None and len(values) != self.num:
                 raise InputError(f"{name} has {len(values)} entries for {self.num} completions; give one for each")
-        groups = [
-            (mark, len(list(run))) for mark, run in itertools.groupby(prompts if group_ids is None else group_ids)
-        ]
+        marks = prompts if group_ids is None else group_ids
+        groups = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
         torn = [mark for mark, times in Counter(mark for mark, _ in groups).items() if times > 1] if group_ids else []
         if torn:
             raise InputError(f"group_ids must keep the completions of a group together, got {torn[0]} in two places")
@@ -149,8 +130,15 @@ class StepCompletions:
         """Arguments of a reward function, for some of the completions."""
         parameters = reward.parameters
         for name in parameters.required:
-            if name not in self.available:
-                raise missing_argument(reward.name, name, self.available)
+            if name in self.available:
+                continue
+            if name in STANDARD:
+                raise InputError(f"reward {reward.name!r} takes {name!r}, which this call does not provide")
+            columns = ", ".join(sorted(self.available.keys() - STANDARD)) or "none"
+            raise InputError(
+                f"reward {reward.name!r} needs {name!r}, which is neither a standard parameter nor a column of the "
+                f"data set; columns are: {columns}. Give the parameter a default or rename the column"
+            )
         return {
             name: value if name in PER_STEP else [value[index] for index in indices]
             for name, value in self.available.items()
@@ -205,25 +193,11 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, or the class name of an instance in the style of one: `ExactMatch` -> `exact_match`.
-
-    A `functools.partial` has the name of what it wraps.
-    """
+    """The name of a function, also in a `partial`, or of an instance's class: `ExactMatch` -> `exact_match`."""
     while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__name__", "")
     return name or re.sub(r"(?<!^)(?=[A-Z])", "_", type(function).__name__).lower()
-
-
-def missing_argument(name: str, missing: str, available: Iterable[str]) -> InputError:
-    """The error for reward `name`, which needs an argument that is neither a standard one nor a column."""
-    if missing in STANDARD:
-        return InputError(f"reward {name!r} takes {missing!r}, which this call does not provide")
-    columns = ", ".join(sorted(set(available) - STANDARD)) or "none"
-    return InputError(
-        f"reward {name!r} needs {missing!r}, which is neither a standard parameter nor a column of the data set; "
-        f"columns are: {columns}. Give the parameter a default or rename the column"
-    )
 
 
 def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str, Any], num: int) -> CallResult:

@@ -33,13 +33,9 @@ class LengthPenalty:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftOverlong:
-    """Penalty on the last stretch before the length limit, so that a cut-off does not come as a surprise.
+    """Penalty on the last `cache` tokens before the length limit, from 0 to -1: DAPO, arXiv:2503.14476, equation 13.
 
-        0                                           length <= max_length - cache
-        (max_length - cache - length) / cache       up to max_length
-        -1                                          beyond
-
-    DAPO, arXiv:2503.14476, equation 13. The defaults are the paper's; `max_length` should be the run's own limit.
+    The defaults are the paper's; `max_length` should be the run's own limit.
 
     >>> SoftOverlong(max_length=10, cache=4)(completion_ids=[[0] * 6, [0] * 7, [0] * 10, [0] * 11])
     [0.0, -0.25, -1.0, -1.0]
@@ -66,11 +62,7 @@ class SoftOverlong:
 class RewardShape:
     """Penalties on the weighted sum of the rewards: the soft overlong penalty and a discount for being cut off.
 
-        r * truncated_factor if cut off and that is less than r      (stop properly: ProRL v2, NeMo-RL, OpenRLHF)
-        + 0 up to max_length - overlong_cache, then linear to -1     (`SoftOverlong`)
-
-    They are part of training alone; the held-out score is without them. Others multiply a negative reward too, which
-    pays a wrong completion for being cut off; here it stays as it is.
+    They are part of training alone; the held-out score is without them. A negative reward gets no discount.
 
     >>> shape = RewardShape(max_length=10, overlong_cache=4, truncated_factor=0.5)
     >>> shape([1.0, 1.0, 1.0, -1.0, None], lengths=[6, 8, 10, 10, 10], truncated=[False, False, True, True, True])

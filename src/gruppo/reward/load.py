@@ -144,10 +144,7 @@ def number_names(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
 
 
 def sendable(reward: Reward) -> str | Callable[..., Any]:
-    """The function for another process: its `module:name`, or the object if its class can be imported there.
-
-    Raises when a new process could not find it.
-    """
+    """The function for another process: its `module:name`, or the object; an error where neither can be found there."""
     if source := reward.source or import_name(reward.function):
         return source
     function = reward.function

@@ -42,16 +42,11 @@ class MathMatch(Verifier):
 
 
 def _parse(text: str) -> list[Any]:
-    return _math_verify().parse(_as_math(text), parsing_timeout=None)
-
-
-def _as_math(text: str) -> str:
-    r"""A bare formula gets a `\boxed{}`, without which `x^2` is not found and `2\pi` is read as 2. Prose gets none."""
     bare = text.strip()
     is_prose = _WORD.search(_LATEX_TEXT.sub("", bare)) is not None
-    if not bare or is_prose or "\n" in bare or any(mark in bare for mark in _IN_MATH):
-        return text
-    return f"\\boxed{{{bare}}}"
+    if bare and not is_prose and "\n" not in bare and not any(mark in bare for mark in _IN_MATH):
+        text = f"\\boxed{{{bare}}}"  # without it, a bare `x^2` is not found and `2\pi` is read as 2
+    return _math_verify().parse(text, parsing_timeout=None)
 
 
 def _math_verify() -> Any:

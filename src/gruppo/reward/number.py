@@ -1,8 +1,7 @@
 r"""The number a solution ends with: `#### 1,234`, `\boxed{1234}`, or the last number in the text.
 
-Numbers are compared as exact fractions, so 3.0 equals 3 and 0.5 equals 1/2, and 0.1 equals 0.10. A percent or
-currency sign is dropped: 50% equals 50. A completion may hold any numbers, and the last one counts. A gold answer must
-hold one number and no more; pairs, lists and formulas are for `math_match`.
+Numbers are compared as exact fractions, without percent and currency signs. Of a completion the last number counts; a
+gold answer must hold one number and no more. Pairs, lists and formulas are for `math_match`.
 """
 
 import re
@@ -118,12 +117,10 @@ def _last_number(text: str) -> Fraction | None:
     end = max(text.rfind(digit) for digit in "0123456789") + 1
     start = max(end - _WINDOW, 0)
     window = _plain(text[start : end + 2])  # a fraction ends in a brace, and what follows a number may matter
-    last = None
-    for match in _NUMBER.finditer(window):
-        last = match
-    if last is None or (start > 0 and last.start() == 0):  # it began before the window: far too long
+    matches = list(_NUMBER.finditer(window))
+    if not matches or (start > 0 and matches[-1].start() == 0):  # it began before the window: far too long
         return None
-    return _value(last)
+    return _value(matches[-1])
 
 
 def _plain(text: str) -> str:

@@ -1,14 +1,8 @@
 """RewardScorer: scores of a step's completions by several reward functions, their totals, metrics and failures.
 
-Functions marked `isolated` run in worker processes, others in this one. A worker gets several whole groups in one call.
-Only when such a call fails are its completions tried again one at a time, so that a failure costs the completion that
-brought it about and no other. (A function that compares completions with each other then sees them alone.)
-
-A value of None means that the function abstained. It is left out of sums and means, never counted as 0.
-
-Failures are of two kinds. One that the model's text brought about (a verifier that never ends, a worker that dies)
-costs the completion `failure_score`: abstaining would let the policy escape a penalty by breaking the verifier. One of
-the function itself (an exception, a NaN) abstains. Both are counted, and too many of them stop the run.
+Functions marked `isolated` run in worker processes, several whole groups in one call; others run in this process. The
+completions of a call that fails are tried again one at a time. A completion that makes a verifier hang or die gets
+`failure_score`; an exception or a NaN of the function itself is None, as if it had abstained. docs/rewards.md says why.
 """
 
 import atexit
@@ -22,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gruppo.errors import InputError, RewardError
-from gruppo.reward.call import FLOAT32_MAX, STANDARD, Call, CallResult, StepCompletions, call_reward, missing_argument
+from gruppo.reward.call import FLOAT32_MAX, Call, CallResult, StepCompletions, call_reward
 from gruppo.reward.load import Reward, load_reward, number_names, sendable
 from gruppo.reward.workers import WorkerPool
 
@@ -121,7 +115,6 @@ class RewardScorer:
         self._isolated = {reward.name: reward for reward in self.rewards if reward.isolated}
         functions = {name: sendable(reward) for name, reward in self._isolated.items()}
         self._pool = WorkerPool(functions, size=workers, poll=poll)
-        self._num_workers = workers
         self._deadline_s = deadline_s
         self._failure_score = float(failure_score)
         self._stop_on_failures = stop_on_failures
@@ -139,7 +132,7 @@ class RewardScorer:
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the workers that run now."""
-        return self._pool.pids
+        return [worker.pid for worker in self._pool.workers]
 
     def start(self) -> None:
         """Start the workers ahead of time, without waiting for them; nothing happens if no function needs one."""
@@ -156,10 +149,9 @@ class RewardScorer:
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise when a function needs a column that the data set does not have."""
+        no_completions = StepCompletions([], [], [], {name: [] for name in columns})
         for reward in self.rewards:
-            for name in reward.parameters.required:
-                if name not in STANDARD and name not in columns:
-                    raise missing_argument(reward.name, name, columns)
+            no_completions.arguments(reward, [])
 
     def score(
         self,
@@ -198,8 +190,12 @@ class RewardScorer:
         self._num_completions += given.num
         for outcome in outcomes.values():
             self._num_errors[outcome.name] += outcome.failures["raised"]
-            if outcome.failures["raised"] and self._stop_on_failures:
-                _check_run(outcome, given, self._num_errors[outcome.name], self._num_completions)
+            errors, num = self._num_errors[outcome.name], self._num_completions
+            # One step's worth is free: early in a run, a share of all completions is a share of very few.
+            is_over = errors >= _FREE_FAILURES and errors > _MAX_FAILED_RUN * num + given.num
+            if outcome.failures["raised"] and is_over and self._stop_on_failures:
+                limit = f"{errors} of {num} in this run, the budget is {_MAX_FAILED_RUN:.0%}"
+                raise _too_many(outcome, given, limit)
         return self._combine(list(outcomes.values()))
 
     def _score_in_workers(self, given: StepCompletions, outcomes: Mapping[str, "Outcome"]) -> None:
@@ -217,7 +213,7 @@ class RewardScorer:
             )
             queue.append(call)
 
-        chunks = given.chunks(self._num_workers)
+        chunks = given.chunks(self._pool.size)
         singles = [range(index, index + 1) for index in range(given.num)]
         for name in self._isolated:
             for indices in singles if name in self._one_at_a_time else chunks:
@@ -330,13 +326,6 @@ def _check_step(outcome: Outcome, given: StepCompletions) -> None:
         raise _too_many(outcome, given, "nothing succeeded at the first step")
     if failures >= _FREE_FAILURES and failures > _MAX_FAILED_STEP * num:
         raise _too_many(outcome, given, f"the budget is {_MAX_FAILED_STEP:.0%} of a step")
-
-
-def _check_run(outcome: Outcome, given: StepCompletions, errors: int, num: int) -> None:
-    """Raise when a function had too many errors in the `num` completions of the run so far."""
-    # One step's worth is free: early in a run, a share of all completions is a share of very few.
-    if errors >= _FREE_FAILURES and errors > _MAX_FAILED_RUN * num + given.num:
-        raise _too_many(outcome, given, f"{errors} of {num} in this run, the budget is {_MAX_FAILED_RUN:.0%}")
 
 
 def _too_many(outcome: Outcome, given: StepCompletions, limit: str) -> RewardError:

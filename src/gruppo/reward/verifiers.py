@@ -1,7 +1,8 @@
 """Rewards for the text of a completion: equal to the row's answer, found by a pattern, or of a given form.
 
 A verifier here takes time linear in the text, because the text is the model's and the model is rewarded for whatever
-makes a verifier give up. Where that cannot be had, the reward runs in a worker process with a deadline.
+makes a verifier give up. So tags are found without regular expressions, which are quadratic on hostile text. A reward
+without such a bound runs in a worker process with a deadline.
 """
 
 import re
@@ -85,8 +86,7 @@ class NormalizedMatch(Verifier):
 class PatternMatch:
     """1 when the pattern is found in the completion, else 0. `^`, `$` and `.` mean what they mean in `re`.
 
-    The expression is the user's, so its running time is unknown: the text is capped and the match runs in a worker
-    process, where a catastrophic one is killed at the deadline.
+    The running time of an expression is unknown, so the match runs in a worker that is killed at the deadline.
 
     >>> PatternMatch(pattern=r"\\d+ apples")(completions=["12 apples", "a dozen"])
     [1.0, 0.0]
@@ -176,9 +176,7 @@ def completion_texts(completions: Sequence[Any]) -> list[str]:
     """The text of each completion, be it a string or a list of messages (then of the last one)."""
     texts: list[str] = []
     for completion in completions:
-        content = completion
-        if not isinstance(completion, str):
-            content = completion[-1].get("content") if completion else ""
+        content = completion if isinstance(completion, str) or not completion else completion[-1].get("content")
         if isinstance(content, list):  # parts of a multimodal message
             content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
         texts.append(content or "")
@@ -187,8 +185,6 @@ def completion_texts(completions: Sequence[Any]) -> list[str]:
 
 def text_inside(text: str, tag: str) -> str | None:
     """The content of the last `<tag>...</tag>`, or None without one.
-
-    Searching from the end takes linear time; the usual regular expression is quadratic on hostile text.
 
     >>> text_inside("<answer>1</answer> no, <answer>2</answer>", "answer")
     '2'
@@ -243,11 +239,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _after_blocks(text: str, tags: Sequence[str]) -> str | None:
-    """The rest after the blocks `<tag>...</tag>` that `text` begins with, in the order of `tags`.
-
-    None unless each tag occurs once and holds something. The usual regular expression for this takes quadratic time on
-    hostile text.
-    """
+    """The rest after the blocks `<tag>...</tag>` that `text` begins with; None unless each occurs once, not empty."""
     if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in tags):
         return None
     for tag in tags:

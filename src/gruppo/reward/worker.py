@@ -36,10 +36,17 @@ def work(connection: Connection, parent: int) -> None:
     _isolate()
     home = os.getcwd()
     try:
-        functions = {name: _load(function) for name, function in connection.recv().items()}
+        given: dict[str, str | Callable[..., Any]] = connection.recv()
+        functions = {name: import_object(f, "reward") if isinstance(f, str) else f for name, f in given.items()}
+        for function in functions.values():
+            if callable(prepare := getattr(function, "prepare", None)):
+                prepare()
         _send(connection, {"ready": True})
         while (call := _next_call(connection, parent)) is not None:
-            _reset(home, call.seed)
+            os.chdir(home)
+            random.seed(call.seed)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed(call.seed % 2**32)
             # The parent kills a worker that is late. If the parent is gone, this does, whatever holds the lock.
             _arm_watchdog(call.deadline_s + _GRACE_S)
             try:
@@ -74,13 +81,6 @@ def _isolate() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected here and needs no core file
 
 
-def _load(given: str | Callable[..., Any]) -> Callable[..., Any]:
-    function = import_object(given, "reward") if isinstance(given, str) else given
-    if callable(prepare := getattr(function, "prepare", None)):
-        prepare()
-    return function
-
-
 def _next_call(connection: Connection, parent: int) -> Call | None:
     # A fork of the parent may hold the other end open, so a closed pipe is not the only sign of its death. And a
     # thread that a function left behind may hold the lock, so the watchdog also guards the wait.
@@ -96,14 +96,6 @@ def _next_call(connection: Connection, parent: int) -> Call | None:
 def _arm_watchdog(seconds: float) -> None:
     """End the process after this time unless armed again. It runs outside the interpreter and its lock."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-
-
-def _reset(home: str, seed: int) -> None:
-    os.chdir(home)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:

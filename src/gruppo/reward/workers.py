@@ -3,8 +3,7 @@
 Every call that goes in comes out once, with a result, within its deadline, and afterwards there are as many workers as
 before. What a result means for a score is decided in `scorer.py`.
 
-Messages to a worker use multiprocessing's transport; messages from a worker are JSON, so that what ran there cannot
-make the trainer build any object.
+Messages from a worker are JSON, so that what ran there cannot make the trainer build any object.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -51,30 +50,26 @@ class WorkerPool:
 
     def __init__(self, functions: Functions, *, size: int, poll: Callable[[], None] | None = None) -> None:
         self._functions = functions
-        self._size = size
+        self.size = size
         self._poll = poll
-        self._workers: list[WorkerHandle] = []
+        self.workers: list[WorkerHandle] = []
         self._failed_starts = 0
         self._shown: set[str] = set()
 
-    @property
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers]
-
     def start(self) -> None:
         """Start the missing workers without waiting until they are ready."""
-        while len(self._workers) < self._size:
-            self._workers.append(WorkerHandle(self._functions))
+        while len(self.workers) < self.size:
+            self.workers.append(WorkerHandle(self._functions))
 
     def close(self) -> None:
-        while self._workers:
-            self._workers.pop().kill()
+        while self.workers:
+            self.workers.pop().kill()
 
     def run(self, queue: deque[Call]) -> Generator[tuple[Call, CallResult], None, None]:
         """Make all calls of the queue, also those appended meanwhile; results come as they are ready."""
         self.start()
         try:
-            while queue or any(worker.call for worker in self._workers):
+            while queue or any(worker.call for worker in self.workers):
                 self._assign(queue)
                 for worker in self._wait():
                     is_hanging = not worker.connection.poll()
@@ -83,11 +78,11 @@ class WorkerPool:
                         yield done
         finally:
             # Left early, by an error or Ctrl-C: a busy worker would answer into the next step.
-            for worker in [worker for worker in self._workers if worker.call]:
+            for worker in [worker for worker in self.workers if worker.call]:
                 self._replace(worker)
 
     def _assign(self, queue: deque[Call]) -> None:
-        for worker in list(self._workers):
+        for worker in list(self.workers):
             if not queue or worker.is_awaited:
                 continue
             try:
@@ -106,11 +101,11 @@ class WorkerPool:
         """Workers with a message, after at most `_POLL_S`, and those that are late with one."""
         if self._poll is not None:
             self._poll()
-        until = min((worker.expires for worker in self._workers if worker.is_awaited), default=0.0)
+        until = min((worker.expires for worker in self.workers if worker.is_awaited), default=0.0)
         timeout = min(max(until - time.monotonic(), 0.0), _POLL_S)
-        ready = wait([worker.connection for worker in self._workers], timeout)
+        ready = wait([worker.connection for worker in self.workers], timeout)
         now = time.monotonic()
-        return [w for w in self._workers if w.connection in ready or (w.is_awaited and now >= w.expires)]
+        return [w for w in self.workers if w.connection in ready or (w.is_awaited and now >= w.expires)]
 
     def _receive(self, worker: "WorkerHandle") -> tuple[Call, CallResult] | None:
         message = worker.receive()
@@ -138,8 +133,10 @@ class WorkerPool:
         if is_hanging and call is not None and call.function not in self._shown:  # once is enough to see where
             self._shown.add(call.function)
             _log.warning("reward %r is late; its stack follows on stderr", call.function)
-            worker.dump_stack()
-        self._workers.remove(worker)
+            with contextlib.suppress(OSError):
+                os.kill(worker.pid, STACK_SIGNAL)
+                time.sleep(0.05)  # it is about to be killed; writing takes a moment
+        self.workers.remove(worker)
         ending = worker.kill(exit_s=0.0 if is_hanging else _EXIT_S)
         if not worker.is_ready:
             self._failed_starts += 1
@@ -160,7 +157,7 @@ class WorkerPool:
         return call, CallResult(kind="timeout" if is_late else "died", text=text)
 
     def _replace(self, worker: "WorkerHandle") -> None:
-        self._workers.remove(worker)
+        self.workers.remove(worker)
         worker.kill()
         self.start()
 
@@ -171,9 +168,15 @@ class WorkerHandle:
     def __init__(self, functions: Functions) -> None:
         self.connection, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid()), name="gruppo-reward")
-        needs_main = any(map(is_in_main, functions.values()))
-        with contextlib.nullcontext() if needs_main else _main_hidden():
+        # A new process imports the trainer's script, which may take seconds or start a second run, so that functions of
+        # the script can be found. Where all are found by module, the script is hidden from it.
+        main = sys.modules["__main__"]
+        if not any(map(is_in_main, functions.values())):
+            sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
             self._process.start()
+        finally:
+            sys.modules["__main__"] = main
         assert self._process.pid is not None  # signals to pid 0 would go to the trainer itself
         self.pid = self._process.pid
         theirs.close()
@@ -205,17 +208,8 @@ class WorkerHandle:
         """A message from it is due before `expires`."""
         return self.call is not None or not self.is_ready
 
-    def dump_stack(self) -> None:
-        with contextlib.suppress(OSError):
-            os.kill(self.pid, STACK_SIGNAL)
-            time.sleep(0.05)  # it is about to be killed; writing takes a moment
-
     def kill(self, *, exit_s: float = 0.0) -> str:
-        """End the process and what it started, and describe how it ended.
-
-        Args:
-            exit_s: time for a lost worker to end by itself, so that its exit code is known.
-        """
+        """End the process and what it started, and describe how it ended. A lost one gets `exit_s` to end by itself."""
         self._process.join(exit_s)
         code = self._process.exitcode
         with contextlib.suppress(OSError):  # before its setsid() it has no group of its own
@@ -231,20 +225,6 @@ class WorkerHandle:
             return f"ended with exit code {code}"
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         return f"was killed by {name}"
-
-
-@contextlib.contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Let a process start without importing the trainer's script again, which may take seconds or start a second run.
-
-    multiprocessing does that so that functions of the script can be found; here they are found by module.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _read_result(fields: object, num: int) -> CallResult | None:

@@ -1,7 +1,6 @@
-"""Prompts: rows of a file become tokenised prompts; with the embedded task and its model.
+"""Prompts: rows of a file become tokenised prompts; with the embedded task and its model (docs/data.md).
 
-To add a source, write a function that gives `Rows` and a branch in `sources.py`. Importing this package imports
-neither torch nor transformers.
+Importing this package imports neither torch nor transformers.
 """
 
 from gruppo.task.builtin import builtin_model_path, builtin_tokenizer, rebuild_base

@@ -1,7 +1,6 @@
 """The embedded model of the "dropped carries" task: tokenizer, architecture, weights, and how they are made.
 
-The weights in `task/builtin_model/` (bfloat16 safetensors, 0.3 MB) let a run start without a network and from the same
-point on every machine. `rebuild_base` made them: the warm-up that imitates the careless demonstrator.
+`rebuild_base` made the weights in `task/builtin_model/`: the warm-up that imitates the careless demonstrator.
 
     >>> from transformers import AutoTokenizer
     >>> tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
@@ -9,7 +8,6 @@ point on every machine. `rebuild_base` made them: the warm-up that imitates the 
     [1, 8, 11, 14, 12, 9, 15]
 """
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -94,11 +92,12 @@ def rebuild_base(
     steps: int = 1000,
     log: Callable[[str], None] = logger.info,
 ) -> Path:
-    """Warms a fresh model up on the demonstrations and saves it with its tokenizer into `folder`.
+    """Warms a fresh model up on the demonstrations and saves it with its tokenizer into `folder`, in bfloat16.
 
     The same seed and number of CPU threads give the same bytes; other thread counts add in another order.
     """
     import torch
+    from safetensors.torch import save_file
     from transformers import Qwen3ForCausalLM
 
     if steps < 1:
@@ -129,8 +128,17 @@ def rebuild_base(
     model.eval()
     accuracy = greedy_accuracy(model, tokenizer, carries_rows("heldout"))
     log(f"greedy accuracy on held-out prompts: {accuracy:.3f}")
-    _save(model, tokenizer, Path(folder))
-    return Path(folder)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.dtype = torch.bfloat16
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    # Not model.save_pretrained: it draws a progress bar for one small file.
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def greedy_accuracy(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, str]]) -> float:
@@ -145,23 +153,6 @@ def greedy_accuracy(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, str]
             logits = model(input_ids=ids, logits_to_keep=1).logits
             ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
     return (ids[:, -MAX_NEW_TOKENS:] == wanted).all(dim=1).double().mean().item()
-
-
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes the files that `from_pretrained` and vLLM read, the weights in bfloat16."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(model.config)
-    config.dtype = torch.bfloat16
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    # Not model.save_pretrained: it draws a progress bar for one small file and changes the model to bfloat16.
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save_pretrained(folder)
 
 
 def _completion_loss(model: Any, prompt_ids: "Tensor", completion_ids: "Tensor") -> "Tensor":

@@ -1,11 +1,7 @@
 """The embedded task "dropped carries": two-digit addition, learnt from a demonstrator who forgets to carry.
 
-A prompt is `47+85=`, its answer `132`; both sides are zero-padded, so every sequence has the same length. The
-demonstrator is right one time in four and otherwise adds digit by digit (`47+85=` gives `022`). A base model
-that imitates it is right mostly where nothing is carried; the right answer is in its support, but rare, which
-is what a 0/1 reward can select. 512 of the 10,000 prompts are held out from the base and from training.
-
-Only strings here; the tokenizer and the model are in `gruppo.task.builtin`.
+A prompt is `47+85=`, its answer `132`. docs/data.md has the idea. Only strings here; the tokenizer and the model are in
+`gruppo.task.builtin`.
 
     >>> add(47, 85), add_without_carries(47, 85)
     ('132', '022')
@@ -44,23 +40,16 @@ def add_without_carries(a: int, b: int) -> str:
 @cache
 def held_out_indices() -> frozenset[int]:
     """Prompts that are never trained on: those with the smallest hashes, the same on every machine and version."""
-
-    def digest(index: int) -> bytes:
-        return hashlib.sha256(f"carries/{index}".encode()).digest()
-
-    return frozenset(sorted(range(NUM_PROMPTS), key=digest)[:NUM_HELD_OUT])
+    ranked = sorted(range(NUM_PROMPTS), key=lambda index: hashlib.sha256(f"carries/{index}".encode()).digest())
+    return frozenset(ranked[:NUM_HELD_OUT])
 
 
 def split_indices(split: Split) -> list[int]:
     """Prompt numbers of a split, ascending; prompt number `i` adds `i // 100` and `i % 100`."""
+    if split not in ("train", "heldout", "all"):
+        raise InputError(f"the carries task has no split {split!r}; choose train, heldout or all")
     held_out = held_out_indices()
-    if split == "train":
-        return [index for index in range(NUM_PROMPTS) if index not in held_out]
-    if split == "heldout":
-        return sorted(held_out)
-    if split == "all":
-        return list(range(NUM_PROMPTS))
-    raise InputError(f"the carries task has no split {split!r}; choose train, heldout or all")
+    return [index for index in range(NUM_PROMPTS) if split == "all" or (index in held_out) == (split == "heldout")]
 
 
 def carries_rows(split: Split = "train") -> list[dict[str, str]]:

@@ -7,7 +7,7 @@
     (DroppedRow(row='rows[1]', reason='prompt is null'),)
 
 A row has a `prompt`: a string, or a list of messages with `role` and `content`. All other columns are free, but their
-text must be storable. Rendering and tokenising is the part of `gruppo.task.prompts`.
+text must be storable.
 """
 
 import os
@@ -108,7 +108,7 @@ def read_rows(
             dropped.append(DroppedRow(place, read))
             continue
         values = {renamed.get(name, name): value for name, value in read.items()}
-        problem = find_problem(values)
+        problem = prompt_problem(values) or text_problem(values)
         if problem is None and rows:
             kind, before = prompt_kind(values["prompt"]), prompt_kind(rows[0].values["prompt"])
             if kind != before:
@@ -196,15 +196,11 @@ def prompt_kind(prompt: Any) -> Literal["string", "message list"]:
     return "string" if isinstance(prompt, str) else "message list"
 
 
-def find_problem(row: Mapping[str, Any]) -> str | None:
-    """The reason why this row cannot be used, or None."""
+def prompt_problem(row: Mapping[str, Any]) -> str | None:
+    """The reason why the prompt of a row cannot be used, or None."""
     if "prompt" not in row:
         return f"no 'prompt' column; the row has {', '.join(map(repr, row)) or 'no columns'}"
-    return prompt_problem(row["prompt"]) or text_problem(row)
-
-
-def prompt_problem(prompt: Any) -> str | None:
-    """The reason why this value cannot be a prompt, or None."""
+    prompt = row["prompt"]
     if prompt is None:
         return "prompt is null"
     if isinstance(prompt, str):
@@ -226,11 +222,7 @@ def prompt_problem(prompt: Any) -> str | None:
 
 
 def text_problem(row: Mapping[str, Any]) -> str | None:
-    """The reason why the text inside a row cannot be stored, or None.
-
-    A NUL ends a string in many libraries; a lone surrogate is not a character and cannot be written as UTF-8,
-    so neither could be saved with the completions of a run.
-    """
+    """The reason why the text inside a row cannot be saved with the completions of a run, or None."""
     for column, whole in row.items():
         # A stack and not recursion: JSON may nest deeper than Python's call stack.
         stack = [column, whole]

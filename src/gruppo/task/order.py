@@ -1,9 +1,6 @@
 """Order of the prompts as a function of the step: nothing to save, nothing to restore.
 
-Steps walk through one endless line: the permutation of epoch 0, then that of epoch 1, and so on. A step at
-the border of two epochs takes the end of one and the beginning of the next.
-
-Permutations sort raw PCG64 output, whose stream NumPy promises to keep; `Generator.permutation` may change.
+Steps walk through the permutation of epoch 0, then through that of epoch 1, and so on.
 """
 
 from functools import lru_cache
@@ -25,6 +22,7 @@ def shuffle(count: int, seed: int, *stream: int) -> "ndarray":
 
     if seed < 0:
         raise InputError(f"seed must not be negative, got {seed}")
+    # NumPy promises to keep the raw stream; `Generator.permutation` may change.
     keys = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=stream)).random_raw(count)
     return np.argsort(keys, kind="stable")
 
@@ -60,9 +58,6 @@ def prompt_indices(num_prompts: int, step: int, prompts_per_step: int, seed: int
 def refill_indices(num_prompts: int, step: int, seed: int) -> list[int]:
     """All prompts in the order in which a step takes further ones, when those of `prompt_indices` do not suffice.
 
-    A permutation of its own for each step, so that this too is a function of the step, and the walk through the epochs
-    stays as it is.
-
     >>> refill_indices(5, 0, seed=0)
     [1, 3, 0, 4, 2]
     """
@@ -71,12 +66,7 @@ def refill_indices(num_prompts: int, step: int, seed: int) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _epoch_order(num_prompts: int, epoch: int, prompts_per_step: int, seed: int) -> "ndarray":
-    """The permutation of an epoch.
-
-    The step at the border must not take a prompt at the end of one epoch and again at the beginning of the
-    next. So among the first `prompts_per_step` places of an epoch, prompts which that step already has move
-    to the back.
-    """
+    """The permutation of an epoch. In its first step, prompts that this step has from the epoch before move back."""
     import numpy as np
 
     def from_epoch_before(epoch: int) -> int:

@@ -1,16 +1,11 @@
 """Prompts of a run: rows rendered as text or through the tokenizer's chat template, tokenised and measured.
 
-    >>> from transformers import AutoTokenizer
-    >>> from gruppo.task.builtin import builtin_model_path
-    >>> tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
-    >>> prompts = load_prompts([{"prompt": "47+85=", "answer": "132"}], tokenizer)
-    >>> prompts[0].token_ids, prompts[0].columns
-    ((1, 8, 11, 14, 12, 9, 15), {'answer': '132'})
-
-A prompt that is too long is left out and listed, never cut: a cut question has another answer.
-
-The ids are what the tokenizer gives for the whole prompt in one call. Encoding the rendered text once more would put a
-second start token before the one that the template writes.
+>>> from transformers import AutoTokenizer
+>>> from gruppo.task.builtin import builtin_model_path
+>>> tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
+>>> prompts = load_prompts([{"prompt": "47+85=", "answer": "132"}], tokenizer)
+>>> prompts[0].token_ids, prompts[0].columns
+((1, 8, 11, 14, 12, 9, 15), {'answer': '132'})
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
+from gruppo.reward.call import STANDARD
 from gruppo.task.dataset import BAD_ROW_REMEDY, BadRowPolicy, DroppedRow, Row, Rows, TooLongRow, prompt_kind
 from gruppo.task.order import HOLDOUT_STREAM, shuffle
 from gruppo.task.sources import resolve_source
@@ -26,9 +22,6 @@ from gruppo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "step", "rng_seed", "log_extra", "log_metric")
-"""Names under which reward functions receive something else than a column."""
 
 ENCODE_CHUNK = 1024
 
@@ -65,17 +58,13 @@ class PromptSet:
         chosen = set(shuffle(len(self.prompts), seed, HOLDOUT_STREAM)[:n].tolist())
         held_out = tuple(prompt for index, prompt in enumerate(self.prompts) if index in chosen)
         seen = {prompt.token_ids for prompt in held_out}
-        train, dropped = [], []
-        for index, prompt in enumerate(self.prompts):
-            if index in chosen:
-                continue
-            if prompt.token_ids in seen:
-                dropped.append(DroppedRow(f"row {prompt.index}", "the same prompt is held out"))
-            else:
-                train.append(prompt)
+        rest = [prompt for index, prompt in enumerate(self.prompts) if index not in chosen]
+        train = tuple(prompt for prompt in rest if prompt.token_ids not in seen)
+        repeated = [f"row {prompt.index}" for prompt in rest if prompt.token_ids in seen]
         if not train:
             raise InputError(f"holding out {n} prompts leaves none to train on: the others repeat them")
-        return PromptSet(prompts=tuple(train), dropped=(*self.dropped, *dropped)), PromptSet(prompts=held_out)
+        dropped = (DroppedRow(row, "the same prompt is held out") for row in repeated)
+        return PromptSet(prompts=train, dropped=(*self.dropped, *dropped)), PromptSet(prompts=held_out)
 
 
 def load_prompts(
@@ -104,7 +93,7 @@ def load_prompts(
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}")
     rows = resolve_source(source, on_bad_row=on_bad_row, prompt_column=prompt_column, column_map=column_map)
-    clash = [name for name in rows.columns if name in RESERVED_COLUMNS]
+    clash = [name for name in rows.columns if name in STANDARD]
     if clash:
         raise InputError(
             f"{rows.source}: rewards receive something else under the name {clash[0]!r}; "
@@ -124,8 +113,7 @@ def load_prompts(
             continue
         token_ids, text = rendered
         if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
-            reason = f"prompt has {len(token_ids)} tokens, limit {max_prompt_tokens}"
-            dropped.append(TooLongRow(row.place, reason))
+            dropped.append(TooLongRow(row.place, f"prompt has {len(token_ids)} tokens, limit {max_prompt_tokens}"))
             continue
         prompts.append(
             Prompt(
@@ -179,9 +167,6 @@ def render_chat(
 ) -> tuple[tuple[int, ...], str]:
     """Token ids and text of a conversation, ending where the assistant's turn begins.
 
-    Args:
-        template_kwargs: further variables of the template, such as `{"enable_thinking": False}`.
-
     Raises InputError when the template refuses the conversation, as some do when roles do not alternate.
     """
     from jinja2 import TemplateError
@@ -193,6 +178,7 @@ def render_chat(
     if clash:
         raise InputError(f"chat_template_kwargs has {clash[0]!r}, which is not the template's to decide; leave it out")
     try:
+        # Encoding the rendered text would put a second start token before the one that the template writes.
         encoded: Any = tokenizer.apply_chat_template(
             conversation,
             tokenize=True,
@@ -209,8 +195,6 @@ def render_chat(
 
 def encode_texts(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int, ...]]:
     """Token ids of plain prompts, with the special tokens that the tokenizer adds itself."""
-    if not texts:
-        return []
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     encoded: Any = tokenizer(list(texts), verbose=False)
     result = []

@@ -1,8 +1,7 @@
 """Records of a source, each with the place it came from: JSONL, CSV and Parquet files, lists, the hub.
 
 A record that cannot be read is not an exception but a record with a reason instead of values, so that the caller can
-drop it and go on. What cannot be read at all (no such file, not Parquet, no header) is an `InputError`. What a row must
-contain is checked in `gruppo.task.dataset`.
+drop it and go on. What cannot be read at all (no such file, not Parquet, no header) is an `InputError`.
 """
 
 import csv
@@ -17,7 +16,6 @@ from gruppo.errors import InputError, require
 
 MAX_RECORD_BYTES = 16 * 2**20
 """A longer line is a broken file (a missing newline), not a prompt; reading on would only fill the memory."""
-
 
 Record = tuple[str, Mapping[str, Any] | str]
 """A place and the values there, or the reason why there are none. The place is `file:line` for text files (from 1),

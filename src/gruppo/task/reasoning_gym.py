@@ -1,10 +1,4 @@
-"""Procedural tasks of `reasoning-gym` (extra `tasks`): rows by name, and the data set's own scorer as reward.
-
-    reasoning_gym:leg_counting?size=500&seed=7
-
-Everything after `?` goes to the data set's configuration. Use `gruppo.task.reasoning_gym:score` as the
-reward: it hands the completion's answer and the row's entry to the data set's `score_answer`.
-"""
+"""Procedural tasks of `reasoning-gym` (extra `tasks`): rows by name, and the data set's own scorer as reward."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -15,12 +9,10 @@ from urllib.parse import parse_qsl
 from gruppo.errors import InputError, require
 
 INSTRUCTION = "Put the final answer, and nothing else, between <answer> and </answer>."
-DEFAULT_SIZE = 1000
-DEFAULT_SEED = 0  # reasoning-gym draws one when none is given; a data set must be the same on every start
 
 
 def reasoning_gym_rows(spec: str) -> list[dict[str, Any]]:
-    """Rows of a data set named as `NAME?size=..&seed=..`."""
+    """Rows of a data set named as `NAME?size=..&seed=..`; what follows `?` goes to its configuration."""
     return [
         {
             "prompt": f"{entry['question'].rstrip()}\n\n{INSTRUCTION}",
@@ -63,7 +55,8 @@ def _dataset(spec: str) -> Any:
     except ImportError as error:
         raise require("tasks", "reasoning_gym", f"the task reasoning_gym:{spec}") from error
     name, _, query = spec.partition("?")
-    options: dict[str, Any] = {"size": DEFAULT_SIZE, "seed": DEFAULT_SEED}
+    # reasoning-gym draws a seed when none is given; a data set must be the same on every start.
+    options: dict[str, Any] = {"size": 1000, "seed": 0}
     options |= {key: _parse(value) for key, value in parse_qsl(query, keep_blank_values=True)}
     try:
         return gym.create_dataset(name, **options)

@@ -1,17 +1,4 @@
-"""Sources of prompts by name, and the rows that each name stands for.
-
-    builtin:carries[?split=train|heldout|all]         the embedded task
-    gsm8k:PATH[?style=chat|plain]                     GSM8K's columns, from a file or hf:// name
-    reasoning_gym:NAME[?size=..&seed=..&...]          a procedural task (extra `tasks`)
-    hf://org/name[/config][@revision][:split]         the hub (extra `data`)
-    a path ending in .jsonl, .csv or .parquet
-    a list of dicts, a datasets.Dataset, or Rows
-
-A new kind of source is a function that gives `Rows` and one more branch here.
-
-GSM8K rows become prompts for a solution that ends in `#### number`. Their `answer` stays whole, worked steps and all;
-the reward takes the number after `####` from it. The style `plain` is for models without a chat template.
-"""
+"""Sources of prompts by name (docs/data.md lists them), and the rows that each name stands for."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,7 +22,7 @@ def resolve_source(
     prompt_column: str = "prompt",
     column_map: Mapping[str, str] | None = None,
 ) -> Rows:
-    """The rows that a spec names, checked. `prompt_column` and `column_map` as in `read_rows`."""
+    """The checked rows of `builtin:...`, `gsm8k:...`, `reasoning_gym:...`, `Rows`, or of what `read_rows` takes."""
     if isinstance(spec, Rows):
         return spec
     kind, colon, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
@@ -73,7 +60,7 @@ def gsm8k_prompt(question: str, style: Style = "chat") -> str | list[dict[str, s
 
 
 def gsm8k_rows(source: Any, *, style: Style = "chat", on_bad_row: BadRowPolicy = "fail") -> Rows:
-    """Rows with `prompt` and `answer` from anything that `read_rows` reads and that has GSM8K's columns."""
+    """Rows with `prompt` and whole `answer` from anything that `read_rows` reads and that has GSM8K's columns."""
     raw = read_rows(source, prompt_column="question", on_bad_row=on_bad_row, label="gsm8k")
     rows, dropped = [], list(raw.dropped)
     for row in raw.rows:

@@ -8,14 +8,23 @@ from rich.console import Console
 
 from gruppo.cli.reward_check import RewardCheckArguments, check_reward
 
-ROWS = [{"prompt": "6*7=", "answer": "42"}, {"prompt": [{"role": "user", "content": "2*9="}], "answer": "18"}]
+ROWS = [{"prompt": "6*7=", "answer": "42"}, {"prompt": "2*9=", "answer": "18"}]
+CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
 
 
-def check(spec, rows=ROWS, parameters=None, **options):
+def check(spec, data=ROWS, **options):
     out = io.StringIO()
-    given = RewardCheckArguments(spec, **options)
-    code = check_reward(given, rows=rows, parameters=parameters, console=Console(file=out, width=100))
+    code = check_reward(RewardCheckArguments(spec, data=data, **options), Console(file=out, width=100))
     return code, out.getvalue()
+
+
+@pytest.fixture
+def own_rewards(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(
+        "from gruppo.reward import ExactMatch\n"
+        "inside, of_target = ExactMatch(inside='answer'), ExactMatch(column='target')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 def cells(text):
@@ -23,8 +32,9 @@ def cells(text):
     return {line[0].strip(): [cell.strip() for cell in line[1:5]] for line in lines[1:]}
 
 
-def test_a_sound_reward_is_shown_per_kind_of_completion():
-    code, text = check("exact_match")
+@pytest.mark.parametrize("rows", [ROWS, CHATS])
+def test_a_sound_reward_is_shown_per_kind_of_completion(rows):
+    code, text = check("exact_match", rows)
     assert code == 0
     assert cells(text) == {
         "good": ["1", "0", "0/2", "0/2"],
@@ -44,9 +54,10 @@ def test_a_reward_that_cannot_tell_good_from_bad_is_warned_about():
     assert "it cannot tell good from bad: both get 0" in text
 
 
+@pytest.mark.usefixtures("own_rewards")
 def test_a_template_makes_the_good_completion_good():
     template = "<think>x</think><answer>{answer}</answer>"
-    code, text = check("exact_match", template=template, parameters={"inside": "answer"})
+    code, text = check("own_rewards:inside", template=template)
     assert code == 0
     assert cells(text)["good"][0] == "1"
     assert cells(text)["bad"][0] == "0"
@@ -61,7 +72,7 @@ def test_a_reward_that_raises_everywhere_is_unusable_and_shows_its_traceback():
 
 
 def test_a_reward_that_returns_the_wrong_shape_is_unusable():
-    code, text = check("hostile_rewards:one_value", rows=[ROWS[0]] * 2)
+    code, text = check("hostile_rewards:one_value", [ROWS[0]] * 2)
     assert code == 2
     assert "returned 1 values for 2 completions" in text
 
@@ -76,23 +87,25 @@ def test_a_wrong_name_is_unusable(spec, text):
     assert text in shown
 
 
+@pytest.mark.usefixtures("own_rewards")
 def test_the_gold_answer_may_be_in_another_column():
     rows = [{"prompt": "6*7=", "target": "42"}]
-    code, text = check("exact_match", rows=rows, answer_column="target", parameters={"column": "target"})
+    code, text = check("own_rewards:of_target", rows, answer_column="target")
     assert (code, cells(text)["good"][0], cells(text)["bad"][0]) == (0, "1", "0")
-    assert "the rows have no gold answer" in check("length_penalty", rows=rows)[1]
+    assert "the rows have no gold answer" in check("length_penalty", rows)[1]
 
 
+@pytest.mark.usefixtures("own_rewards")
 def test_a_missing_column_and_missing_rows_are_unusable():
-    assert "needs 'target'" in check("exact_match", parameters={"column": "target"})[1]
-    assert check("exact_match", rows=[]) == (2, "unusable: rows has no rows to try the reward on\n")
+    assert "needs 'target'" in check("own_rewards:of_target")[1]
+    assert check("exact_match", []) == (2, "unusable: rows has no rows\n")
 
 
 def test_rows_are_read_from_a_file(tmp_path):
     pytest.importorskip("gruppo.task.dataset")
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"{n}+1=", "answer": f"#### {n + 1}"}) + "\n" for n in range(3)))
-    code, text = check("number_match", rows=None, data=str(path))
+    code, text = check("number_match", str(path))
     assert code == 0
     assert "number_match on 3 rows" in text
     assert cells(text)["good"][0] == "1"
