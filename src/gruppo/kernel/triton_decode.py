@@ -48,8 +48,8 @@ def _attention_kernel(
     k = tl.load(k_ptr + new, mask=columns < D, other=0.0)
     v = tl.load(v_ptr + new, mask=columns < D, other=0.0)
     own = (row * kv_heads + kv_head) * room * D
-    tl.store(own_k_ptr + own + count * D + columns, k, mask=(columns < D) & (count < room))
-    tl.store(own_v_ptr + own + count * D + columns, v, mask=(columns < D) & (count < room))
+    tl.store(own_k_ptr + own + count * D + columns, k, mask=columns < D)
+    tl.store(own_v_ptr + own + count * D + columns, v, mask=columns < D)
     # The new token is not read back: it starts the sums.
     top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
     total = tl.full((16,), 1.0, tl.float32)
@@ -102,12 +102,12 @@ def _sums_kernel(x_ptr, sums_ptr, columns, factor, BLOCKS: tl.constexpr, BLOCK: 
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x_ptr + row * columns + at, mask=at < columns, other=float("-inf")) * factor
-    top = tl.max(z, 0)
+    top = tl.maximum(tl.max(z, 0), -1e30)  # a block may be excluded whole
     e = tl.exp2(z - top)
     out = sums_ptr + row * 3 * BLOCKS + block
     tl.store(out, top)
     tl.store(out + BLOCKS, tl.sum(e, 0))
-    tl.store(out + 2 * BLOCKS, tl.sum(tl.where(at < columns, e * (z - top), 0.0), 0))
+    tl.store(out + 2 * BLOCKS, tl.sum(tl.where(e > 0, e * (z - top), 0.0), 0))
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def _draw_kernel(
     row, blocks = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     at = sums_ptr + row * 3 * BLOCKS + blocks
     there = blocks < num_blocks
-    highest = tl.load(at, mask=there, other=float("-inf"))
+    highest = tl.load(at, mask=there, other=-1e30)
     total = tl.load(at + BLOCKS, mask=there, other=0.0)
     weighted = tl.load(at + 2 * BLOCKS, mask=there, other=0.0)
     top = tl.max(highest, 0)

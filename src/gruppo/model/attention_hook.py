@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.batch import SharedPrompts
-from gruppo.kernel.shared_prompt_attention import shared_attention
+from gruppo.kernel.shared_prompt_attention import HAS_TRITON, shared_attention
+
+if HAS_TRITON:
+    from gruppo.kernel.triton_decode import decode_attention
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +31,18 @@ def attend(
     attention_mask: Tensor | None,
     *,
     shared_prompts: SharedPrompts | None = None,
+    decode_rows: Any = None,  # a GraphDecoder, or of a compiled block:
+    decode_kv: tuple[Tensor, ...] | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **options: Any,  # what a family hands to its attention; SDPA reads some of it
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: `([R, W, H, D], None)`."""
+    if decode_rows is not None:
+        decode_kv = decode_rows.layer(module.layer_idx)
+    if decode_kv is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return decode_attention(query[:, :, 0], key[:, :, 0], value[:, :, 0], *decode_kv, scaling)[:, None], None  # pyright: ignore
     if shared_prompts is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

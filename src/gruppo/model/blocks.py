@@ -41,12 +41,14 @@ class CompiledBlocks:
         self.blocks = find_blocks(model)
         if not self.blocks:
             logger.info("%s: no list of equal blocks was found; nothing is compiled", self.name)
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
             compiled = torch.compile(block.forward, dynamic=True, backend=backend)
-            block.forward = self._either(block.forward, compiled)
+            block.forward = self._either(i, block.forward, compiled)
 
-    def _either(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **keywords: Any) -> Any:
+    def _either(self, index: int, eager: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, decode_rows: Any = None, **keywords: Any) -> Any:
+            if decode_rows is not None:  # tensors instead of a number that each block would be compiled for
+                keywords["decode_kv"] = decode_rows.layer(index)
             if not self.is_on or keywords.get("past_key_values") is not None:
                 return eager(*args, **keywords)
             try:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from gruppo.model.decoder import Decoded
+
 logger = logging.getLogger(__name__)
 
 Sequences = Sequence[Rollout | InputFeature]
@@ -224,6 +226,30 @@ class TransformersModel:
             order += batch.indices
             logits.append(self.scorer.logits(batch.to(self.device)).float())
         return torch.cat(logits)[torch.tensor(order).argsort()]
+
+    def decode(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        prompt_of: Sequence[int],
+        uniforms: Tensor,
+        *,
+        temperature: float,
+        stop_ids: Sequence[int],
+        poll: Callable[[], None],
+    ) -> "Decoded":
+        """Completions drawn on the GPU, see `GraphDecoder`."""
+        from gruppo.model.decoder import GraphDecoder
+
+        options = {"temperature": temperature, "stop_ids": stop_ids}
+        return GraphDecoder(self.scorer, prompts, prompt_of, uniforms, **options).run(poll)
+
+    def rows_at_once(self, max_new_tokens: int) -> int:
+        """Rows that `decode` can take in one call; 0: it cannot run this model."""
+        if self.device.type != "cuda":
+            return 0
+        from gruppo.model.decoder import can_decode, rows_that_fit
+
+        return rows_that_fit(self.scorer, max_new_tokens) if can_decode(self.scorer) else 0
 
     @torch.no_grad()
     def _score(self, scorer: Scorer, inputs: Sequences) -> dict[str, list[Tensor]]:
