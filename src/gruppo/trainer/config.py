@@ -10,18 +10,8 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
+from gruppo import options
 from gruppo.errors import InputError
-from gruppo.options import (
-    AdvantageOptions,
-    DataOptions,
-    EvalOptions,
-    LossOptions,
-    ModelOptions,
-    OptimOptions,
-    RewardOptions,
-    RolloutOptions,
-    RunOptions,
-)
 from gruppo.run.reader import RunReader, read_yaml
 
 _FILTER = (
@@ -34,15 +24,15 @@ REFUSED = {"top_p": _FILTER, "top_k": _FILTER, "min_p": _FILTER}
 
 # Bases in reverse: pydantic puts the fields of the last base first, and so do --help and YAML.
 class TrainConfig(
-    RunOptions,
-    EvalOptions,
-    OptimOptions,
-    LossOptions,
-    AdvantageOptions,
-    RolloutOptions,
-    RewardOptions,
-    DataOptions,
-    ModelOptions,
+    options.RunOptions,
+    options.EvalOptions,
+    options.OptimOptions,
+    options.LossOptions,
+    options.AdvantageOptions,
+    options.RolloutOptions,
+    options.RewardOptions,
+    options.DataOptions,
+    options.ModelOptions,
 ):
     """Options of a run."""
 
