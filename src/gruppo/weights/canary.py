@@ -1,9 +1,4 @@
-"""Canary: fixed tokens whose log-probs show which weights a sampler has.
-
-The trainer scores them when it publishes weights, and the numbers travel along. A sampler that has loaded the weights
-scores the same tokens. Its log-probs must agree, and must have moved if the trainer's have: a sampler that kept its old
-weights agrees well with a trainer that took a small step.
-"""
+"""Canary: fixed tokens whose log-probs show which weights a sampler has. `docs/vllm.md` describes the proof."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,9 +48,9 @@ class Canary:
         return cls(rows, tuple(x for row in logps for x in row.double().tolist()))
 
 
-def canary_rows(vocabulary: int, *, length: int = 12, num_rows: int = 4) -> Rows:
-    """The same tokens for every run of a model."""
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (num_rows, max(length, 2)))
+def canary_rows(vocabulary: int, *, length: int = 12) -> Rows:
+    """Four rows, the same tokens for every run of a model."""
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (4, max(length, 2)))
     return tuple(tuple(row) for row in tokens.tolist())
 
 
@@ -74,8 +69,7 @@ class Verdict:
 class CanaryCheck:
     """Compares one engine's answers with the trainer's log-probs, and remembers the last good answer.
 
-    Args:
-        bound: largest gap that passes.
+    A gap above `bound` is a fault. So is an answer that did not move when the trainer's log-probs did.
     """
 
     def __init__(self, bound: float) -> None:

@@ -8,7 +8,7 @@ import logging
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -31,19 +31,8 @@ class WrongWeights(NotTaken):
     """A sampler has loaded weights and scores the canary with others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The tensors of a folder: name -> (shape, bytes), from the headers of its files."""
-
-    tensors: Mapping[str, tuple[tuple[int, ...], int]]
-
-    @property
-    def bytes(self) -> int:
-        return sum(size for _, size in self.tensors.values())
-
-    @property
-    def elements(self) -> int:
-        return sum(prod(shape) for shape, _ in self.tensors.values())
+Contents = dict[str, tuple[tuple[int, ...], int]]
+"""The tensors of a folder, by name: shape and bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +46,10 @@ class Published:
     is_adapter: bool
     """Whether the folder holds a LoRA adapter rather than all weights."""
     canary: Canary
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, size in self.contents.values())
 
 
 class Loads(Protocol):
@@ -159,8 +152,8 @@ def write(model: TrainedModel, folder: Path) -> None:
 
 
 def contents(folder: Path) -> Contents:
-    """The tensors in a folder's safetensors files, by their headers."""
-    tensors: dict[str, tuple[tuple[int, ...], int]] = {}
+    """Names, shapes and sizes of the tensors in a folder's safetensors files, by their headers."""
+    tensors: Contents = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
@@ -173,34 +166,39 @@ def contents(folder: Path) -> Contents:
         except (OSError, struct.error, ValueError) as error:
             raise SamplerError(f"{file} is not a safetensors file: {error}") from error
         tensors |= found
-    return Contents(tensors)
+    return tensors
 
 
 def compare(model: TrainedModel, folder: Path) -> str | None:
     """Difference in names or shapes between a folder and the model; None if there is none."""
     wanted, found = _weights(model), contents(folder)
-    missing = sorted(wanted.keys() - found.tensors.keys())
-    unknown = sorted(found.tensors.keys() - wanted.keys())
-    elements = sum(t.numel() for t in wanted.values())
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    lacks_numbers = sum(prod(shape) for shape, _ in found.values()) != sum(t.numel() for t in wanted.values())
     # Some families are saved under other names than they have in memory; then the numbers must agree.
-    if (missing or unknown) and (model.lora is not None or found.elements != elements):
+    if (missing or unknown) and (model.lora is not None or lacks_numbers):
         return f"the file lacks {few(missing)} and has unknown {few(unknown)}"
-    shapes = [n for n in wanted.keys() & found.tensors.keys() if tuple(wanted[n].shape) != tuple(found.tensors[n][0])]
+    shapes = [n for n in wanted.keys() & found.keys() if tuple(wanted[n].shape) != found[n][0]]
     return f"the file has other shapes for {few(sorted(shapes))}" if shapes else None
 
 
 def differing(model: TrainedModel, folder: Path) -> list[str]:
     """Names of the tensors whose values in the folder are not the model's. Reads everything: for a diagnosis."""
+    wanted, differ = _weights(model), []
+    for name, tensor in tensors_in(folder):
+        own = wanted.get(name)
+        if own is not None and not (own.shape == tensor.shape and bool((own.cpu() == tensor).all())):
+            differ.append(name)
+    return differ
+
+
+def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a folder's safetensors files, by name."""
     from safetensors import safe_open
 
-    wanted, differ = _weights(model), []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  it is not a dict
-                own, tensor = wanted.get(name), opened.get_tensor(name)
-                if own is not None and not (own.shape == tensor.shape and bool((own.cpu() == tensor).all())):
-                    differ.append(name)
-    return differ
+                yield name, opened.get_tensor(name)
 
 
 def _weights(model: TrainedModel) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from gruppo.errors import InputError, SamplerError
 from gruppo.sampler.base import Poll, SamplingParams
@@ -42,11 +42,8 @@ class Completion:
     stop_reason: StopReason
 
 
-class Received(NamedTuple):
-    """Tensors and bytes that an engine reports to have read from a folder of weights."""
-
-    tensors: int
-    bytes: int
+Received = dict[str, int]
+"""What an engine read from a folder of weights, by its own count: `tensors` and `bytes`."""
 
 
 class Engine(Protocol):
@@ -63,7 +60,7 @@ class Engine(Protocol):
     """Tokens that end a completion."""
 
     def wait_until_ready(self) -> None:
-        """Return once it answers."""
+        """Return once it answers. One in this process is ready as soon as it is made."""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         """The completions of each request, in order."""
@@ -80,7 +77,7 @@ class Engine(Protocol):
         """Take the adapter in a folder, in the place of the last one."""
 
     def sleep(self) -> None:
-        """Free memory until the next call, where the platform can."""
+        """Free memory until the next call. A server has a GPU of its own, and frees nothing."""
 
     def revive(self) -> None:
         """Restart after EngineLost, with the weights of the first start."""

@@ -52,9 +52,6 @@ class InProcessEngine(Engine):
             except (ValueError, TypeError) as error:
                 raise InputError(f"vLLM does not take this model or these options: {error}") from error
 
-    def wait_until_ready(self) -> None:
-        """Ready as soon as it is made."""
-
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         shared = {
             "temperature": params.temperature,
@@ -109,7 +106,7 @@ class InProcessEngine(Engine):
         except Exception as error:  # vLLM raises whatever the file made it raise
             raise SamplerError(f"vLLM could not read {folder}: {type(error).__name__}: {error}") from error
         self.llm.reset_prefix_cache()
-        return Received(**counted)
+        return counted
 
     def _run(self, asked: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> list[Any]:
         """Drive the engine until all prompts are done. However this ends, none of them stays in the engine."""

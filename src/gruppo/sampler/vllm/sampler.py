@@ -142,8 +142,8 @@ class vLLMSampler(Sampler):
             self.loaded = published
         moved = verdicts[-1].moved
         return {
-            "sync/tensors": float(len(published.contents.tensors)),
-            "sync/bytes": float(published.contents.bytes),
+            "sync/tensors": float(len(published.contents)),
+            "sync/bytes": float(published.bytes),
             "sync/canary_gap": max(verdict.gap for verdict in verdicts),
         } | ({} if math.isnan(moved) else {"sync/canary_moved": moved})
 
