@@ -20,8 +20,18 @@ def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
     mean = {name: sum(all_values) / len(all_values) for name, all_values in values.items()}
-    signal = _signal(mean)
-    sentences = [] if signal is None else [signal]
+    sentences, dead = [], mean.get("group/dead_frac", 0.0)
+    if "reward/mean" not in mean:
+        sentences.append("no reward function has scored a completion: all of them abstain (None); check their columns")
+    elif dead > 0.95 and mean["reward/mean"] <= 0:
+        sentences.append(
+            "all groups are dead at reward 0: no completion earns anything, so nothing can be learned. If the reward "
+            "was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task is too hard as it is"
+        )
+    elif dead > 0.8 and mean.get("group/all_right_frac", 0.0) < 0.5:
+        sentences.append(
+            "most groups have no signal: their completions all earn the same. Raise group_size or temperature"
+        )
     for name, value in mean.items():
         key = find(name)
         if key is not None and key.healthy is not None:
@@ -30,18 +40,3 @@ def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
                 bound = f"below {low:g}" if value < low else f"above {high:g}"
                 sentences.append(f"{name} is {value:.3g}, {bound}: {key.remedy}")
     return sentences
-
-
-def _signal(mean: Mapping[str, float]) -> str | None:
-    """Advice from rewards and dead groups together, if they show that little or nothing can be learned."""
-    dead = mean.get("group/dead_frac", 0.0)
-    if "reward/mean" not in mean:
-        return "no reward function has scored a completion: all of them abstain (None); check their columns"
-    if dead > 0.95 and mean["reward/mean"] <= 0:
-        return (
-            "all groups are dead at reward 0: no completion earns anything, so nothing can be learned. If the reward "
-            "was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task is too hard as it is"
-        )
-    if dead > 0.8 and mean.get("group/all_right_frac", 0.0) < 0.5:
-        return "most groups have no signal: their completions all earn the same. Raise group_size or temperature"
-    return None
