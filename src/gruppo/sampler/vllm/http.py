@@ -78,13 +78,7 @@ class HttpEngine(Engine):
         self.model = self._exchange("/v1/models", 30.0)["data"][0]["id"]
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
-        shared = {
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "stop": list(params.stop),
-            "stop_token_ids": list(self.stop_ids),
-        }
-        bodies = [self._body(r.prompt.token_ids, shared | {"n": r.num_samples, "seed": r.seed}) for r in requests]
+        bodies = [self._body(r.prompt.token_ids, r.options(params, self.stop_ids)) for r in requests]
         answers = self._post_all("/v1/completions", bodies)
         return [self._completions(answer, r) for answer, r in zip(answers, requests, strict=True)]
 

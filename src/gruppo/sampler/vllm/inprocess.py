@@ -53,14 +53,7 @@ class InProcessEngine(Engine):
                 raise InputError(f"vLLM does not take this model or these options: {error}") from error
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
-        shared = {
-            "temperature": params.temperature,
-            "max_tokens": params.max_new_tokens,
-            "stop": list(params.stop) or None,
-            "stop_token_ids": list(self.stop_ids),
-            "logprobs": 0,
-        }
-        asked = [(r.prompt.token_ids, shared | {"n": r.num_samples, "seed": r.seed}) for r in requests]
+        asked = [(r.prompt.token_ids, r.options(params, self.stop_ids)) for r in requests]
         return [[_completion(c) for c in output.outputs] for output in self._run(asked)]
 
     def logps_of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
