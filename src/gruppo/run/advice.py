@@ -1,7 +1,4 @@
-"""Advice: sentences on what the numbers of a run point to, each with what to change.
-
-A key outside its healthy range gets its remedy of the registry, `gruppo.keys`; rules that need two keys are here.
-"""
+"""Advice: what the numbers of a run point to and what to change, by the registry of keys and by rules on two keys."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,10 +12,8 @@ def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
     """Sentences for the last steps' metrics, by their means; empty when nothing stands out."""
     if len(recent) < FEWEST_STEPS:
         return []
-    values: dict[str, list[float]] = {}
-    for metrics in recent:
-        for name, value in metrics.items():
-            values.setdefault(name, []).append(value)
+    names = dict.fromkeys(name for metrics in recent for name in metrics)
+    values = {name: [metrics[name] for metrics in recent if name in metrics] for name in names}
     mean = {name: sum(all_values) / len(all_values) for name, all_values in values.items()}
     sentences, dead = [], mean.get("group/dead_frac", 0.0)
     if "reward/mean" not in mean:

@@ -54,7 +54,7 @@ class RunDirectory(RunReader):
                 f"`gruppo resume {output}`, or choose another output"
             )
         run.take_lock()
-        run.write_config(config)
+        _replace(path / "config.yaml", config.encode())
         (path / "env.json").write_text(json.dumps(current_environment(), indent=1))
         return run
 
@@ -107,7 +107,7 @@ class RunDirectory(RunReader):
         `redo_line`: the metrics of `step` itself are written again, too.
         """
         self.forget_after(step, redo_line=redo_line)
-        self.write_config(config)
+        _replace(self.path / "config.yaml", config.encode())
         changes = self.environment_changes()
         if changes:
             logger.warning(
@@ -139,9 +139,6 @@ class RunDirectory(RunReader):
         return [f"{name} {then.get(name)} -> {now.get(name)}" for name in names if then.get(name) != now.get(name)]
 
     # --- records --------------------------------------------------------------------------------------------------
-
-    def write_config(self, config: str) -> None:
-        _replace(self.path / "config.yaml", config.encode())
 
     def set_status(self, status: Status, step: int, **facts: Any) -> None:
         self._has_begun = True

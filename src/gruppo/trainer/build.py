@@ -267,16 +267,14 @@ def build_advantage(config: TrainConfig) -> Advantage:
 
 def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) -> AdvantageStage:
     """The estimator with the penalties that come before it."""
-    shape = RewardShape(
-        max_length=config.max_new_tokens,
-        overlong_cache=config.overlong_cache,
-        truncated_factor=config.truncated_factor,
-    )
-    weights = {reward.name: reward.weight for reward in scorer.rewards}
     return AdvantageStage(
         estimate=estimate,
-        shape=shape,
-        weights=weights,
+        shape=RewardShape(
+            max_length=config.max_new_tokens,
+            overlong_cache=config.overlong_cache,
+            truncated_factor=config.truncated_factor,
+        ),
+        weights={reward.name: reward.weight for reward in scorer.rewards},
         correct_by=scorer.correct_by,
         scale=config.scale,
         mask_truncated=config.mask_truncated,

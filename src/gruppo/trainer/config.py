@@ -1,8 +1,4 @@
-"""TrainConfig: every option of a run, checked before anything heavy is loaded.
-
-One schema, three entrances: Python (`TrainConfig(model=..., steps=...)`), YAML (`--config run.yaml`) and flags
-(`--steps 100`). Unknown keys are errors. The options themselves, by theme, are in `gruppo/options.py`.
-"""
+"""TrainConfig: every option of a run, for Python, YAML and flags alike, checked before anything heavy is loaded."""
 
 import difflib
 from pathlib import Path
@@ -34,7 +30,7 @@ class TrainConfig(
     options.DataOptions,
     options.ModelOptions,
 ):
-    """Options of a run."""
+    """Options of a run: the groups of `gruppo/options.py` together."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

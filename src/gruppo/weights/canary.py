@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
 from gruppo.types import InputFeature
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Largest gap of a canary token's log-prob. Tokens drawn blindly have log-probs of -10 and less, which low precision
@@ -29,7 +31,7 @@ class TrainedModel(Protocol):
 
     def forward_only(
         self, inputs: Sequence[InputFeature], *, temperature: float | None = None
-    ) -> dict[str, list[Tensor]]: ...
+    ) -> "dict[str, list[Tensor]]": ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""WeightStore: the trainer's side of a hand-over. It publishes weights as folders, one per version.
-
-A sampler loads what was published and proves it (`Sampler.load`); `WeightStore.hand_over` does both.
-"""
+"""WeightStore: the trainer's side of a hand-over. It publishes weights as folders, one per version (docs/vllm.md)."""
 
 import json
 import logging
@@ -13,12 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gruppo.errors import SamplerError
 from gruppo.weights.canary import Canary, Rows, TrainedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -98,16 +96,15 @@ class WeightStore:
         """
         if sampler.loaded is not None and sampler.loaded.version == model.version:
             return {}
-        fault = ""
+        fault, folder = "", self.folder / f"version-{model.version}"
         for _ in range(2):
-            published = None
             try:
                 published = self.publish(model)
                 reported = sampler.load(published)
             except NotTaken as error:
                 fault = str(error)
-                if isinstance(error, WrongWeights) and published is not None:
-                    differ = differing(model, published.folder)
+                if isinstance(error, WrongWeights):
+                    differ = differing(model, folder)
                     fault += (
                         f"; the file differs from the model in {few(differ)}"
                         if differ
@@ -119,7 +116,7 @@ class WeightStore:
                 return reported
         raise SamplerError(
             f"the weights of version {model.version} did not reach the sampler, tried twice: {fault}. Nothing was "
-            f"sampled from them; the files are in {self.folder / f'version-{model.version}'}"
+            f"sampled from them; the files are in {folder}"
         )
 
     def release(self, in_use: Published) -> None:
@@ -191,7 +188,7 @@ def differing(model: TrainedModel, folder: Path) -> list[str]:
     return differ
 
 
-def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
     """The tensors in a folder's safetensors files, by name."""
     from safetensors import safe_open
 
@@ -201,7 +198,7 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def _weights(model: TrainedModel) -> dict[str, Tensor]:
+def _weights(model: TrainedModel) -> "dict[str, Tensor]":
     """The tensors that a folder should hold. Tensors that share memory are written once, under the first name."""
     if model.lora is not None or hasattr(model.model, "disable_adapter"):
         from peft import get_peft_model_state_dict
