@@ -1,14 +1,7 @@
 """Keys of a run's metrics: meaning, population, formula, healthy range, and how values combine.
 
-`docs/metrics.md`, the console, the advice and the tests read them from here. A metric of your own lists its keys in
-`Metric.keys`; they need no entry here.
-
-Populations:
-
-    sampled   every completion drawn for the step, also of groups that dynamic sampling left out
-    kept      completions of the groups that are trained on
-    live      kept completions with an advantage other than 0
-    updates   optimizer steps of this step
+The tables of `docs/metrics.md`, which describes the populations, are generated from here. The console and the advice
+read it, too. A metric of your own lists its keys in `Metric.keys`; they need no entry here.
 """
 
 import re
@@ -38,13 +31,8 @@ class Key:
     """How the console prints it, if it does; `rest` is 1 less the value."""
 
     def matches(self, name: str) -> bool:
-        parts = re.split(r"(<\w+>)", self.name)
-        any_word = {"<k>": r"\d+"}
-        pattern = "".join(any_word.get(p, "[^/]+") if p.startswith("<") else re.escape(p) for p in parts)
+        pattern = re.sub(r"<\w+>", "[^/]+", self.name.replace("<k>", r"\d+"))
         return re.fullmatch(pattern, name) is not None
-
-    def is_healthy(self, value: float) -> bool:
-        return self.healthy is None or self.healthy[0] <= value <= self.healthy[1]
 
 
 def find(name: str) -> Key | None:
@@ -57,22 +45,18 @@ def find(name: str) -> Key | None:
 
 
 TOKENS, KEPT, GROUPS = "live tokens, all updates", "kept tokens", "groups sampled"
+SCORED, HELD_OUT = "sampled, without abstentions", "held-out prompts"
 
 KEYS = (
-    Key(
-        "reward/mean",
-        "weighted sum of the reward functions, before penalties",
-        "sampled, without abstentions",
-        line="reward {:.3f}",
-    ),
-    Key("reward/std", "its spread", "sampled, without abstentions"),
+    Key("reward/mean", "weighted sum of the reward functions, before penalties", SCORED, line="reward {:.3f}"),
+    Key("reward/std", "its spread", SCORED),
     Key(
         "reward/correct_frac",
         "share of right answers, by the reward `correct_by` names and its threshold `correct_at`",
         "sampled and judged",
     ),
-    Key("reward/<name>/mean", "values of one reward function, before its weight", "sampled, without abstentions"),
-    Key("reward/<name>/std", "their spread", "sampled, without abstentions"),
+    Key("reward/<name>/mean", "values of one reward function, before its weight", SCORED),
+    Key("reward/<name>/std", "their spread", SCORED),
     Key("reward/<name>/abstain_frac", "share for which the function gave None", "sampled"),
     Key("reward/<name>/error_frac", "share for which it raised, gave NaN or died", "sampled"),
     Key("reward/<name>/timeout_frac", "share for which it was killed at its deadline", "sampled"),
@@ -242,17 +226,12 @@ KEYS = (
     Key("dynamic/groups_dropped", "groups without signal", GROUPS, reduce="sum"),
     Key("dynamic/groups_surplus", "groups with signal beyond the batch", GROUPS, reduce="sum"),
     Key("dynamic/prompts_retired", "prompts that retired as solved; with `retire_solved`", "all steps", reduce="last"),
-    Key(
-        "eval/accuracy",
-        "share of held-out prompts whose greedy answer is right",
-        "held-out prompts",
-        line="held-out {:.3f}",
-    ),
-    Key("eval/accuracy_low", "lower end of Wilson's 95 % interval", "held-out prompts"),
-    Key("eval/accuracy_high", "upper end of Wilson's 95 % interval", "held-out prompts"),
-    Key("eval/reward", "weighted sum of the greedy answers", "held-out prompts"),
-    Key("eval/pass@<k>", "unbiased pass@k of sampled answers; with `eval_samples`", "held-out prompts"),
-    Key("eval/pass@<k>_low", "lower end of Wilson's interval for as many trials as prompts", "held-out prompts"),
-    Key("eval/pass@<k>_high", "upper end of that interval", "held-out prompts"),
+    Key("eval/accuracy", "share of held-out prompts whose greedy answer is right", HELD_OUT, line="held-out {:.3f}"),
+    Key("eval/accuracy_low", "lower end of Wilson's 95 % interval", HELD_OUT),
+    Key("eval/accuracy_high", "upper end of Wilson's 95 % interval", HELD_OUT),
+    Key("eval/reward", "weighted sum of the greedy answers", HELD_OUT),
+    Key("eval/pass@<k>", "unbiased pass@k of sampled answers; with `eval_samples`", HELD_OUT),
+    Key("eval/pass@<k>_low", "lower end of Wilson's interval for as many trials as prompts", HELD_OUT),
+    Key("eval/pass@<k>_high", "upper end of that interval", HELD_OUT),
     Key("log/dropped", "records that could not be written so far, once there are any", "the run", reduce="last"),
 )

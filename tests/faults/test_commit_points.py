@@ -56,10 +56,7 @@ def save(folder: Path, step: int, die_at: int) -> None:
     os.fsync, os.rename, os.mkdir, os.rmdir = (counted(f) for f in (os.fsync, os.rename, os.mkdir, os.rmdir))
     checkpoint.save_file = counted(checkpoint.save_file)
     Path.write_text = counted(Path.write_text)
-    checkpoints = Checkpoints(
-        folder / "checkpoints", keep=1, commit=checkpoint.commit_folder, verify=checkpoint.read_manifest
-    )
-    Snapshots(checkpoints, actor, RunState()).save(step)
+    Snapshots(Checkpoints(folder / "checkpoints", keep=1), actor, RunState()).save(step)
 
 
 def weights_of(step: int) -> torch.Tensor:

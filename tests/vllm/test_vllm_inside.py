@@ -26,7 +26,7 @@ class Pair:
 
     @property
     def engine(self) -> InProcessEngine:
-        (engine,) = self.sampler.engines
+        engine = self.sampler.supervisors[0].engine
         assert isinstance(engine, InProcessEngine)
         return engine
 

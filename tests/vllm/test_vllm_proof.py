@@ -22,7 +22,7 @@ from gruppo.weights import store
 
 Tensors = dict[str, Tensor]
 WRITE = store.write
-TENSORS = worker._tensors
+TENSORS = worker.tensors_in
 LOADS = {name: getattr(InProcessEngine, name) for name in ("load_weights", "load_adapter")}
 
 
@@ -75,11 +75,11 @@ class Sabotage:
     def engine_reads_less(self) -> None:
         """The file is right; the worker does not see one of its tensors, and neither does vLLM's loader say so."""
 
-        def tensors(folder: str) -> Iterator[tuple[str, Tensor]]:
+        def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             is_due = self.is_due()
             return (item for item in TENSORS(folder) if not (is_due and "layers.1.self_attn.q_proj" in item[0]))
 
-        self.monkeypatch.setattr(worker, "_tensors", tensors)
+        self.monkeypatch.setattr(worker, "tensors_in", tensors)
 
     def engine_keeps_the_old(self) -> None:
         """As if the path had been mapped to another folder on the engine's side."""

@@ -71,7 +71,7 @@ def test_a_server_with_the_weights_of_its_start_is_noticed_after_the_batch(
     sampler: vLLMSampler, model: TransformersModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     undisturbed = sampler.sample(PROMPTS, 4, PARAMS)
-    (engine,) = sampler.engines
+    engine = sampler.supervisors[0].engine
     engine.load_weights(Path(resolve("builtin")))  # what a restart would leave, without its minute
     assert sampler.sample(PROMPTS, 4, PARAMS) == undisturbed
     assert ["no longer has the weights it was given" in record.message for record in caplog.records] == [True]
@@ -80,10 +80,10 @@ def test_a_server_with_the_weights_of_its_start_is_noticed_after_the_batch(
 
 def test_a_method_that_a_worker_does_not_have_is_told_from_one_that_fails(sampler: vLLMSampler) -> None:
     """A server without our extension says so in words of its own, which a new vLLM may change."""
-    (engine,) = sampler.engines
+    engine = sampler.supervisors[0].engine
     assert isinstance(engine, HttpEngine)
     received = engine._receipt("gruppo_count", Path(resolve("builtin")))
-    assert received is not None and received.tensors == 25
+    assert received is not None and received["tensors"] == 25
     assert engine._receipt("gruppo_something_newer", Path(resolve("builtin"))) is None
     assert not engine.gives_receipts
 

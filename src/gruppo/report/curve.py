@@ -1,9 +1,13 @@
 """Learning curves: a few lines of text for the terminal, a PNG for everything else."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""Characters filled from below: nothing, an eighth, ... all of it."""
 
 
 def terminal_chart(points: Sequence[tuple[float, float]], *, title: str, width: int = 60, height: int = 10) -> str:
@@ -18,15 +22,15 @@ def terminal_chart(points: Sequence[tuple[float, float]], *, title: str, width: 
     """
     if not points:
         return title
-    first, last = points[0][0], points[-1][0]
-    columns = [_interpolate(points, first + (last - first) * i / max(width - 1, 1)) for i in range(width)]
+    x, y = np.array(points).T
+    columns = np.interp(np.linspace(x[0], x[-1], width), x, y)
     lines = [title]
     for row in range(height, 0, -1):
-        cells = "".join(_cell(value * height - (row - 1)) for value in columns)
+        cells = "".join(BLOCKS[round(fill * 8)] for fill in np.clip(columns * height - (row - 1), 0.0, 1.0))
         label = f"{row / height:.1f} ┤" if row % 2 == 0 or height <= 4 else "    │"
         lines.append(label + cells)
     lines.append("    └" + "─" * width)
-    start, end = f"{first:g}", f"{last:g}"
+    start, end = f"{x[0]:g}", f"{x[-1]:g}"
     lines.append("     " + start + " " * max(width - len(start) - len(end), 1) + end)
     return "\n".join(lines)
 
@@ -55,15 +59,3 @@ def save_png(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
     chart = alt.layer(noisy, band, smooth).properties(width=640, height=340, title="Learning curve")
     chart = chart.configure_axis(gridColor="#eeeeee").configure_view(strokeWidth=0)
     path.write_bytes(vlc.vegalite_to_png(chart.to_dict(), scale=2))
-
-
-def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x <= x1:
-            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[-1][1]
-
-
-def _cell(fill: float) -> str:
-    """One character filled from below: nothing, an eighth, ... all of it."""
-    return " ▁▂▃▄▅▆▇█"[round(min(max(fill, 0.0), 1.0) * 8)]

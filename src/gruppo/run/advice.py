@@ -1,7 +1,4 @@
-"""Advice: sentences on what the numbers of a run point to, each with what to change.
-
-A key outside its healthy range gets its remedy of the registry, `gruppo.keys`; rules that need two keys are here.
-"""
+"""Advice: what the numbers of a run point to and what to change, by the registry of keys and by rules on two keys."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,13 +12,21 @@ def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
     """Sentences for the last steps' metrics, by their means; empty when nothing stands out."""
     if len(recent) < FEWEST_STEPS:
         return []
-    values: dict[str, list[float]] = {}
-    for metrics in recent:
-        for name, value in metrics.items():
-            values.setdefault(name, []).append(value)
+    names = dict.fromkeys(name for metrics in recent for name in metrics)
+    values = {name: [metrics[name] for metrics in recent if name in metrics] for name in names}
     mean = {name: sum(all_values) / len(all_values) for name, all_values in values.items()}
-    signal = _signal(mean)
-    sentences = [] if signal is None else [signal]
+    sentences, dead = [], mean.get("group/dead_frac", 0.0)
+    if "reward/mean" not in mean:
+        sentences.append("no reward function has scored a completion: all of them abstain (None); check their columns")
+    elif dead > 0.95 and mean["reward/mean"] <= 0:
+        sentences.append(
+            "all groups are dead at reward 0: no completion earns anything, so nothing can be learned. If the reward "
+            "was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task is too hard as it is"
+        )
+    elif dead > 0.8 and mean.get("group/all_right_frac", 0.0) < 0.5:
+        sentences.append(
+            "most groups have no signal: their completions all earn the same. Raise group_size or temperature"
+        )
     for name, value in mean.items():
         key = find(name)
         if key is not None and key.healthy is not None:
@@ -30,18 +35,3 @@ def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
                 bound = f"below {low:g}" if value < low else f"above {high:g}"
                 sentences.append(f"{name} is {value:.3g}, {bound}: {key.remedy}")
     return sentences
-
-
-def _signal(mean: Mapping[str, float]) -> str | None:
-    """Advice from rewards and dead groups together, if they show that little or nothing can be learned."""
-    dead = mean.get("group/dead_frac", 0.0)
-    if "reward/mean" not in mean:
-        return "no reward function has scored a completion: all of them abstain (None); check their columns"
-    if dead > 0.95 and mean["reward/mean"] <= 0:
-        return (
-            "all groups are dead at reward 0: no completion earns anything, so nothing can be learned. If the reward "
-            "was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task is too hard as it is"
-        )
-    if dead > 0.8 and mean.get("group/all_right_frac", 0.0) < 0.5:
-        return "most groups have no signal: their completions all earn the same. Raise group_size or temperature"
-    return None

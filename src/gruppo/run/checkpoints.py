@@ -3,17 +3,14 @@
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gruppo.errors import CheckpointError, InputError
 from gruppo.run.reader import numbered
+from gruppo.weights.files import commit_folder, read_manifest
 
 logger = logging.getLogger(__name__)
-
-Commit = Callable[[Path, Callable[[Path], None], dict[str, Any]], None]
-"""Lets a function fill a folder and makes that appear under its name at once, with a manifest of these facts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +18,18 @@ class Checkpoints:
     """The folders `step-000050/` of one run."""
 
     folder: Path
-    _: KW_ONLY
     keep: int
-    commit: Commit
-    verify: Callable[[Path], object]
-    """Raises CheckpointError for a folder that is not whole."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """The state after `step`, unless it is there already; once it is safe, all but the newest `keep` go."""
         folder = self.folder / f"step-{step:06d}"
         if folder.exists():
             try:
-                self.verify(folder)
+                read_manifest(folder)
                 return
             except CheckpointError:
                 shutil.rmtree(folder)  # a damaged one of the same step; its replacement is about to be written
-        self.commit(folder, write, {"kind": "training", "step": step})
+        commit_folder(folder, write, {"kind": "training", "step": step})
         for _, old in sorted(numbered(self.folder).items())[: -self.keep]:
             shutil.rmtree(old)
 
@@ -45,7 +38,7 @@ class Checkpoints:
         folders = numbered(self.folder)
         for _, folder in sorted(folders.items(), reverse=True):
             try:
-                self.verify(folder)
+                read_manifest(folder)
                 return folder
             except CheckpointError as error:
                 logger.warning("skipping a checkpoint: %s", error)

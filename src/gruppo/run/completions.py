@@ -1,7 +1,4 @@
-"""Completions of a step as a table: one row per rollout, in the order in which they were drawn.
-
-`docs/run_directory.md` has the columns.
-"""
+"""Completions of a step as a table, one row per rollout as they were drawn. `docs/run_directory.md` has the columns."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -174,9 +171,7 @@ def _numbers(values: Sequence[float | None]) -> pa.Array:
 
 def _names(index_N: np.ndarray, texts: list[str]) -> pa.Array:
     """A text per row out of few texts, each of which Parquet stores once."""
-    places: dict[str, int] = {}
-    place = np.array([places.setdefault(text, len(places)) for text in texts], np.int32)
-    return pa.DictionaryArray.from_arrays(pa.array(place[index_N]), _texts(list(places)))
+    return _texts(texts).dictionary_encode().take(pa.array(index_N))
 
 
 def _texts(texts: Sequence[str | None]) -> pa.Array:

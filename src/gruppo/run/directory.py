@@ -54,7 +54,7 @@ class RunDirectory(RunReader):
                 f"`gruppo resume {output}`, or choose another output"
             )
         run.take_lock()
-        run.write_config(config)
+        _replace(path / "config.yaml", config.encode())
         (path / "env.json").write_text(json.dumps(current_environment(), indent=1))
         return run
 
@@ -99,9 +99,6 @@ class RunDirectory(RunReader):
         with os.fdopen(descriptor, "w") as file:
             json.dump(mine, file)
 
-    def release_lock(self) -> None:
-        (self.path / "lock").unlink(missing_ok=True)
-
     # --- a run that goes on ---------------------------------------------------------------------------------------
 
     def go_on_after(self, step: int, config: str, *, redo_line: bool = False) -> None:
@@ -110,7 +107,7 @@ class RunDirectory(RunReader):
         `redo_line`: the metrics of `step` itself are written again, too.
         """
         self.forget_after(step, redo_line=redo_line)
-        self.write_config(config)
+        _replace(self.path / "config.yaml", config.encode())
         changes = self.environment_changes()
         if changes:
             logger.warning(
@@ -127,7 +124,7 @@ class RunDirectory(RunReader):
                 kept = read_lines(path)
                 if name != "events.jsonl":  # what happened has happened
                     kept = [line for line in kept if line["step"] <= step - redo_line]
-                _replace(path, "".join(_line(record) for record in kept).encode())
+                _replace(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         later = [file for at, file in numbered(self.path / "completions").items() if at > step]
         for file in (*later, *(self.path / "completions").glob("*.tmp")):
             file.unlink()
@@ -142,9 +139,6 @@ class RunDirectory(RunReader):
         return [f"{name} {then.get(name)} -> {now.get(name)}" for name in names if then.get(name) != now.get(name)]
 
     # --- records --------------------------------------------------------------------------------------------------
-
-    def write_config(self, config: str) -> None:
-        _replace(self.path / "config.yaml", config.encode())
 
     def set_status(self, status: Status, step: int, **facts: Any) -> None:
         self._has_begun = True
@@ -183,7 +177,7 @@ class RunDirectory(RunReader):
             size = path.stat().st_size if path.exists() else 0
             try:
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(_line(record))
+                    file.write(json.dumps(record, allow_nan=False) + "\n")
             except OSError:
                 with suppress(OSError):
                     os.truncate(path, size)  # half a line would hide all that follow
@@ -223,10 +217,6 @@ def _replace(path: Path, content: bytes) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def _is_alive(pid: Any, started: Any) -> bool:

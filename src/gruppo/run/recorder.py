@@ -4,7 +4,6 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 from gruppo.run.advice import advice
 from gruppo.run.console import RunConsole
@@ -97,9 +96,9 @@ class Recorder:
         self.run.set_status("stopped", step)
 
     def failed(self, step: int, error: BaseException) -> None:
-        facts: dict[str, Any] = {"step": step, "error": f"{type(error).__name__}: {error}"}
-        self.run.log_event("failed", **facts)
-        self.run.set_status("failed", **facts)
+        text = f"{type(error).__name__}: {error}"
+        self.run.log_event("failed", step=step, error=text)
+        self.run.set_status("failed", step, error=text)
 
     def finished(self, step: int) -> None:
         """The last step was taken, and the model is saved."""

@@ -25,7 +25,6 @@ class Trackers:
     """All boards of a run: `names` of tensorboard, wandb, trackio."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
-        check_installed(names)
         self.trackers: dict[str, Any] = {
             name: _TensorBoard(folder) if name == "tensorboard" else _Module(name, folder.name, config)
             for name in names

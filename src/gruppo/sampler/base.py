@@ -125,22 +125,14 @@ class Sampler(ABC):
         """The requests that `sample` submits. A prompt that occurs again goes on with further samples, so that eight
         copies with one sample each draw what one copy with eight samples draws."""
         step = self.calls if params.step is None else params.step
+        shared = {"num_samples": num_samples, "seed": params.seed, "step": step}
         seen: Counter[tuple[bool, int]] = Counter()
         requests = []
         for position, given in enumerate(batch):
             prompt = read_prompt(given, position, self.tokenizer)
             key = isinstance(given, Prompt), prompt.index
             first, seen[key] = seen[key] * num_samples, seen[key] + 1
-            requests.append(
-                SampleRequest(
-                    prompt=prompt,
-                    num_samples=num_samples,
-                    seed=params.seed,
-                    step=step,
-                    number=prompt.index,
-                    first=first,
-                )
-            )
+            requests.append(SampleRequest(prompt=prompt, number=prompt.index, first=first, **shared))
         self.calls += params.step is None
         return requests
 

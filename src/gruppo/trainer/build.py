@@ -1,7 +1,7 @@
 """Parts of a run, made from its config. Everything cheap that can be wrong is checked before the model is loaded."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.task import PromptSet, load_prompts, resolve_source
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
@@ -31,37 +30,22 @@ if TYPE_CHECKING:
 
 def build_loss(config: TrainConfig) -> PolicyLoss:
     """The loss with the options that were set; one that it does not take is an error."""
-    cls = _named("loss", config.loss, LOSSES, "YourLoss")
-    parameters = inspect.signature(cls).parameters
+    given = {name: getattr(config, name) for name in ("clip_range", "tau") if getattr(config, name) is not None}
+    cls, parameters = _named("loss", config.loss, LOSSES, given)
     options: dict[str, Any] = {"beta": config.beta, "kl_estimator": config.kl_estimator}
-    options["entropy_coef"] = config.entropy_coef
-    for name in ("clip_range", "tau"):
-        value = getattr(config, name)
-        if value is not None:
-            if name not in parameters:
-                takers = [n for n, c in LOSSES.items() if name in inspect.signature(c).parameters]
-                raise InputError(f"loss={config.loss!r} does not take {name}; {', '.join(takers)} do")
-            options[name] = value
+    options |= {"entropy_coef": config.entropy_coef, **given}
     if "max_completion_length" in parameters:
         options["max_completion_length"] = config.max_new_tokens
     clashes = sorted(options.keys() & config.loss_options.keys())
     if clashes:
         raise InputError(f"loss_options has {clashes[0]!r}, which is an option of its own: give {clashes[0]}=...")
     options |= config.loss_options
-    loss = _make_loss(config, cls, options)
-    correction = _correction(config, loss)
-    # Made anew: a loss puts a correction where it belongs, which for some is not in front of the policy term.
-    return loss if correction is None else _make_loss(config, cls, options | {"correction": correction})
-
-
-def _make_loss(config: TrainConfig, cls: Any, options: dict[str, Any]) -> PolicyLoss:
-    try:
-        loss = cls(**options)
-    except TypeError as error:
-        raise InputError(f"loss={config.loss!r} cannot be made with {', '.join(options)}: {error}") from error
+    loss = _made("loss", config.loss, cls, options)
     if not isinstance(loss, PolicyLoss):
         raise InputError(f"loss={config.loss!r} gives a {type(loss).__name__}, not a loss of gruppo.loss")
-    return loss
+    correction = _correction(config, loss)
+    # Made anew: a loss puts a correction where it belongs, which for some is not in front of the policy term.
+    return loss if correction is None else _made("loss", config.loss, cls, options | {"correction": correction})
 
 
 def _correction(config: TrainConfig, loss: PolicyLoss) -> Any:
@@ -81,13 +65,26 @@ def _correction(config: TrainConfig, loss: PolicyLoss) -> Any:
     return CORRECTIONS[name] if name in CORRECTIONS else import_object(name, "correction")
 
 
-def _named(option: str, name: str, known: Mapping[str, Any], example: str) -> Any:
-    """What an option names: one of ours, or `your.module:Thing`."""
-    if name in known:
-        return known[name]
-    if ":" not in name:
-        raise InputError(f"{option}={name!r} is unknown; use one of {', '.join(known)}, or your.module:{example}")
-    return import_object(name, option)
+def _named(kind: str, name: str, known: Mapping[str, Any], given: Iterable[str]) -> tuple[Any, Mapping[str, Any]]:
+    """The loss or advantage of a name, ours or `your.module:Thing`, and its parameters; all `given` must be there."""
+    if name not in known and ":" not in name:
+        own = f"your.module:Your{kind.capitalize()}"
+        raise InputError(f"{kind}={name!r} is unknown; use one of {', '.join(known)}, or {own}")
+    cls = known[name] if name in known else import_object(name, kind)
+    parameters = inspect.signature(cls).parameters
+    for option in given:
+        if option not in parameters:
+            takers = [n for n, c in known.items() if option in inspect.signature(c).parameters]
+            raise InputError(f"{kind}={name!r} does not take {option}; {', '.join(takers)} do")
+    return cls, parameters
+
+
+def _made(kind: str, name: str, cls: Any, options: dict[str, Any]) -> Any:
+    try:
+        return cls(**options)
+    except TypeError as error:
+        given = ", ".join(options) or "no options"
+        raise InputError(f"{kind}={name!r} cannot be made with {given}: {error}") from error
 
 
 def build_rewards(options: RewardOptions, poll: Any = None) -> RewardScorer:
@@ -247,28 +244,15 @@ def _new_adapter(options: ModelOptions, seed: int) -> "LoraSpec | None":
 
 def build_advantage(config: TrainConfig) -> Advantage:
     """The estimator with the options that were set, tried once on made-up rewards: a wrong option fails here."""
-    cls = _named("advantage", config.advantage, ADVANTAGES, "YourAdvantage")
-    parameters = inspect.signature(cls).parameters
-    if config.normalization is not None and "normalization" not in parameters:
-        takers = [n for n, c in ADVANTAGES.items() if "normalization" in inspect.signature(c).parameters]
-        raise InputError(f"advantage={config.advantage!r} does not take normalization; {', '.join(takers)} do")
+    given = () if config.normalization is None else ("normalization",)
+    cls, parameters = _named("advantage", config.advantage, ADVANTAGES, given)
     own: dict[str, Any] = {
         "normalization": config.normalization or "standard",
         "correct_at": config.correct_at,
         "weights": config.reward_weights or (1.0,) * len(config.rewards),
     }
     options = {name: value for name, value in own.items() if name in parameters} | dict(config.advantage_options)
-    try:
-        estimate = cls(**options)
-    except TypeError as error:
-        raise InputError(
-            f"advantage={config.advantage!r} cannot be made with {', '.join(options) or 'no options'}: {error}"
-        ) from error
-    _try_advantage(estimate, config)
-    return estimate
-
-
-def _try_advantage(estimate: Advantage, config: TrainConfig) -> None:
+    estimate = _made("advantage", config.advantage, cls, options)
     num = config.group_size
     right = [False] * (num - 1) + [True]
     inputs = {"lengths": list(range(1, num + 1)), "greedy_rewards": [0.0] * num, "correct": right}
@@ -283,20 +267,19 @@ def _try_advantage(estimate: Advantage, config: TrainConfig) -> None:
     result = estimate(rewards, group_ids=[0] * num, **more)
     if tuple(getattr(result, "shape", ())) != (num,):
         raise InputError(f"advantage={config.advantage!r} must give a tensor with one value per reward, got {result!r}")
+    return estimate
 
 
 def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) -> AdvantageStage:
     """The estimator with the penalties that come before it."""
-    shape = RewardShape(
-        max_length=config.max_new_tokens,
-        overlong_cache=config.overlong_cache,
-        truncated_factor=config.truncated_factor,
-    )
-    weights = {reward.name: reward.weight for reward in scorer.rewards}
     return AdvantageStage(
         estimate=estimate,
-        shape=shape,
-        weights=weights,
+        shape=RewardShape(
+            max_length=config.max_new_tokens,
+            overlong_cache=config.overlong_cache,
+            truncated_factor=config.truncated_factor,
+        ),
+        weights={reward.name: reward.weight for reward in scorer.rewards},
         correct_by=scorer.correct_by,
         scale=config.scale,
         mask_truncated=config.mask_truncated,
@@ -310,22 +293,4 @@ def build_state(config: TrainConfig, model: "TransformersModel", num_prompts: in
         kl=AdaptiveKL(config.kl_in_reward, config.kl_target, config.kl_horizon),
         entropy=AdaptiveEntropy(config.entropy_coef, config.entropy_target, config.entropy_change),
         reference=model.reference() if config.ref_every else None,
-    )
-
-
-def build_plan(config: TrainConfig, model: "TransformersModel", prompts: Prompts) -> Plan:
-    """What the run will do, in numbers."""
-    inner, train = model.model, prompts.train.prompts
-    shape = inner.config.get_text_config() if hasattr(inner, "config") else None
-    return make_plan(
-        config,
-        num_prompts=len(train),
-        mean_prompt_tokens=sum(len(p.token_ids) for p in train) / len(train),
-        parameters=sum(p.numel() for p in inner.parameters()),
-        trainable=sum(p.numel() for p in inner.parameters() if p.requires_grad),
-        hidden_size=getattr(shape, "hidden_size", 0),
-        num_layers=getattr(shape, "num_hidden_layers", 0),
-        vocabulary=getattr(shape, "vocab_size", 0),
-        bytes_per=model.dtype.itemsize,
-        is_cuda=model.device.type == "cuda",
     )

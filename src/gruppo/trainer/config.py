@@ -1,8 +1,4 @@
-"""TrainConfig: every option of a run, checked before anything heavy is loaded.
-
-One schema, three entrances: Python (`TrainConfig(model=..., steps=...)`), YAML (`--config run.yaml`) and flags
-(`--steps 100`). Unknown keys are errors. The options themselves, by theme, are in `gruppo/options.py`.
-"""
+"""TrainConfig: every option of a run, for Python, YAML and flags alike, checked before anything heavy is loaded."""
 
 import difflib
 from pathlib import Path
@@ -10,18 +6,8 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
+from gruppo import options
 from gruppo.errors import InputError
-from gruppo.options import (
-    AdvantageOptions,
-    DataOptions,
-    EvalOptions,
-    LossOptions,
-    ModelOptions,
-    OptimOptions,
-    RewardOptions,
-    RolloutOptions,
-    RunOptions,
-)
 from gruppo.run.reader import RunReader, read_yaml
 
 _FILTER = (
@@ -34,17 +20,17 @@ REFUSED = {"top_p": _FILTER, "top_k": _FILTER, "min_p": _FILTER}
 
 # Bases in reverse: pydantic puts the fields of the last base first, and so do --help and YAML.
 class TrainConfig(
-    RunOptions,
-    EvalOptions,
-    OptimOptions,
-    LossOptions,
-    AdvantageOptions,
-    RolloutOptions,
-    RewardOptions,
-    DataOptions,
-    ModelOptions,
+    options.RunOptions,
+    options.EvalOptions,
+    options.OptimOptions,
+    options.LossOptions,
+    options.AdvantageOptions,
+    options.RolloutOptions,
+    options.RewardOptions,
+    options.DataOptions,
+    options.ModelOptions,
 ):
-    """Options of a run."""
+    """Options of a run: the groups of `gruppo/options.py` together."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

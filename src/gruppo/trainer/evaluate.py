@@ -51,19 +51,13 @@ def evaluate(
 
 
 def pass_at_k_metrics(num_correct: Sequence[int], num_samples: int) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... n: mean over prompts, with a 95 % interval.
-
-    The interval is Wilson's for as many trials as there are prompts. A prompt's pass@k varies at most as much as a coin
-    does, so it is a little wide; one from the spread of the values would have width 0 when all prompts agree.
-    """
+    """pass@k for k = 1, 2, 4, ... n: mean over prompts, with a 95 % interval (docs/metrics.md)."""
     metrics: dict[str, float] = {}
-    k = 1
-    while k <= num_samples:
+    for k in (2**i for i in range(num_samples.bit_length())):
         values = [pass_at_k(num_samples, c, k) for c in num_correct]
         mean = sum(values) / len(values)
         low, high = wilson_interval(mean * len(values), len(values))
         metrics |= {f"eval/pass@{k}": mean, f"eval/pass@{k}_low": low, f"eval/pass@{k}_high": high}
-        k *= 2
     return metrics
 
 

@@ -1,11 +1,17 @@
-"""What a run will do, in numbers, before it does it."""
+"""Plan of a run: what it will do, in numbers, before it does it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gruppo.kernel.head import memory_estimate
 from gruppo.model.plan import WORTH_IT, plan_rows
 from gruppo.model.scorer import SMALL_LOGITS
 from gruppo.trainer.config import TrainConfig
+from gruppo.types import Prompt
+
+if TYPE_CHECKING:
+    from gruppo.model import TransformersModel
 
 MiB = 2**20
 
@@ -51,23 +57,18 @@ class Plan:
         ]
 
 
-def make_plan(
-    config: TrainConfig,
-    *,
-    num_prompts: int,
-    mean_prompt_tokens: float,
-    parameters: int,
-    trainable: int,
-    hidden_size: int,
-    num_layers: int,
-    vocabulary: int,
-    bytes_per: int = 4,
-    is_cuda: bool = False,
-) -> Plan:
-    """Derive the plan."""
+def make_plan(config: TrainConfig, model: "TransformersModel", prompts: Sequence[Prompt]) -> Plan:
+    """The plan of a run that trains a model on these prompts."""
+    mean_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.model.parameters()]
+    parameters, trainable = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    shape = model.model.config.get_text_config() if hasattr(model.model, "config") else None
+    names = ("hidden_size", "num_hidden_layers", "vocab_size")
+    hidden_size, num_layers, vocabulary = (getattr(shape, name, 0) for name in names)
+    bytes_per = model.dtype.itemsize
     sequences = config.prompts_per_step * config.group_size
     tokens = int(sequences * (mean_prompt_tokens + config.max_new_tokens))
-    copies = _prompt_copies(config, mean_prompt_tokens, hidden_size, is_cuda)
+    copies = _prompt_copies(config, mean_prompt_tokens, hidden_size, model.device.type == "cuda")
     computed = tokens - int(config.prompts_per_step * (config.group_size - copies) * mean_prompt_tokens)
     micro = computed if config.tokens_per_microbatch is None else min(computed, config.tokens_per_microbatch)
     # A layer keeps about 16 vectors of the hidden size per token for its backward; with recomputation one.
@@ -84,7 +85,7 @@ def make_plan(
         tokens_per_step=tokens,
         microbatches=-(-computed // micro),
         optimizer_steps=config.optimizer_steps,
-        epochs=config.steps * config.prompts_per_step / num_prompts,
+        epochs=config.steps * config.prompts_per_step / len(prompts),
         parameters=parameters,
         trainable=trainable,
         memory=memory,

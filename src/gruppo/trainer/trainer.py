@@ -21,12 +21,11 @@ from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import Learner
-from gruppo.trainer.plan import Plan
+from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.rollout import RolloutSource, dead_frac
 from gruppo.trainer.state import Snapshots
 from gruppo.types import Group
 from gruppo.weights import WeightStore
-from gruppo.weights.files import commit_folder, read_manifest
 from gruppo.weights.source import load_tokenizer
 
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
@@ -86,8 +85,7 @@ class GRPOTrainer:
             self.scorer.start()
             self.model = build.build_model(config, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
-            keep = config.keep_checkpoints
-            checkpoints = Checkpoints(self.run.checkpoints, keep=keep, commit=commit_folder, verify=read_manifest)
+            checkpoints = Checkpoints(self.run.checkpoints, keep=config.keep_checkpoints)
             self.snapshots = Snapshots(checkpoints, self.model, self.state)
             if resume:
                 self._restore()
@@ -242,7 +240,7 @@ class GRPOTrainer:
 
     def plan(self) -> Plan:
         """What the run will do, in numbers."""
-        return build.build_plan(self.config, self.model, self.prompts)
+        return make_plan(self.config, self.model, self.prompts.train.prompts)
 
     def close(self) -> None:
         """End the reward workers and the sampler, and give the run directory back."""

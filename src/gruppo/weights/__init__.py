@@ -1,7 +1,4 @@
-"""Weights on their way: from a model id, into folders, and from the trainer to samplers.
-
-Imports neither the model nor the samplers.
-"""
+"""Weights on their way: from a model id into folders, and from the trainer to samplers. Importing it needs no torch."""
 
 from gruppo.weights.store import Published, WeightStore
 

@@ -1,18 +1,15 @@
-"""Canary: fixed tokens whose log-probs show which weights a sampler has.
-
-The trainer scores them when it publishes weights, and the numbers travel along. A sampler that has loaded the weights
-scores the same tokens. Its log-probs must agree, and must have moved if the trainer's have: a sampler that kept its old
-weights agrees well with a trainer that took a small step.
-"""
+"""Canary: fixed tokens whose log-probs show which weights a sampler has. `docs/vllm.md` describes the proof."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
 from gruppo.types import InputFeature
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Largest gap of a canary token's log-prob. Tokens drawn blindly have log-probs of -10 and less, which low precision
@@ -34,7 +31,7 @@ class TrainedModel(Protocol):
 
     def forward_only(
         self, inputs: Sequence[InputFeature], *, temperature: float | None = None
-    ) -> dict[str, list[Tensor]]: ...
+    ) -> "dict[str, list[Tensor]]": ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +50,9 @@ class Canary:
         return cls(rows, tuple(x for row in logps for x in row.double().tolist()))
 
 
-def canary_rows(vocabulary: int, *, length: int = 12, num_rows: int = 4) -> Rows:
-    """The same tokens for every run of a model."""
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (num_rows, max(length, 2)))
+def canary_rows(vocabulary: int, *, length: int = 12) -> Rows:
+    """Four rows, the same tokens for every run of a model."""
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (4, max(length, 2)))
     return tuple(tuple(row) for row in tokens.tolist())
 
 
@@ -74,8 +71,7 @@ class Verdict:
 class CanaryCheck:
     """Compares one engine's answers with the trainer's log-probs, and remembers the last good answer.
 
-    Args:
-        bound: largest gap that passes.
+    A gap above `bound` is a fault. So is an answer that did not move when the trainer's log-probs did.
     """
 
     def __init__(self, bound: float) -> None:

@@ -131,8 +131,6 @@ def _refusing(model_id: str) -> Iterator[None]:
 
     try:
         yield
-    except InputError:
-        raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise InputError(f"model {model_id!r} cannot be opened: {error}") from error
 

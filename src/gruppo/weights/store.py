@@ -1,24 +1,22 @@
-"""WeightStore: the trainer's side of a hand-over. It publishes weights as folders, one per version.
-
-A sampler loads what was published and proves it (`Sampler.load`); `WeightStore.hand_over` does both.
-"""
+"""WeightStore: the trainer's side of a hand-over. It publishes weights as folders, one per version (docs/vllm.md)."""
 
 import json
 import logging
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gruppo.errors import SamplerError
 from gruppo.weights.canary import Canary, Rows, TrainedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +29,8 @@ class WrongWeights(NotTaken):
     """A sampler has loaded weights and scores the canary with others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The tensors of a folder: name -> (shape, bytes), from the headers of its files."""
-
-    tensors: Mapping[str, tuple[tuple[int, ...], int]]
-
-    @property
-    def bytes(self) -> int:
-        return sum(size for _, size in self.tensors.values())
-
-    @property
-    def elements(self) -> int:
-        return sum(prod(shape) for shape, _ in self.tensors.values())
+Contents = dict[str, tuple[tuple[int, ...], int]]
+"""The tensors of a folder, by name: shape and bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +44,10 @@ class Published:
     is_adapter: bool
     """Whether the folder holds a LoRA adapter rather than all weights."""
     canary: Canary
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, size in self.contents.values())
 
 
 class Loads(Protocol):
@@ -105,16 +96,15 @@ class WeightStore:
         """
         if sampler.loaded is not None and sampler.loaded.version == model.version:
             return {}
-        fault = ""
+        fault, folder = "", self.folder / f"version-{model.version}"
         for _ in range(2):
-            published = None
             try:
                 published = self.publish(model)
                 reported = sampler.load(published)
             except NotTaken as error:
                 fault = str(error)
-                if isinstance(error, WrongWeights) and published is not None:
-                    differ = differing(model, published.folder)
+                if isinstance(error, WrongWeights):
+                    differ = differing(model, folder)
                     fault += (
                         f"; the file differs from the model in {few(differ)}"
                         if differ
@@ -126,7 +116,7 @@ class WeightStore:
                 return reported
         raise SamplerError(
             f"the weights of version {model.version} did not reach the sampler, tried twice: {fault}. Nothing was "
-            f"sampled from them; the files are in {self.folder / f'version-{model.version}'}"
+            f"sampled from them; the files are in {folder}"
         )
 
     def release(self, in_use: Published) -> None:
@@ -159,8 +149,8 @@ def write(model: TrainedModel, folder: Path) -> None:
 
 
 def contents(folder: Path) -> Contents:
-    """The tensors in a folder's safetensors files, by their headers."""
-    tensors: dict[str, tuple[tuple[int, ...], int]] = {}
+    """Names, shapes and sizes of the tensors in a folder's safetensors files, by their headers."""
+    tensors: Contents = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
@@ -173,37 +163,42 @@ def contents(folder: Path) -> Contents:
         except (OSError, struct.error, ValueError) as error:
             raise SamplerError(f"{file} is not a safetensors file: {error}") from error
         tensors |= found
-    return Contents(tensors)
+    return tensors
 
 
 def compare(model: TrainedModel, folder: Path) -> str | None:
     """Difference in names or shapes between a folder and the model; None if there is none."""
     wanted, found = _weights(model), contents(folder)
-    missing = sorted(wanted.keys() - found.tensors.keys())
-    unknown = sorted(found.tensors.keys() - wanted.keys())
-    elements = sum(t.numel() for t in wanted.values())
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    lacks_numbers = sum(prod(shape) for shape, _ in found.values()) != sum(t.numel() for t in wanted.values())
     # Some families are saved under other names than they have in memory; then the numbers must agree.
-    if (missing or unknown) and (model.lora is not None or found.elements != elements):
+    if (missing or unknown) and (model.lora is not None or lacks_numbers):
         return f"the file lacks {few(missing)} and has unknown {few(unknown)}"
-    shapes = [n for n in wanted.keys() & found.tensors.keys() if tuple(wanted[n].shape) != tuple(found.tensors[n][0])]
+    shapes = [n for n in wanted.keys() & found.keys() if tuple(wanted[n].shape) != found[n][0]]
     return f"the file has other shapes for {few(sorted(shapes))}" if shapes else None
 
 
 def differing(model: TrainedModel, folder: Path) -> list[str]:
     """Names of the tensors whose values in the folder are not the model's. Reads everything: for a diagnosis."""
-    from safetensors import safe_open
-
     wanted, differ = _weights(model), []
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  it is not a dict
-                own, tensor = wanted.get(name), opened.get_tensor(name)
-                if own is not None and not (own.shape == tensor.shape and bool((own.cpu() == tensor).all())):
-                    differ.append(name)
+    for name, tensor in tensors_in(folder):
+        own = wanted.get(name)
+        if own is not None and not (own.shape == tensor.shape and bool((own.cpu() == tensor).all())):
+            differ.append(name)
     return differ
 
 
-def _weights(model: TrainedModel) -> dict[str, Tensor]:
+def tensors_in(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
+    """The tensors in a folder's safetensors files, by name."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  it is not a dict
+                yield name, opened.get_tensor(name)
+
+
+def _weights(model: TrainedModel) -> "dict[str, Tensor]":
     """The tensors that a folder should hold. Tensors that share memory are written once, under the first name."""
     if model.lora is not None or hasattr(model.model, "disable_adapter"):
         from peft import get_peft_model_state_dict

@@ -1,7 +1,7 @@
 """Checkpoints: the newest whole one is resumed from, the oldest go, and nothing starts over silently."""
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,20 +9,9 @@ from gruppo.errors import CheckpointError, InputError
 from gruppo.run.checkpoints import Checkpoints
 
 
-def commit(folder: Path, write: Any, facts: dict[str, Any]) -> None:
-    folder.mkdir(parents=True)
-    write(folder)
-    (folder / "facts").write_text(f"{facts['kind']} {facts['step']}")
-
-
-def verify(folder: Path) -> None:
-    if not (folder / "facts").exists():
-        raise CheckpointError(f"{folder.name} was never finished")
-
-
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", keep=2, commit=commit, verify=verify)
+    return Checkpoints(tmp_path / "checkpoints", keep=2)
 
 
 def save(checkpoints: Checkpoints, step: int, text: str = "x") -> None:
@@ -38,14 +27,15 @@ def test_the_newest_stay(checkpoints: Checkpoints) -> None:
         save(checkpoints, step)
     assert names(checkpoints) == ["step-1000000", "step-999999"]
     assert checkpoints.newest().name == "step-1000000"
-    assert (checkpoints.newest() / "facts").read_text() == "training 1000000"
+    facts = json.loads((checkpoints.newest() / "manifest.json").read_text())
+    assert (facts["kind"], facts["step"]) == ("training", 1_000_000)
 
 
 def test_one_that_is_there_is_not_written_again_unless_it_is_damaged(checkpoints: Checkpoints) -> None:
     save(checkpoints, 5, "first")
     save(checkpoints, 5, "second")
     assert (checkpoints.newest() / "state").read_text() == "first"
-    (checkpoints.newest() / "facts").unlink()
+    (checkpoints.newest() / "manifest.json").unlink()
     save(checkpoints, 5, "third")
     assert (checkpoints.newest() / "state").read_text() == "third"
 
@@ -55,16 +45,18 @@ def test_one_that_is_not_whole_is_skipped_with_the_reason(
 ) -> None:
     save(checkpoints, 5)
     save(checkpoints, 10)
-    (checkpoints.folder / "step-000010" / "facts").unlink()
+    (checkpoints.folder / "step-000010" / "manifest.json").unlink()
     assert checkpoints.newest().name == "step-000005"
-    assert [r.getMessage() for r in caplog.records] == ["skipping a checkpoint: step-000010 was never finished"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("skipping a checkpoint: ")
+    assert "step-000010 has no manifest.json: it was never finished" in record.getMessage()
 
 
 def test_without_a_whole_one_nothing_starts_over(checkpoints: Checkpoints) -> None:
     with pytest.raises(InputError, match=r"has no checkpoint to resume from: it stopped before its first one"):
         checkpoints.newest()
     save(checkpoints, 5)
-    (checkpoints.folder / "step-000005" / "facts").unlink()
+    (checkpoints.folder / "step-000005" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is whole; nothing was changed"):
         checkpoints.newest()
 

@@ -63,7 +63,8 @@ def test_a_second_owner_is_refused_while_the_first_lives(run: RunDirectory) -> N
 
 
 def test_a_lock_given_back_can_be_taken(run: RunDirectory) -> None:
-    run.release_lock()
+    with run:
+        pass
     assert RunDirectory.reopen(run.path).path == run.path
     assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
 
@@ -94,7 +95,8 @@ def test_a_directory_without_a_config_is_not_a_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_moved_knows_where_it_lies(run: RunDirectory, tmp_path: Path) -> None:
-    run.release_lock()
+    with run:
+        pass
     run.path.rename(tmp_path / "moved")
     assert RunDirectory.reopen(tmp_path / "moved").config()["output"] == str(tmp_path / "moved")
 

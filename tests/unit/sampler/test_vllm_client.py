@@ -230,7 +230,7 @@ def test_a_server_that_never_answers_is_lost_four_times_and_then_the_run_stops(
     stub = stubs()
     sampler = samplers(stub, deadline_s=5.0)
     sampler.sync(trained())
-    sampler.engines[0].deadline_s, before = 0.4, stub.started
+    sampler.supervisors[0].engine.deadline_s, before = 0.4, stub.started
     stub.hangs = True
     with pytest.raises(SamplerError, match=r"was lost 4 times in a row: .* had not answered 2 requests after 0.4 s"):
         sampler.sample(PROMPTS[:2], 2, PARAMS)
@@ -243,7 +243,7 @@ def test_a_server_that_hangs_once_is_asked_again_with_the_same_seeds(stubs: Make
     sampler, model = samplers(stub), trained()
     sampler.sync(model)
     undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
-    sampler.engines[0].deadline_s = 1.0
+    sampler.supervisors[0].engine.deadline_s = 1.0
     stub.hangs = True
     threading.Timer(0.5, lambda: wait_for(lambda: stub.dropped > 0) and setattr(stub, "hangs", False)).start()
     assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
@@ -303,7 +303,7 @@ def test_a_server_that_does_not_come_back_stops_the_run(stubs: MakeStub, sampler
     stub = stubs()
     sampler = samplers(stub)
     stub.close()
-    sampler.engines[0].deadline_s = 0.6
+    sampler.supervisors[0].engine.deadline_s = 0.6
     with pytest.raises(SamplerError, match=r"did not answer within 0.6 s; is `vllm serve` running there\?"):
         sampler.sample(PROMPTS, 3, PARAMS)
 

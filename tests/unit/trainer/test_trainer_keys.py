@@ -56,4 +56,4 @@ def test_a_range_comes_with_a_remedy() -> None:
     with_range = [key for key in KEYS if key.healthy is not None]
     assert len(with_range) >= 4 and all(key.remedy for key in with_range)
     kl = find("live/approx_kl")
-    assert kl is not None and kl.is_healthy(1.0) and not kl.is_healthy(1.01)
+    assert kl is not None and kl.healthy == (0.0, 1.0)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import sqrt
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
-from gruppo.trainer.plan import make_plan
+from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.rollout import rollout_metrics, score
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
@@ -213,8 +214,24 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 
 
+def plan_of(config: TrainConfig, **sizes: Any) -> Plan:
+    """The plan for a model of these sizes and for prompts that are all of the mean length."""
+    shape = {"hidden_size": sizes["hidden_size"], "vocab_size": sizes["vocabulary"]}
+    shape["num_hidden_layers"] = sizes["num_layers"]
+    trains = SimpleNamespace(numel=lambda: sizes["trainable"], requires_grad=True)
+    frozen = SimpleNamespace(numel=lambda: sizes["parameters"] - sizes["trainable"], requires_grad=False)
+    inner = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(**shape)), parameters=lambda: [trains, frozen]
+    )
+    device = SimpleNamespace(type="cuda" if sizes.get("is_cuda") else "cpu")
+    prompt = Prompt(token_ids=(0,) * int(sizes["mean_prompt_tokens"]))
+    dtype = SimpleNamespace(itemsize=sizes.get("bytes_per", 4))
+    model: Any = SimpleNamespace(model=inner, device=device, dtype=dtype)
+    return make_plan(config, model, [prompt] * sizes["num_prompts"])
+
+
 def test_the_plan_by_hand() -> None:
-    plan = make_plan(CONFIG, **PLAN)
+    plan = plan_of(CONFIG, **PLAN)
     assert plan.sequences_per_step == 8 * 4
     assert plan.tokens_per_step == 32 * (20 + 30)
     assert plan.microbatches == 4  # 1600 tokens in parts of 500
@@ -226,41 +243,41 @@ def test_the_plan_by_hand() -> None:
 
 def test_the_plan_knows_that_the_head_walks_over_a_large_vocabulary() -> None:
     large = PLAN | {"vocabulary": 150_000}
-    adapter = make_plan(CONFIG.model_copy(update={"lora": True}), **large).memory
-    others = make_plan(CONFIG, **PLAN).memory - 500 * 100 * 4 * 3
+    adapter = plan_of(CONFIG.model_copy(update={"lora": True}), **large).memory
+    others = plan_of(CONFIG, **PLAN).memory - 500 * 100 * 4 * 3
     # float32 directions of all 500 tokens, d_hidden twice, six numbers per token, two sums per 256 columns
     walk = 500 * 150_000 * 4 + 2 * (500 * 64 * 4) + 500 * 24 + 500 * 586 * 8
     assert adapter == others + walk
     # trained: also d_weight in float32 and the scaled hidden states of a window
-    assert make_plan(CONFIG, **large).memory == adapter + 150_000 * 64 * 4 + 500 * 64 * 4
+    assert plan_of(CONFIG, **large).memory == adapter + 150_000 * 64 * 4 + 500 * 64 * 4
 
 
 def test_the_plan_counts_a_frozen_copy_only_where_there_is_one() -> None:
-    plain = make_plan(CONFIG, **PLAN).memory
-    with_kl = make_plan(CONFIG.model_copy(update={"beta": 0.1}), **PLAN).memory
-    with_adapter = make_plan(CONFIG.model_copy(update={"beta": 0.1, "lora": True}), **PLAN).memory
+    plain = plan_of(CONFIG, **PLAN).memory
+    with_kl = plan_of(CONFIG.model_copy(update={"beta": 0.1}), **PLAN).memory
+    with_adapter = plan_of(CONFIG.model_copy(update={"beta": 0.1, "lora": True}), **PLAN).memory
     assert with_kl - plain == 4_000_000
     assert with_adapter == plain
 
 
 def test_recomputation_and_bfloat16_change_the_estimate() -> None:
-    plain = make_plan(CONFIG, **PLAN).memory
-    less = make_plan(CONFIG.model_copy(update={"gradient_checkpointing": True}), **PLAN).memory
+    plain = plan_of(CONFIG, **PLAN).memory
+    less = plan_of(CONFIG.model_copy(update={"gradient_checkpointing": True}), **PLAN).memory
     assert plain - less == 500 * 64 * 2 * 15 * 4
-    half = make_plan(CONFIG, **PLAN, bytes_per=2).memory
+    half = plan_of(CONFIG, **PLAN, bytes_per=2).memory
     # Half of the weights and activations, and a master copy of the weights in float32
     assert plain - half == 2_000_000 + 500 * 64 * 2 * 16 * 2 - 4_000_000
     lora = CONFIG.model_copy(update={"lora": True})
-    adapter = [make_plan(lora, **(PLAN | {"trainable": 1000}), bytes_per=n).memory for n in (4, 2)]
+    adapter = [plan_of(lora, **(PLAN | {"trainable": 1000}), bytes_per=n).memory for n in (4, 2)]
     assert adapter[0] - adapter[1] == 2_000_000 + 500 * 64 * 2 * 16 * 2 - 4000
 
 
 def test_without_a_token_budget_there_is_one_micro_batch() -> None:
-    assert make_plan(CONFIG.model_copy(update={"tokens_per_microbatch": None}), **PLAN).microbatches == 1
+    assert plan_of(CONFIG.model_copy(update={"tokens_per_microbatch": None}), **PLAN).microbatches == 1
 
 
 def test_the_plan_in_words() -> None:
-    lines = make_plan(CONFIG, **PLAN).lines(CONFIG)
+    lines = plan_of(CONFIG, **PLAN).lines(CONFIG)
     assert lines[0] == "8 prompts x 4 completions = 32 sequences per step, at most 1,600 tokens, in 4 micro-batch(es)"
     assert lines[1] == (
         "50 steps x 2 epoch(s) x 2 minibatch(es) = 200 optimizer steps; each prompt is seen 0.4 time(s)"
@@ -272,21 +289,21 @@ def test_the_plan_counts_a_shared_prompt_once() -> None:
     """2 prompts of 1000 tokens, 8 completions of 500: 24,000 tokens repeated, 10,000 shared."""
     config = TrainConfig(prompts_per_step=2, group_size=8, max_new_tokens=500, tokens_per_microbatch=6000)
     given = PLAN | {"mean_prompt_tokens": 1000.0, "hidden_size": 1024, "is_cuda": True}
-    plan = make_plan(config, **given)
+    plan = plan_of(config, **given)
     assert (plan.tokens_per_step, plan.computed_tokens, plan.prompt_copies, plan.microbatches) == (24_000, 10_000, 1, 2)
     expected = "layout auto: prompt tokens computed 1x instead of 8x, up to 2.4x fewer tokens"
     assert plan.lines(config)[2] == expected
     # 3000 tokens hold the prompt and four completions: each group in two parts, and twice its prompt
-    split = make_plan(config.model_copy(update={"tokens_per_microbatch": 3000}), **given)
+    split = plan_of(config.model_copy(update={"tokens_per_microbatch": 3000}), **given)
     assert (split.computed_tokens, split.prompt_copies, split.microbatches) == (12_000, 2, 4)
-    padded = make_plan(config.model_copy(update={"layout": "padded"}), **given)
+    padded = plan_of(config.model_copy(update={"layout": "padded"}), **given)
     assert (padded.computed_tokens, padded.prompt_copies, padded.microbatches) == (24_000, 8, 4)
 
 
 def test_the_plan_says_that_dynamic_sampling_takes_further_prompts() -> None:
     config = CONFIG.model_copy(update={"dynamic_sampling": 10})
-    assert any("at most 10 batch(es) of prompts per step" in line for line in make_plan(config, **PLAN).lines(config))
-    assert not any("dynamic" in line for line in make_plan(CONFIG, **PLAN).lines(CONFIG))
+    assert any("at most 10 batch(es) of prompts per step" in line for line in plan_of(config, **PLAN).lines(config))
+    assert not any("dynamic" in line for line in plan_of(CONFIG, **PLAN).lines(CONFIG))
 
 
 def test_a_rollout_can_be_replaced() -> None:

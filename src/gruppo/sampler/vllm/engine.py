@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from gruppo.errors import InputError, SamplerError
 from gruppo.sampler.base import Poll, Samples, SamplingParams
 from gruppo.sampler.vllm.worker import EXTENSION
 from gruppo.types import Prompt, StopReason, Trajectory
+from gruppo.weights.source import linear_layers
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM has kernels for; an adapter takes the next larger one."""
@@ -31,6 +32,18 @@ class Request:
     """Copies of each completion in the response: greedy ones are drawn once."""
     future: Future[Samples] = field(default_factory=Future, repr=False, compare=False)
 
+    def options(self, params: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """The request to vLLM, but for the prompt, under vLLM's names."""
+        return {
+            "n": self.num_samples,
+            "seed": self.seed,
+            "temperature": params.temperature,
+            "max_tokens": params.max_new_tokens,
+            "stop": list(params.stop),
+            "stop_token_ids": list(stop_ids),
+            "logprobs": 0,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
@@ -42,11 +55,8 @@ class Completion:
     stop_reason: StopReason
 
 
-class Received(NamedTuple):
-    """Tensors and bytes that an engine reports to have read from a folder of weights."""
-
-    tensors: int
-    bytes: int
+Received = dict[str, int]
+"""What an engine read from a folder of weights, by its own count: `tensors` and `bytes`."""
 
 
 class Engine(Protocol):
@@ -63,7 +73,7 @@ class Engine(Protocol):
     """Tokens that end a completion."""
 
     def wait_until_ready(self) -> None:
-        """Return once it answers."""
+        """Return once it answers. One in this process is ready as soon as it is made."""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         """The completions of each request, in order."""
@@ -80,7 +90,7 @@ class Engine(Protocol):
         """Take the adapter in a folder, in the place of the last one."""
 
     def sleep(self) -> None:
-        """Free memory until the next call, where the platform can."""
+        """Free memory until the next call. A server has a GPU of its own, and frees nothing."""
 
     def revive(self) -> None:
         """Restart after EngineLost, with the weights of the first start."""
@@ -131,8 +141,7 @@ def engine_arguments(
     model: str,
     dtype: str,
     max_model_len: int,
-    lora_rank: int | None = None,
-    lora_targets: Sequence[str] = (),
+    lora: Any = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Arguments of an engine that is started here, in this process or as a server, under the names of `vllm.LLM`.
@@ -140,8 +149,7 @@ def engine_arguments(
     Args:
         model: folder or hub id of the weights to start from.
         max_model_len: longest prompt and completion together.
-        lora_rank: rank of the adapters that will be loaded; None: whole weights will be.
-        lora_targets: layers that the adapters are on; vLLM wraps no others.
+        lora: the adapter that will be loaded, with its rank and targets; None: whole weights will be.
         options: further arguments under vLLM's names; they override the ones here.
     """
     arguments: dict[str, Any] = {
@@ -153,14 +161,17 @@ def engine_arguments(
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
     }
-    if lora_rank is not None:
-        rank = next((r for r in RANKS if r >= lora_rank), None)
+    if lora is not None:  # vLLM needs rank and layers at its start, and wraps no others
+        rank = next((r for r in RANKS if r >= lora.rank), None)
         if rank is None:
             raise InputError(
-                f"lora_rank={lora_rank} is more than vLLM's largest, {RANKS[-1]}; lower it, or use sampler=torch"
+                f"lora_rank={lora.rank} is more than vLLM's largest, {RANKS[-1]}; lower it, or use sampler=torch"
             )
+        targets = linear_layers(model) if lora.targets == "all-linear" else lora.targets
+        # vLLM goes by the last part of a name; PEFT also takes whole ones.
+        names = {name.rpartition(".")[2] for name in ([targets] if isinstance(targets, str) else targets)}
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-        arguments["lora_target_modules"] = list(lora_targets) or None
+        arguments["lora_target_modules"] = sorted(names) or None
     if _has_gpu():  # a third of its memory, freed while the trainer works
         arguments |= {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
     else:  # no graphs, a small cache

@@ -1,8 +1,6 @@
-"""Supervises a vLLM server that the trainer started and kills its process group when the trainer exits or dies.
+"""Guard of a vLLM server: runs it in a process group of its own, and kills the group once the trainer's pipe ends.
 
-It leads a process group of its own, runs the server in it, and reads from a pipe that the trainer holds open. When the
-pipe ends, because the trainer closed it or died, it kills the group: server, engine and workers alike. It is run as a
-file and imports the standard library alone, so that it starts at once and weighs nothing while the server runs.
+It is run as a file and imports the standard library alone: it starts at once and weighs nothing beside the server.
 """
 
 import os

@@ -56,7 +56,7 @@ class HttpEngine(Engine):
         self.process = process
         self.poll: Poll = lambda: None
         self.model = ""
-        self.has_adapter = False
+        """The name of what is sampled from: the model, or the adapter once one is loaded."""
         self.gives_receipts = True
         self._open: set[http.client.HTTPConnection] = set()
 
@@ -76,16 +76,9 @@ class HttpEngine(Engine):
             self.poll()
             time.sleep(0.25)
         self.model = self._exchange("/v1/models", 30.0)["data"][0]["id"]
-        self.has_adapter = False
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
-        shared = {
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "stop": list(params.stop),
-            "stop_token_ids": list(self.stop_ids),
-        }
-        bodies = [self._body(r.prompt.token_ids, shared | {"n": r.num_samples, "seed": r.seed}) for r in requests]
+        bodies = [self._body(r.prompt.token_ids, r.options(params, self.stop_ids)) for r in requests]
         answers = self._post_all("/v1/completions", bodies)
         return [self._completions(answer, r) for answer, r in zip(answers, requests, strict=True)]
 
@@ -114,14 +107,11 @@ class HttpEngine(Engine):
     def load_adapter(self, folder: Path) -> Received | None:
         body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
         self._command("/v1/load_lora_adapter", body, LORA)
-        self.has_adapter = True
+        self.model = ADAPTER
         received = self._receipt("gruppo_count", folder)
         if self.gives_receipts:
             self._command("/reset_prefix_cache", {}, DEV_MODE)
         return received
-
-    def sleep(self) -> None:
-        """Nothing to free: a server has a GPU of its own."""
 
     def revive(self) -> None:
         if self.process is not None:
@@ -135,7 +125,7 @@ class HttpEngine(Engine):
     def _body(self, prompt: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
         """A sampling request. All fields are set, so that server-side defaults never apply."""
         return {
-            "model": ADAPTER if self.has_adapter else self.model,
+            "model": self.model,
             "prompt": list(prompt),
             "top_p": 1.0,
             "top_k": 0,
@@ -191,8 +181,7 @@ class HttpEngine(Engine):
             )
             self.gives_receipts = False
             return None
-        counted = answer["results"][0]
-        return Received(tensors=int(counted["tensors"]), bytes=int(counted["bytes"]))
+        return answer["results"][0]
 
     def _command(self, path: str, body: dict[str, Any], remedy: str) -> Any:
         return self._post_all(path, [body], remedy)[0]

@@ -52,18 +52,8 @@ class InProcessEngine(Engine):
             except (ValueError, TypeError) as error:
                 raise InputError(f"vLLM does not take this model or these options: {error}") from error
 
-    def wait_until_ready(self) -> None:
-        """Ready as soon as it is made."""
-
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
-        shared = {
-            "temperature": params.temperature,
-            "max_tokens": params.max_new_tokens,
-            "stop": list(params.stop) or None,
-            "stop_token_ids": list(self.stop_ids),
-            "logprobs": 0,
-        }
-        asked = [(r.prompt.token_ids, shared | {"n": r.num_samples, "seed": r.seed}) for r in requests]
+        asked = [(r.prompt.token_ids, r.options(params, self.stop_ids)) for r in requests]
         return [[_completion(c) for c in output.outputs] for output in self._run(asked)]
 
     def logps_of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -109,7 +99,7 @@ class InProcessEngine(Engine):
         except Exception as error:  # vLLM raises whatever the file made it raise
             raise SamplerError(f"vLLM could not read {folder}: {type(error).__name__}: {error}") from error
         self.llm.reset_prefix_cache()
-        return Received(**counted)
+        return counted
 
     def _run(self, asked: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> list[Any]:
         """Drive the engine until all prompts are done. However this ends, none of them stays in the engine."""

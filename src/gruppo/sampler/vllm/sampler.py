@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from gruppo.errors import InputError
 from gruppo.random import row_keys
 from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
 from gruppo.sampler.vllm.engine import Engine, Request, engine_arguments
+from gruppo.sampler.vllm.http import HttpEngine
+from gruppo.sampler.vllm.inprocess import InProcessEngine
+from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.sampler.vllm.supervisor import Supervisor
 from gruppo.weights import Published, WeightStore, source
 from gruppo.weights.canary import BOUNDS, TrainedModel, canary_rows
@@ -77,17 +80,12 @@ class vLLMSampler(Sampler):
         self.supervisors: list[Supervisor] = []
         # A load and the requests after it come one after the other in every engine.
         self._lock = threading.Lock()
-        adapter: dict[str, Any] = {}
-        if lora is not None:  # an engine needs rank and layers at its start
-            targets = source.linear_layers(model_id) if lora.targets == "all-linear" else lora.targets
-            # vLLM goes by the last part of a name; PEFT also takes whole ones.
-            names = {name.rpartition(".")[2] for name in ([targets] if isinstance(targets, str) else targets)}
-            adapter = {"lora_rank": lora.rank, "lora_targets": sorted(names)}
-        arguments = engine_arguments(model=folder, dtype=dtype, max_model_len=length, options=options, **adapter)
+        arguments = engine_arguments(model=folder, dtype=dtype, max_model_len=length, lora=lora, options=options)
         stop_ids = sorted(source.end_tokens(model_id, self.tokenizer))
         bound = BOUNDS[dtype] if canary_bound is None else canary_bound
         try:
-            for engine in _start_engines(servers, arguments, options):
+            for address in servers or (None,):
+                engine = _start_engine(address, arguments, options)
                 engine.deadline_s, engine.stop_ids = deadline_s, stop_ids
                 self.supervisors.append(Supervisor(engine, bound=bound, vocabulary=vocabulary, poll=poll))
             for supervisor in self.supervisors:
@@ -95,10 +93,6 @@ class vLLMSampler(Sampler):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def engines(self) -> list[Engine]:
-        return [supervisor.engine for supervisor in self.supervisors]
 
     @property
     def version(self) -> int:
@@ -141,8 +135,8 @@ class vLLMSampler(Sampler):
             self.loaded = published
         moved = verdicts[-1].moved
         return {
-            "sync/tensors": float(len(published.contents.tensors)),
-            "sync/bytes": float(published.contents.bytes),
+            "sync/tensors": float(len(published.contents)),
+            "sync/bytes": float(published.bytes),
             "sync/canary_gap": max(verdict.gap for verdict in verdicts),
         } | ({} if math.isnan(moved) else {"sync/canary_moved": moved})
 
@@ -172,22 +166,13 @@ class vLLMSampler(Sampler):
         return Request(prompt=request.prompt, num_samples=drawn, seed=(key >> 2) + request.first, copies=copies)
 
 
-def _start_engines(
-    servers: Sequence[str], arguments: dict[str, Any], options: dict[str, Any] | None
-) -> Iterator[Engine]:
-    """The engines one by one, each started; `arguments` are for those that are started here."""
-    if not servers:
-        from gruppo.sampler.vllm.inprocess import InProcessEngine
-
-        yield InProcessEngine(arguments)
-    from gruppo.sampler.vllm.http import HttpEngine
-    from gruppo.sampler.vllm.server import ServerProcess
-
-    for address in servers:
-        if address == "start":
-            process = ServerProcess(arguments)
-            yield HttpEngine(process.address, process=process)
-        elif options:
-            raise InputError(f"options {sorted(options)} are for an engine started here, not for {address}")
-        else:
-            yield HttpEngine(address)
+def _start_engine(address: str | None, arguments: dict[str, Any], options: dict[str, Any] | None) -> Engine:
+    """The engine behind an address, None for one in this process; `arguments` are for those that are started here."""
+    if address is None:
+        return InProcessEngine(arguments)
+    if address == "start":
+        process = ServerProcess(arguments)
+        return HttpEngine(process.address, process=process)
+    if options:
+        raise InputError(f"options {sorted(options)} are for an engine started here, not for {address}")
+    return HttpEngine(address)

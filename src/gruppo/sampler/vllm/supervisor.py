@@ -104,27 +104,25 @@ class Supervisor:
 
     def load(self, published: Published) -> Verdict:
         """Load weights and prove that they arrived, else raise NotTaken. The caller sets `loaded`."""
-        engine, canary, lost = self.engine, published.canary, None
-        received, answered = None, []
+        name, canary = self.engine.name, published.canary
         try:
             received = self._load(published)
-            answered = engine.logps_of(canary.rows)
+            answered = self.engine.logps_of(canary.rows)
         except EngineLost as error:
             lost = str(error)
         except SamplerError as error:
             raise NotTaken(str(error)) from error
-        if lost is not None:
-            self._bring_back(lost)
-            raise NotTaken(lost)
-        tensors, size = len(published.contents.tensors), published.contents.bytes
-        if received is not None and received != (tensors, size):
-            raise NotTaken(
-                f"{engine.name} read {received.tensors} tensors and {received.bytes:,} bytes of {tensors} and {size:,}"
-            )
-        verdict = self._check.judge(canary.logps, answered)
-        if verdict.fault is not None:
-            raise WrongWeights(f"{engine.name}: {verdict.fault}")
-        return verdict
+        else:
+            tensors, size = len(published.contents), published.bytes
+            if received not in (None, {"tensors": tensors, "bytes": size}):
+                read = f"{received['tensors']} tensors and {received['bytes']:,} bytes"
+                raise NotTaken(f"{name} read {read} of {tensors} and {size:,}")
+            verdict = self._check.judge(canary.logps, answered)
+            if verdict.fault is not None:
+                raise WrongWeights(f"{name}: {verdict.fault}")
+            return verdict
+        self._bring_back(lost)  # outside of `except`, as in `_ask`
+        raise NotTaken(lost)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
