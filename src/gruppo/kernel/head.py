@@ -55,15 +55,15 @@ class HeadResult:
     d_weight: Tensor | None  # [V, D] float32; None when frozen
 
 
+@dataclass(frozen=True, slots=True)
 class RowStats:
     """Numbers of each row that a pass over windows gives; `stats[window]` are views of a window's part."""
 
-    def __init__(self, logps: Tensor, entropies: Tensor, factor: Tensor, residual: Tensor, overflowed: Tensor) -> None:
-        self.logps = logps  # [N]
-        self.entropies = entropies  # [N]
-        self.factor = factor  # [N]: d logp / d x over the direction
-        self.residual = residual  # [N]: rounding error of the label's column of the direction
-        self.overflowed = overflowed  # [1] int32: not 0 once a row was out of range
+    logps: Tensor  # [N]
+    entropies: Tensor  # [N]
+    factor: Tensor  # [N]: d logp / d x over the direction
+    residual: Tensor  # [N]: rounding error of the label's column of the direction
+    overflowed: Tensor  # [1] int32: not 0 once a row was out of range
 
     @classmethod
     def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> "RowStats":
@@ -84,7 +84,7 @@ class ChunkRoute:
 
     name: str
     operations: str
-    """Module with `stats`, `stats_and_direction`, `gradient` and `scale_rows`."""
+    """Module with `stats`, `gradient` and `scale_rows`."""
     holds_logits: bool = True
 
     @property
@@ -98,11 +98,8 @@ class ChunkRoute:
         x = head.buffer(min(head.sizes.chunk, len(labels)), head.dtype)
         for part in _pieces(slice(0, len(labels)), head.sizes.chunk):
             chunk = head.product(hidden[part], x)
-            if directions is None:
-                numbers = self.ops.stats(chunk, labels[part], head.shape)
-            else:
-                numbers = self.ops.stats_and_direction(chunk, labels[part], head.shape, directions[part])
-            stats.logps[part], stats.entropies[part] = numbers
+            out = None if directions is None else directions[part]
+            stats.logps[part], stats.entropies[part] = self.ops.stats(chunk, labels[part], head.shape, out)
         stats.factor.fill_(-1)
         return head.label_residual(stats.logps, stats.entropies, -1.0, 0.0)
 
@@ -131,9 +128,7 @@ FUSED = FusedRoute("fused", "gruppo.kernel.triton_chunk_ops")
 
 def best_route(weight: Tensor) -> ChunkRoute:
     """The fastest route that exists for this weight."""
-    if not weight.is_cuda:
-        return TORCH
-    if not _has_triton():
+    if not weight.is_cuda or not _has_triton():
         return TORCH
     from gruppo.kernel.triton_logits import is_supported
 
