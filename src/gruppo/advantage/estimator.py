@@ -303,9 +303,6 @@ def _read_optional(name: str, given: PerSequence, num: int) -> Tensor:
 
 
 # --- which sequences to train on ------------------------------------------------------------------------------------
-# A filter gives one bool per sequence, so the groups stay recognisable. Whether a dropped sequence still counts
-# in its group's mean is decided by the order of the calls: advantages first and filter after (it counts), or filter
-# first and advantages over `group_ids[keep]` (it does not).
 
 
 def groups_with_signal(
