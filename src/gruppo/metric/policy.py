@@ -33,9 +33,8 @@ class PolicyMetric(Metric):
     Args:
         epsilon: a ratio below 1 - epsilon counts as clipped low. None: no clip rates are reported.
         epsilon_high: a ratio above 1 + epsilon_high counts as clipped high; None: epsilon.
-        temperature: multiplies both log-probs before means and KL. This undoes the scaling of the logits but not the
-            change of their normaliser, so it approximates the log-probs at temperature 1. Clip rates and the ratio
-            always use the log-probs as they are, because those are what the loss clips.
+        temperature: multiplies both log-probs before means and KL, which approximates the log-probs at temperature 1.
+            Clip rates and the ratio use the log-probs as they are.
         top_k_kl: report the K tokens with the largest KL.
     """
 
