@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]
+"""Of log-probs and of entropies, `[N]` each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitShape:
@@ -19,7 +22,7 @@ class LogitShape:
     soft_cap: float | None = None
 
 
-def stats(x_NV: Tensor, labels_N: Tensor, shape: LogitShape, out_NV: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def stats(x_NV: Tensor, labels_N: Tensor, shape: LogitShape, out_NV: Tensor | None = None) -> Pair:
     """Log-prob of the label and entropy of each row; and into `out` -d logp / d x, the direction of a row's gradient.
 
     The direction does not depend on the loss. Its sign is chosen so that it equals p everywhere except in the label's
@@ -41,17 +44,9 @@ def stats(x_NV: Tensor, labels_N: Tensor, shape: LogitShape, out_NV: Tensor | No
     return logps_N, entropy_N
 
 
-def gradient(
-    x_NV: Tensor,
-    labels_N: Tensor,
-    grad_logps_N: Tensor,
-    grad_entropy_N: Tensor,
-    logps_N: Tensor,
-    entropy_N: Tensor,
-    shape: LogitShape,
-    out_NV: Tensor,
-) -> None:
-    """Into `out` d loss / d x when the loss depends on log-probs and entropies, which `stats` gave."""
+def gradient(x_NV: Tensor, labels_N: Tensor, numbers: Pair, grads: Pair, shape: LogitShape, out_NV: Tensor) -> None:
+    """Into `out` d loss / d x, from `numbers`, the log-probs and entropies of `stats`, and `grads`, d loss / d each."""
+    (_, entropy_N), (grad_logps_N, grad_entropy_N) = numbers, grads
     slope_NV = _slope(x_NV, shape)
     log_p_NV = _logits(x_NV, shape).log_softmax(-1)
     p_NV = log_p_NV.exp()

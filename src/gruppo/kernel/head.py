@@ -96,7 +96,7 @@ class ChunkRoute:
     ) -> Tensor | None:
         """Fill in a window's stats and, where wanted, its directions; returns the residuals if there are any."""
         x = head.buffer(min(head.sizes.chunk, len(labels)), head.dtype)
-        for part in _pieces(slice(0, len(labels)), head.sizes.chunk):
+        for part in _pieces(len(labels), head.sizes.chunk):
             chunk = head.product(hidden[part], x)
             out = None if directions is None else directions[part]
             stats.logps[part], stats.entropies[part] = self.ops.stats(chunk, labels[part], head.shape, out)
@@ -240,7 +240,7 @@ class Head:
         """Windows over the rows. With `lengths` they end at sequence boundaries; None when a sequence is too long."""
         size = size or self.sizes.window
         if lengths is None:
-            return _pieces(slice(0, num_rows), size)
+            return _pieces(num_rows, size)
         if any(n > size for n in lengths):
             return None
         bounds, end = [0], 0
@@ -287,7 +287,7 @@ class Head:
         windows = self.windows(len(labels), lengths, size)
         if windows is None:  # a sequence longer than a window: all log-probs first, then the loss once
             windows = self.windows(len(labels), None, size) or []
-            gradient = _computed_at_once(gradient, *self.score(hidden, labels, windows), len(labels))
+            gradient = _computed_at_once(gradient, *self.score(hidden, labels, windows))
         walk = _Walk(self, hidden, labels, gradient, needs_weight)
         if entropy_gradient:
             walk.with_entropy(windows)
@@ -369,10 +369,10 @@ class _Walk:
                 grad_logps, grad_entropies = self.gradient(window, rows.logps, rows.entropies)
             if grad_entropies is None:
                 grad_entropies = torch.zeros_like(grad_logps)
-            grad_logps, grad_entropies = (g.to(head.dtype).contiguous() for g in (grad_logps, grad_entropies))
-            out = gradients[: len(chunk)]
-            ops.gradient(chunk, labels, grad_logps, grad_entropies, rows.logps, rows.entropies, head.shape, out)
-            residual = head.label_residual(rows.logps, rows.entropies, grad_logps, grad_entropies)
+            grads = (grad_logps.to(head.dtype).contiguous(), grad_entropies.to(head.dtype).contiguous())
+            out, numbers = gradients[: len(chunk)], (rows.logps, rows.entropies)
+            ops.gradient(chunk, labels, numbers, grads, head.shape, out)
+            residual = head.label_residual(*numbers, *grads)
             self._finish(window, out, torch.ones_like(rows.logps), residual)
 
     def result(self) -> HeadResult:
@@ -386,7 +386,7 @@ class _Walk:
         """The two products of a window; `factor` is one number per row."""
         head, hidden, labels = self.head, self.hidden[window], self.labels[window]
         scale_rows, factor = head.route.ops.scale_rows, factor.contiguous()
-        for part in _pieces(slice(0, len(directions)), PRODUCT_ROWS):
+        for part in _pieces(len(directions), PRODUCT_ROWS):
             product = head.mm(directions[part], head.factor)
             label_part = None if residual is None else (residual[part], head.weight, labels[part])
             scale_rows(product, factor[part], self.d_hidden[window][part], label_part)
@@ -418,15 +418,15 @@ class _Later:
         return bool(self.host)
 
 
-def _pieces(window: slice, size: int) -> list[slice]:
-    return [slice(a, min(a + size, window.stop)) for a in range(window.start, window.stop, size)]
+def _pieces(num_rows: int, size: int) -> list[slice]:
+    return [slice(a, min(a + size, num_rows)) for a in range(0, num_rows, size)]
 
 
 def _longest(windows: Sequence[slice]) -> int:
     return max((w.stop - w.start for w in windows), default=0)
 
 
-def _computed_at_once(gradient: LossGradient, logps: Tensor, entropies: Tensor, num_rows: int) -> LossGradient:
+def _computed_at_once(gradient: LossGradient, logps: Tensor, entropies: Tensor) -> LossGradient:
     with torch.enable_grad():
-        grad_logps, grad_entropies = gradient(slice(0, num_rows), logps, entropies)
+        grad_logps, grad_entropies = gradient(slice(0, len(logps)), logps, entropies)
     return lambda rows, _logps, _entropies: (grad_logps[rows], None if grad_entropies is None else grad_entropies[rows])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gruppo.kernel.chunk_ops import LogitShape
+from gruppo.kernel.chunk_ops import LogitShape, Pair
 from gruppo.kernel.triton_logits import logit
 
 BLOCK = 1024
@@ -206,22 +206,12 @@ def _scale_rows(
     )  # fmt: skip
 
 
-def stats(x_NV: Tensor, labels_N: Tensor, shape: LogitShape, out_NV: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def stats(x_NV: Tensor, labels_N: Tensor, shape: LogitShape, out_NV: Tensor | None = None) -> Pair:
     return _stats(x_NV, labels_N, shape.temperature, shape.scale, shape.soft_cap, out_NV)
 
 
-def gradient(
-    x_NV: Tensor,
-    labels_N: Tensor,
-    grad_logps_N: Tensor,
-    grad_entropy_N: Tensor,
-    logps_N: Tensor,
-    entropy_N: Tensor,
-    shape: LogitShape,
-    out_NV: Tensor,
-) -> None:
-    numbers = (shape.temperature, shape.scale, shape.soft_cap)
-    _gradient(x_NV, labels_N, grad_logps_N, grad_entropy_N, logps_N, entropy_N, *numbers, out_NV)
+def gradient(x_NV: Tensor, labels_N: Tensor, numbers: Pair, grads: Pair, shape: LogitShape, out_NV: Tensor) -> None:
+    _gradient(x_NV, labels_N, *grads, *numbers, shape.temperature, shape.scale, shape.soft_cap, out_NV)
 
 
 def scale_rows(

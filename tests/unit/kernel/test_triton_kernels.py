@@ -59,11 +59,11 @@ def test_row_statistics_and_directions_are_those_of_torch(columns, shape):
 @pytest.mark.parametrize("columns", VOCABULARIES)
 def test_gradients_with_entropy_are_those_of_torch(columns, shape):
     x, labels, logit_shape, draw = case(columns, shape, seed=1)
-    grads = torch.randn(2, 9, generator=draw)
-    logps, entropies = chunk_ops.stats(x.clone(), labels, logit_shape)
+    grads = tuple(torch.randn(2, 9, generator=draw))
+    numbers = chunk_ops.stats(x.clone(), labels, logit_shape)
     mine, theirs = torch.empty_like(x), torch.empty_like(x)
-    triton_chunk_ops.gradient(x, labels, *grads, logps, entropies, logit_shape, mine)
-    chunk_ops.gradient(x.clone(), labels, *grads, logps, entropies, logit_shape, theirs)
+    triton_chunk_ops.gradient(x, labels, numbers, grads, logit_shape, mine)
+    chunk_ops.gradient(x.clone(), labels, numbers, grads, logit_shape, theirs)
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
