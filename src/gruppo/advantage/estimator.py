@@ -1,9 +1,4 @@
-"""Estimator and Groups: rewards in groups with exact statistics, which the formula of an estimator computes with.
-
-Rewards come as numbers, one per sequence, or as one row per sequence with one column per reward function (the row is
-summed, except for an estimator that is `per_reward`). `None` abstains: the sequence takes no part in any statistic and
-gets advantage 0. NaN and infinity are refused.
-"""
+"""Estimator and Groups: rewards in groups with exact statistics, which the formula of an estimator computes with."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -185,14 +180,11 @@ ADVANTAGES: dict[str, type[Advantage]] = {}
 
 
 class Estimator:
-    """An estimator is a frozen dataclass with the numbers of its formula, which is its method `estimate`:
+    """An estimator is a frozen dataclass with the numbers of its formula, which is its method `estimate`.
 
-        @dataclass(frozen=True)
-        class OPOAdvantage(Estimator, name="opo", scale="none", needs=("lengths",)):
-            def estimate(self, groups: Groups, lengths: Tensor) -> Tensor: ...
-
-    `name` enters it in ADVANTAGES; the attributes below can be set in the same way. `estimate` gets the rewards as
-    `Groups` (with `per_reward` one per function) and by name what `needs` and `uses` list.
+    Keywords of the class, as in `class OPOAdvantage(Estimator, name="opo", needs=("lengths",))`: `name` enters it in
+    ADVANTAGES, the others set the attributes below. `estimate` gets the rewards as `Groups` (with `per_reward` one per
+    function) and by name what `needs` and `uses` list.
     """
 
     scale: ClassVar[Scale] = "group"
@@ -238,8 +230,8 @@ class Estimator:
         """One advantage per reward, `[N]`.
 
         Args:
-            rewards: N numbers (None abstains), or N rows with one number per reward function, which are summed unless
-                the estimator is `per_reward`.
+            rewards: N numbers, or N rows with one number per reward function, which are summed unless the estimator is
+                `per_reward`. None abstains (no part in any statistic, advantage 0); NaN and infinity are refused.
             num_generations: sequences per group, neighbours in `rewards`. With 1 the batch is the group.
             scale: which standard deviation divides: "group", "batch" or "none". None: the estimator's own.
             group_ids: the group of each reward, for groups of unequal size or any order.

@@ -202,11 +202,7 @@ class TruncatedWeight(_Rho):
 @part(holds_rho=True)
 @dataclass(frozen=True)
 class MaskedWeight(_Rho):
-    """IcePop, arXiv:2510.18855: rho where it lies within bounds, else 0.
-
-    With `level="sequence"` a token's rho is the geometric mean over its sequence, with "sequence_sum" the product; the
-    sequence is then kept or dropped whole.
-    """
+    """IcePop, arXiv:2510.18855: rho where it lies within bounds, else 0."""
 
     low: float = 0.5
     high: float = 5.0
@@ -222,10 +218,7 @@ class MaskedWeight(_Rho):
 
 @dataclass(frozen=True)
 class KeepWithin(_Rho):
-    """1 where rho lies within bounds, else 0: a mask alone, to be used with another weight or none.
-
-    Sequence-masked TIS is `correction=(TruncatedWeight(), KeepWithin(0.999, 1.002, "sequence"))`.
-    """
+    """1 where rho lies within bounds, else 0: a mask alone, to be used with another weight or none."""
 
     low: float = 0.5
     high: float = 2.0
@@ -481,7 +474,6 @@ class VariationBudget(_Compared):
 
 
 # --- trust regions on the token's probability: they need nothing of the rest of the step ----------------------------
-# The ratio of an unlikely token is a poor measure of a move: 1e-6 -> 2e-6 is a ratio of 2 and almost no change.
 
 
 @part(per_token=True)
