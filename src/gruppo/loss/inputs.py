@@ -143,7 +143,10 @@ class _Aligner:
             if not isinstance(row, Tensor | Sequence) or isinstance(row, str):
                 kind = type(row).__name__
                 raise InputError(f"{name}[{i}] must hold one number per scored token of sequence {i}, got {kind}")
-            rows.append(row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.float64))
+            try:
+                rows.append(row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.float64))
+            except (TypeError, ValueError):
+                raise InputError(f"{name}[{i}] must be a list of numbers, got {row!r}") from None
             if rows[i].dim() != 1 or not rows[i].dtype.is_floating_point:
                 got = f"{rows[i].dtype} of shape {tuple(rows[i].shape)}"
                 raise InputError(f"{name}[{i}] must be a list of numbers, got {got}")
