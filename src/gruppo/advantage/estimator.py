@@ -164,13 +164,7 @@ class Groups:
 
 
 class Advantage(Protocol):
-    """The call of every estimator. It may have these attributes:
-
-    needs, uses: keywords that a run passes to the call, see `Estimator`; it can do without those in `uses`.
-    per_reward: True when it takes the rewards of several functions apart instead of their sum.
-    judges_answers: True when it looks at which answers are right and at nothing else of a reward. Penalties have no
-        place in its formula; a run adds them after it.
-    """
+    """The call of every estimator. It may have `needs`, `uses`, `per_reward` and `judges_answers` of `Estimator`."""
 
     def __call__(self, rewards: Rewards, num_generations: int = 1, *, group_ids: GroupIds = None) -> Tensor: ...
 
@@ -193,8 +187,11 @@ class Estimator:
     """A call may choose the scale; `estimate` gets it, too."""
     needs: ClassVar[tuple[str, ...]] = ()
     uses: ClassVar[tuple[str, ...]] = ()
+    """Keywords that a run passes to the call; it can do without those in `uses`."""
     per_reward: ClassVar[bool] = False
+    """It takes the rewards of several functions apart instead of their sum."""
     judges_answers: ClassVar[bool] = False
+    """It looks at which answers are right and at nothing else of a reward. A run adds penalties after its formula."""
 
     estimate: Callable[..., Tensor]
 

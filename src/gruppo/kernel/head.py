@@ -6,15 +6,7 @@ computed once per window, in plain PyTorch, as any composition of parts, and two
 
     d_hidden = factor * (direction @ weight),      d_weight += direction.T @ (factor * hidden)
 
-Nothing is computed twice: 6NDV operations trained, 4NDV with a frozen weight. Routes differ in how directions are made:
-
-    FUSED   bf16 on a GPU: softmax in the epilogue of the product, the logits never reach memory
-    TRITON  on a GPU: float32 logits of a chunk, then kernels over its rows; also for losses with a gradient through the
-            entropy, whose direction depends on the loss, and for log-probs below -80
-    TORCH   anywhere: the same in torch operations
-
-A loss that looks at whole sequences gets windows that end at sequence boundaries; if a sequence is longer than a
-window, a first pass computes all log-probs and the loss is computed once.
+Nothing is computed twice: 6NDV operations trained, 4NDV with a frozen weight. Routes differ in how directions are made.
 """
 
 import logging
@@ -124,6 +116,8 @@ class FusedRoute(ChunkRoute):
 TORCH = ChunkRoute("torch", "gruppo.kernel.chunk_ops")
 TRITON = ChunkRoute("triton", "gruppo.kernel.triton_chunk_ops")
 FUSED = FusedRoute("fused", "gruppo.kernel.triton_chunk_ops")
+"""TORCH runs anywhere, TRITON on a GPU, FUSED there in bf16. FUSED leaves log-probs below -80 to TRITON, and to its
+operations losses with a gradient through the entropy, whose direction depends on the loss."""
 
 
 def best_route(weight: Tensor) -> ChunkRoute:
@@ -205,7 +199,7 @@ class Head:
         weight: `[V, D]`, bf16 or float32.
         shape: temperature, scale, soft cap.
         scratch_bytes: memory for logits and directions, whatever the number of tokens.
-        route: TORCH, TRITON or FUSED (see above); None: the fastest there is.
+        route: TORCH, TRITON or FUSED; None: the fastest there is.
     """
 
     def __init__(
