@@ -1,15 +1,7 @@
 """Records that cross a stage. No torch here: these are plain values that print, pickle and compare.
 
-    Prompt          a row of the data set, rendered and tokenised
-    Trajectory      what was written after a prompt: tokens and log-probs exactly as they were sampled
-    Rollout         a trajectory with what it earned: rewards, correctness, advantage, log-probs to train with
-    Group           the rollouts of one prompt
-    SampleResponse  the trajectories of one prompt, as a sampler returns them
-    InputFeature    a sequence for training, given by hand
-
-One record travels from the sampler to the loss: a Rollout holds its Trajectory, a Group its Rollouts.
-
-Example, a group of two for the prompt "1+1=":
+One record travels from the sampler to the loss: a Rollout holds its Trajectory, a Group its Rollouts; stage by stage in
+`docs/dataflow.md`. Example, a group of two for the prompt "1+1=":
 
     >>> prompt = Prompt(token_ids=(5, 6, 5, 7), text="1+1=")
     >>> good = Trajectory(prompt=prompt, tokens=(8, 2), logps=(-0.5, -0.1), text="2", stop_reason="stop")
@@ -188,8 +180,7 @@ class InputFeature:
     """A sequence for training, given by hand: the prompt, then the completion.
 
     `completion_mask` has one 0/1 per completion token: 1 for tokens that the policy sampled and that are scored, 0 for
-    tokens put there by somebody else (a tool's answer). `None` means all 1. Log-probs have one value per completion
-    token with mask 1.
+    others (a tool's answer). `None` means all 1. Log-probs have one value per completion token with mask 1.
     """
 
     prompt_ids: tuple[int, ...]

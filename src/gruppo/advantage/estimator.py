@@ -1,9 +1,4 @@
-"""Estimator and Groups: rewards in groups with exact statistics, which the formula of an estimator computes with.
-
-Rewards come as numbers, one per sequence, or as one row per sequence with one column per reward function (the row is
-summed, except for an estimator that is `per_reward`). `None` abstains: the sequence takes no part in any statistic and
-gets advantage 0. NaN and infinity are refused.
-"""
+"""Estimator and Groups: rewards in groups with exact statistics, which the formula of an estimator computes with."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -169,13 +164,7 @@ class Groups:
 
 
 class Advantage(Protocol):
-    """The call of every estimator. It may have these attributes:
-
-    needs, uses: keywords that a run passes to the call, see `Estimator`; it can do without those in `uses`.
-    per_reward: True when it takes the rewards of several functions apart instead of their sum.
-    judges_answers: True when it looks at which answers are right and at nothing else of a reward. Penalties have no
-        place in its formula; a run adds them after it.
-    """
+    """The call of every estimator. It may have `needs`, `uses`, `per_reward` and `judges_answers` of `Estimator`."""
 
     def __call__(self, rewards: Rewards, num_generations: int = 1, *, group_ids: GroupIds = None) -> Tensor: ...
 
@@ -185,14 +174,11 @@ ADVANTAGES: dict[str, type[Advantage]] = {}
 
 
 class Estimator:
-    """An estimator is a frozen dataclass with the numbers of its formula, which is its method `estimate`:
+    """An estimator is a frozen dataclass with the numbers of its formula, which is its method `estimate`.
 
-        @dataclass(frozen=True)
-        class OPOAdvantage(Estimator, name="opo", scale="none", needs=("lengths",)):
-            def estimate(self, groups: Groups, lengths: Tensor) -> Tensor: ...
-
-    `name` enters it in ADVANTAGES; the attributes below can be set in the same way. `estimate` gets the rewards as
-    `Groups` (with `per_reward` one per function) and by name what `needs` and `uses` list.
+    Keywords of the class, as in `class OPOAdvantage(Estimator, name="opo", needs=("lengths",))`: `name` enters it in
+    ADVANTAGES, the others set the attributes below. `estimate` gets the rewards as `Groups` (with `per_reward` one per
+    function) and by name what `needs` and `uses` list.
     """
 
     scale: ClassVar[Scale] = "group"
@@ -201,8 +187,11 @@ class Estimator:
     """A call may choose the scale; `estimate` gets it, too."""
     needs: ClassVar[tuple[str, ...]] = ()
     uses: ClassVar[tuple[str, ...]] = ()
+    """Keywords that a run passes to the call; it can do without those in `uses`."""
     per_reward: ClassVar[bool] = False
+    """It takes the rewards of several functions apart instead of their sum."""
     judges_answers: ClassVar[bool] = False
+    """It looks at which answers are right and at nothing else of a reward. A run adds penalties after its formula."""
 
     estimate: Callable[..., Tensor]
 
@@ -238,8 +227,8 @@ class Estimator:
         """One advantage per reward, `[N]`.
 
         Args:
-            rewards: N numbers (None abstains), or N rows with one number per reward function, which are summed unless
-                the estimator is `per_reward`.
+            rewards: N numbers, or N rows with one number per reward function, which are summed unless the estimator is
+                `per_reward`. None abstains (no part in any statistic, advantage 0); NaN and infinity are refused.
             num_generations: sequences per group, neighbours in `rewards`. With 1 the batch is the group.
             scale: which standard deviation divides: "group", "batch" or "none". None: the estimator's own.
             group_ids: the group of each reward, for groups of unequal size or any order.
@@ -303,9 +292,6 @@ def _read_optional(name: str, given: PerSequence, num: int) -> Tensor:
 
 
 # --- which sequences to train on ------------------------------------------------------------------------------------
-# A filter gives one bool per sequence, so the groups stay recognisable. Whether a dropped sequence still counts
-# in its group's mean is decided by the order of the calls: advantages first and filter after (it counts), or filter
-# first and advantages over `group_ids[keep]` (it does not).
 
 
 def groups_with_signal(

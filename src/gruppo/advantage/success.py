@@ -21,8 +21,7 @@ class GPGAdvantage(Estimator, name="gpg", scale="none"):
 
         A_i = alpha (r_i - mean_g),   alpha = sequences / sequences of groups with spread
 
-    A step with half of its groups dead would otherwise have half the gradient. `counted="nonzero"` is verl's alpha:
-    sequences / sequences whose reward is not 0.
+    `counted="nonzero"` is verl's alpha: sequences / sequences whose reward is not 0.
 
     >>> GPGAdvantage()([1.0, 0.0, 1.0, 1.0], num_generations=2)
     tensor([ 1., -1.,  0.,  0.])
@@ -46,10 +45,8 @@ class MaxRLAdvantage(Estimator, name="maxrl", scale="none", uses=("correct",)):
 
         A_i = (r_i - mean_g) / p_g,   0 where p_g <= 0
 
-    The gradient of log p(right) instead of that of p(right): a prompt that is solved once in eight counts more than one
-    that is solved every other time. p_g is the share of `correct` completions, or the mean reward of a call without
-    `correct`; rewards should then not be negative. A group without success gets 0 rather than the -1 each that
-    the paper's control variate gives it, so the expectation is short by p(1 - p)^G.
+    p_g is the share of `correct` completions, or the mean reward of a call without `correct`; rewards should then not
+    be negative.
 
     >>> MaxRLAdvantage()([1.0, 0.0, 0.0, 0.0], num_generations=4)
     tensor([ 3., -1., -1., -1.])
@@ -66,13 +63,9 @@ class BetaNormAdvantage(Estimator, name="beta_norm", scale="none", uses=("correc
 
         A_i = (r_i - mean_g) / Beta(p_g; 1 + a/3, 1 + b/3)
 
-    p_g is the share of `correct` completions, or the mean reward of a call without `correct`. a and b are
-    those of the Beta distribution with the mean and variance that the p_g of this batch have, so the weight of a
-    success rate follows the policy. Flat (a = b = 0) it is Dr. GRPO; at 1 + a/3 = 1.5 it is GRPO up to a constant.
-    The name BNPO belongs to this paper; `BNPOLoss` is a token mean that other libraries call so.
-
-    With one group, or with all p_g equal, there is no distribution to fit: the density is taken as flat. A group in
-    which all or none are right gets exactly 0, whatever else its rewards are made of.
+    p_g is the share of `correct` completions, or the mean reward of a call without `correct`. a and b are those of the
+    Beta distribution with the mean and variance that the p_g of this batch have; with one group, or with all p_g equal,
+    the density is flat. A group in which all or none are right gets exactly 0, whatever else its rewards are made of.
 
     >>> BetaNormAdvantage()([1.0, 0.0, 0.0, 0.0], num_generations=4)
     tensor([ 0.7500, -0.2500, -0.2500, -0.2500])
@@ -127,9 +120,7 @@ class PassAtKAdvantage(Estimator, name="pass_at_k", uses=("correct",), judges_an
         right: A = (1 - mean) / std
         wrong: A = (1 - mean - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / std
 
-    Every subset of k of the n completions is rewarded if one of them is right, and normalised over all subsets; a
-    completion gets the mean over the subsets that it is in. A group in which every subset passes, or none does, gets
-    exactly 0: with k above 1 prompts that are solved often enough stop counting. k = 1 is GRPO with ddof = 0.
+    A group in which every subset of k passes, or none does, gets exactly 0. k = 1 is GRPO with ddof = 0.
 
     >>> PassAtKAdvantage(k=2)([1.0, 0.0, 0.0, 0.0], num_generations=4)
     tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
@@ -163,7 +154,7 @@ class BestOfGroupAdvantage(Estimator, name="best_of_group"):
 
         A_best = r_best - r_second,   all others 0;   "standard": over std_g + eps
 
-    The leave-one-out baseline of the group's maximum. Two that share the first place lead by 0.
+    Two that share the first place lead by 0.
 
     >>> BestOfGroupAdvantage()([0.25, 1.0, 0.5], num_generations=3)
     tensor([0.0000, 0.5000, 0.0000])
@@ -190,8 +181,7 @@ class LengthShapedAdvantage(Estimator, name="length_shaped", scale="none", needs
 
         s_i = r_i - weight * p_g * l_i / max_g l,   A_i = s_i - mean_g(s)
 
-    p_g is the share of right completions, so a prompt without a right completion has no price for length. A group of
-    right completions of different lengths has a signal. The shape is that of prime-rl's length cost.
+    p_g is the share of right completions. The shape is that of prime-rl's length cost.
 
     >>> LengthShapedAdvantage(weight=0.5)([1.0, 1.0], num_generations=2, lengths=[10, 20])
     tensor([ 0.1250, -0.1250])
@@ -222,7 +212,7 @@ class LEADAdvantage(Estimator, name="lead", needs=("lengths",), uses=("correct",
         B_i = (s_i - mean_g(s)) / (std_g(s) + eps)
         A_i = B_i * w(p) if B_i > 0 else B_i * w(1 - p),   w(p) = low + (high - low) / (1 + exp(slope (p - middle)))
 
-    p is the share of right completions. A rare success on a hard prompt and a rare failure on an easy one count most.
+    p is the share of right completions.
 
     >>> LEADAdvantage()([1.0, 0.0], num_generations=2, lengths=[10, 20])
     tensor([ 1.0017, -1.0017])

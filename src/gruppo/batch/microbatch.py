@@ -12,8 +12,8 @@ def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[
     """Split sequences of these lengths into as few micro-batches as fit the budget, of nearly equal token counts.
 
     Longest first, each into the emptiest micro-batch; the number of micro-batches grows until all fit. A sequence
-    longer than the budget cannot be cut and gets a micro-batch of its own. Within a micro-batch the order of the
-    sequences is kept. The result is indices into `lengths`, one list per micro-batch.
+    longer than the budget gets a micro-batch of its own. The result is indices into `lengths`, one list per
+    micro-batch, each in order.
 
     >>> split_by_tokens([4, 3, 2, 1], tokens_per_microbatch=5)
     [[0, 3], [1, 2]]
@@ -25,9 +25,16 @@ def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[
     if not rest:
         return alone
     num_bins = -(-sum(lengths[i] for i in rest) // tokens_per_microbatch) or 1
-    while (bins := _fill(rest, lengths, num_bins, tokens_per_microbatch)) is None:
+    while True:
+        bins: list[list[int]] = [[] for _ in range(num_bins)]
+        load = [0] * num_bins
+        for i in rest:
+            emptiest = min(range(num_bins), key=load.__getitem__)
+            bins[emptiest].append(i)
+            load[emptiest] += lengths[i]
+        if max(load) <= tokens_per_microbatch:
+            return sorted(alone + [sorted(b) for b in bins if b])
         num_bins += 1
-    return sorted(alone + [sorted(b) for b in bins if b])
 
 
 def split_padded(lengths: Sequence[int], tokens_per_microbatch: int) -> list[list[int]]:
@@ -56,8 +63,8 @@ def split_shared(
     """Split for prompts that are computed once per group and micro-batch.
 
     A group stays together as long as its prompt and all its completions fit the budget; a larger one is split into
-    as few parts as fit, and each part computes the prompt again. The budget counts what is computed: of each sequence
-    the slots of its prompt, once per group, and its own slots beside them.
+    as few parts as fit. The budget counts the slots of a prompt once per group and part, and the own slots of each
+    sequence.
 
     >>> split_shared([0, 0, 1, 1], [4, 4, 4, 4], [2, 2, 5, 6], tokens_per_microbatch=10)
     [[0, 1], [2], [3]]
@@ -75,15 +82,3 @@ def split_shared(
         parts += [[indices[j] for j in piece] for piece in pieces]
         sizes += [prompt + sum(own[j] for j in piece) for piece in pieces]
     return sorted(sorted(i for p in bin_ for i in parts[p]) for bin_ in split_by_tokens(sizes, tokens_per_microbatch))
-
-
-def _fill(order: Sequence[int], lengths: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    load = [0] * num_bins
-    for i in order:
-        emptiest = min(range(num_bins), key=load.__getitem__)
-        if load[emptiest] + lengths[i] > budget:
-            return None
-        bins[emptiest].append(i)
-        load[emptiest] += lengths[i]
-    return bins

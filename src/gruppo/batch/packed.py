@@ -1,9 +1,8 @@
 """PackedBatch: rollouts as flat tensors; and Totals: the numbers that a whole step divides by.
 
-The only shift by one of a run is in `pack`. A causal model's output at slot t predicts token t + 1, so `labels[t]` is
-token t + 1 of the same sequence when that token is scored, else -100. The last token of a sequence predicts nothing and
-gets no slot: n tokens make n - 1 slots. (A one-token sequence keeps its slot, unscored, so that no sequence vanishes
-from the layout.)
+The only shift by one of a run is in `pack`: `labels[t]` is token t + 1 of the same sequence when that token is scored,
+else -100. The last token of a sequence predicts nothing and gets no slot: n tokens make n - 1 slots. (A one-token
+sequence keeps its slot, unscored, so that no sequence vanishes from the layout.)
 """
 
 from array import array
@@ -81,17 +80,7 @@ class SharedPrompts(_Tensors):
 class PackedBatch(_Tensors):
     """Sequences laid one after the other, without padding, and what the loss needs of each token.
 
-    Prompt [5, 6], completion [7, 8] and prompt [5], completion [9, 2] (see `pack` for the shift):
-
-        slot          0     1     2  |  3     4
-        input_ids     5     6     7  |  5     9
-        labels     -100     7     8  |  9     2
-        position_ids  0     1     2  |  0     1
-        cu_seqlens    0                 3        5
-        scored              1     2     3     4
-        offsets             0           2        4
-
-    `T` slots, `S` sequences, `N` scored slots.
+    `T` slots, `S` sequences, `N` scored slots. `pack` has an example.
     """
 
     input_ids: Tensor  # [T] int64
@@ -134,18 +123,16 @@ class PackedBatch(_Tensors):
 def pack(inputs: Sequence[Rollout | InputFeature]) -> PackedBatch:
     """Lay the sequences one after the other.
 
-    Example: prompt [5, 6] with completion [7, 8], and prompt [5] with completion [9, 2]
-
     >>> batch = pack([InputFeature(prompt_ids=(5, 6), completion_ids=(7, 8)),
     ...               InputFeature(prompt_ids=(5,), completion_ids=(9, 2))])
-    >>> batch.input_ids.tolist()
-    [5, 6, 7, 5, 9]
-    >>> batch.labels.tolist()
-    [-100, 7, 8, 9, 2]
-    >>> batch.position_ids.tolist()
-    [0, 1, 2, 0, 1]
-    >>> batch.cu_seqlens.tolist()
-    [0, 3, 5]
+    >>> for name in ("input_ids", "labels", "position_ids", "cu_seqlens", "scored", "offsets"):
+    ...     print(f"{name:12}", getattr(batch, name).tolist())
+    input_ids    [5, 6, 7, 5, 9]
+    labels       [-100, 7, 8, 9, 2]
+    position_ids [0, 1, 2, 0, 1]
+    cu_seqlens   [0, 3, 5]
+    scored       [1, 2, 3, 4]
+    offsets      [0, 2, 4]
     """
     rollouts = as_rollouts(inputs)
     input_ids: list[int] = []
@@ -260,29 +247,20 @@ def pad_tokens(values_T: Tensor, cu_seqlens: Tensor, fill: int | float) -> Tenso
 class Totals:
     """Counts of one optimizer step, over all micro-batches and all ranks, made before its first forward.
 
-    A mean over a step is a sum over micro-batches and ranks only if every one of them divides by the same number.
-
-    `local_tokens` and `local_share` exist for the one loss whose definition is local (BNPO): the tokens of this
-    `forward_backward` call on this rank, and the share of this call among all calls of the step
-    (1 / (calls x ranks)). All other aggregations ignore them.
-
-    `step` numbers the optimizer step, so that a loss that draws tokens at random draws others in each.
-
-    `survey` holds further numbers of the whole step that a loss reads, such as the entropy that a fifth of its tokens
-    exceed; `loss.survey(...)` makes it.
-
-    >>> a = Totals(sequences=2, tokens=5)
-    >>> b = Totals(sequences=1, tokens=4)
-    >>> Totals.over([a, b])
+    >>> Totals.over([Totals(sequences=2, tokens=5), Totals(sequences=1, tokens=4)])
     Totals(sequences=3, tokens=9, local_tokens=9, local_share=1.0, step=0, survey=None)
     """
 
     sequences: Count
     tokens: Count
     local_tokens: Count | None = None
+    """Tokens of this `forward_backward` call on this rank, for the one aggregation that is local (BNPO)."""
     local_share: float = 1.0
+    """Share of this call among all calls of the step, 1 / (calls x ranks), for the same."""
     step: int = 0
+    """Number of the optimizer step, so that a loss that draws tokens draws others in each."""
     survey: Mapping[str, Tensor] | None = None
+    """Further numbers of the whole step that a loss reads; `loss.survey(...)` makes them."""
 
     def __post_init__(self) -> None:
         if self.local_tokens is None:

@@ -162,9 +162,8 @@ def offsets_from_positions(
     """First slot of each sequence of a packed row, then T: `[S + 1]`.
 
     A sequence starts at every position 0 that is not padding; a one-slot sequence counts. Padding is where
-    `attention_mask` is 0; without one it is a slot at position 0 that scores nothing and that no position 1
-    follows: whether it is padding or an empty sequence, nothing of it reaches a loss. Padding slots stay with
-    the sequence before them.
+    `attention_mask` is 0; without one it is a slot at position 0 that scores nothing and that no position 1 follows.
+    Padding slots stay with the sequence before them.
     """
     starts_T = position_T == 0
     if attention_T is not None:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]
+"""Of log-probs and of entropies, `[N]` each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitShape:
@@ -19,44 +22,31 @@ class LogitShape:
     soft_cap: float | None = None
 
 
-def stats(x_NV: Tensor, labels_N: Tensor, shape: LogitShape) -> tuple[Tensor, Tensor]:
-    """Log-prob of the label and entropy of each row. May overwrite `x`."""
-    log_p_NV = _logits(x_NV, shape).log_softmax(-1)
-    logps_N = log_p_NV.gather(-1, labels_N[:, None]).squeeze(-1)
-    return logps_N, -torch.linalg.vecdot(log_p_NV.exp(), log_p_NV)
+def stats(x_NV: Tensor, labels_N: Tensor, shape: LogitShape, out_NV: Tensor | None = None) -> Pair:
+    """Log-prob of the label and entropy of each row; and into `out` -d logp / d x, the direction of a row's gradient.
 
-
-def stats_and_direction(x_NV: Tensor, labels_N: Tensor, shape: LogitShape, out_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """`stats`, and into `out` -d logp / d x: the direction of a row's gradient, whatever the loss.
-
-    The sign is chosen so that the direction equals p everywhere except in the label's column, which saves a pass.
+    The direction does not depend on the loss. Its sign is chosen so that it equals p everywhere except in the label's
+    column, which saves a pass.
     """
-    slope_NV = _slope(x_NV, shape)
     log_p_NV = _logits(x_NV, shape).log_softmax(-1)
     logps_N = log_p_NV.gather(-1, labels_N[:, None]).squeeze(-1)
     # p is written where the direction will stand, so that a chunk is passed over as seldom as possible
-    p_NV = torch.exp(log_p_NV, out=out_NV) if out_NV.dtype == log_p_NV.dtype else log_p_NV.exp()
+    fits = out_NV is not None and out_NV.dtype == log_p_NV.dtype
+    p_NV = torch.exp(log_p_NV, out=out_NV if fits else None)
     entropy_N = -torch.linalg.vecdot(p_NV, log_p_NV)
-    d_NV = p_NV
-    d_NV.scatter_add_(1, labels_N[:, None], torch.full_like(logps_N, -1)[:, None])
-    if isinstance(slope_NV, Tensor) or slope_NV != 1:
-        d_NV.mul_(slope_NV)
-    if d_NV.data_ptr() != out_NV.data_ptr():
-        out_NV.copy_(d_NV)
+    if out_NV is not None:
+        d_NV = p_NV.scatter_add_(1, labels_N[:, None], torch.full_like(logps_N, -1)[:, None])
+        slope_NV = _slope(x_NV, shape)
+        if isinstance(slope_NV, Tensor) or slope_NV != 1:
+            d_NV.mul_(slope_NV)
+        if not fits:
+            out_NV.copy_(d_NV)
     return logps_N, entropy_N
 
 
-def gradient(
-    x_NV: Tensor,
-    labels_N: Tensor,
-    grad_logps_N: Tensor,
-    grad_entropy_N: Tensor,
-    logps_N: Tensor,
-    entropy_N: Tensor,
-    shape: LogitShape,
-    out_NV: Tensor,
-) -> None:
-    """Into `out` d loss / d x when the loss depends on log-probs and entropies, which `stats` gave."""
+def gradient(x_NV: Tensor, labels_N: Tensor, numbers: Pair, grads: Pair, shape: LogitShape, out_NV: Tensor) -> None:
+    """Into `out` d loss / d x, from `numbers`, the log-probs and entropies of `stats`, and `grads`, d loss / d each."""
+    (_, entropy_N), (grad_logps_N, grad_entropy_N) = numbers, grads
     slope_NV = _slope(x_NV, shape)
     log_p_NV = _logits(x_NV, shape).log_softmax(-1)
     p_NV = log_p_NV.exp()

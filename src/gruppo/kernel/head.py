@@ -6,15 +6,7 @@ computed once per window, in plain PyTorch, as any composition of parts, and two
 
     d_hidden = factor * (direction @ weight),      d_weight += direction.T @ (factor * hidden)
 
-Nothing is computed twice: 6NDV operations trained, 4NDV with a frozen weight. Routes differ in how directions are made:
-
-    FUSED   bf16 on a GPU: softmax in the epilogue of the product, the logits never reach memory
-    TRITON  on a GPU: float32 logits of a chunk, then kernels over its rows; also for losses with a gradient through the
-            entropy, whose direction depends on the loss, and for log-probs below -80
-    TORCH   anywhere: the same in torch operations
-
-A loss that looks at whole sequences gets windows that end at sequence boundaries; if a sequence is longer than a
-window, a first pass computes all log-probs and the loss is computed once.
+Nothing is computed twice: 6NDV operations trained, 4NDV with a frozen weight. Routes differ in how directions are made.
 """
 
 import logging
@@ -55,15 +47,15 @@ class HeadResult:
     d_weight: Tensor | None  # [V, D] float32; None when frozen
 
 
+@dataclass(frozen=True, slots=True)
 class RowStats:
     """Numbers of each row that a pass over windows gives; `stats[window]` are views of a window's part."""
 
-    def __init__(self, logps: Tensor, entropies: Tensor, factor: Tensor, residual: Tensor, overflowed: Tensor) -> None:
-        self.logps = logps  # [N]
-        self.entropies = entropies  # [N]
-        self.factor = factor  # [N]: d logp / d x over the direction
-        self.residual = residual  # [N]: rounding error of the label's column of the direction
-        self.overflowed = overflowed  # [1] int32: not 0 once a row was out of range
+    logps: Tensor  # [N]
+    entropies: Tensor  # [N]
+    factor: Tensor  # [N]: d logp / d x over the direction
+    residual: Tensor  # [N]: rounding error of the label's column of the direction
+    overflowed: Tensor  # [1] int32: not 0 once a row was out of range
 
     @classmethod
     def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> "RowStats":
@@ -84,7 +76,7 @@ class ChunkRoute:
 
     name: str
     operations: str
-    """Module with `stats`, `stats_and_direction`, `gradient` and `scale_rows`."""
+    """Module with `stats`, `gradient` and `scale_rows`."""
     holds_logits: bool = True
 
     @property
@@ -96,13 +88,10 @@ class ChunkRoute:
     ) -> Tensor | None:
         """Fill in a window's stats and, where wanted, its directions; returns the residuals if there are any."""
         x = head.buffer(min(head.sizes.chunk, len(labels)), head.dtype)
-        for part in _pieces(slice(0, len(labels)), head.sizes.chunk):
+        for part in _pieces(len(labels), head.sizes.chunk):
             chunk = head.product(hidden[part], x)
-            if directions is None:
-                numbers = self.ops.stats(chunk, labels[part], head.shape)
-            else:
-                numbers = self.ops.stats_and_direction(chunk, labels[part], head.shape, directions[part])
-            stats.logps[part], stats.entropies[part] = numbers
+            out = None if directions is None else directions[part]
+            stats.logps[part], stats.entropies[part] = self.ops.stats(chunk, labels[part], head.shape, out)
         stats.factor.fill_(-1)
         return head.label_residual(stats.logps, stats.entropies, -1.0, 0.0)
 
@@ -127,13 +116,13 @@ class FusedRoute(ChunkRoute):
 TORCH = ChunkRoute("torch", "gruppo.kernel.chunk_ops")
 TRITON = ChunkRoute("triton", "gruppo.kernel.triton_chunk_ops")
 FUSED = FusedRoute("fused", "gruppo.kernel.triton_chunk_ops")
+"""TORCH runs anywhere, TRITON on a GPU, FUSED there in bf16. FUSED leaves log-probs below -80 to TRITON, and to its
+operations losses with a gradient through the entropy, whose direction depends on the loss."""
 
 
 def best_route(weight: Tensor) -> ChunkRoute:
     """The fastest route that exists for this weight."""
-    if not weight.is_cuda:
-        return TORCH
-    if not _has_triton():
+    if not weight.is_cuda or not _has_triton():
         return TORCH
     from gruppo.kernel.triton_logits import is_supported
 
@@ -210,7 +199,7 @@ class Head:
         weight: `[V, D]`, bf16 or float32.
         shape: temperature, scale, soft cap.
         scratch_bytes: memory for logits and directions, whatever the number of tokens.
-        route: TORCH, TRITON or FUSED (see above); None: the fastest there is.
+        route: TORCH, TRITON or FUSED; None: the fastest there is.
     """
 
     def __init__(
@@ -245,7 +234,7 @@ class Head:
         """Windows over the rows. With `lengths` they end at sequence boundaries; None when a sequence is too long."""
         size = size or self.sizes.window
         if lengths is None:
-            return _pieces(slice(0, num_rows), size)
+            return _pieces(num_rows, size)
         if any(n > size for n in lengths):
             return None
         bounds, end = [0], 0
@@ -292,7 +281,7 @@ class Head:
         windows = self.windows(len(labels), lengths, size)
         if windows is None:  # a sequence longer than a window: all log-probs first, then the loss once
             windows = self.windows(len(labels), None, size) or []
-            gradient = _computed_at_once(gradient, *self.score(hidden, labels, windows), len(labels))
+            gradient = _computed_at_once(gradient, *self.score(hidden, labels, windows))
         walk = _Walk(self, hidden, labels, gradient, needs_weight)
         if entropy_gradient:
             walk.with_entropy(windows)
@@ -374,10 +363,10 @@ class _Walk:
                 grad_logps, grad_entropies = self.gradient(window, rows.logps, rows.entropies)
             if grad_entropies is None:
                 grad_entropies = torch.zeros_like(grad_logps)
-            grad_logps, grad_entropies = (g.to(head.dtype).contiguous() for g in (grad_logps, grad_entropies))
-            out = gradients[: len(chunk)]
-            ops.gradient(chunk, labels, grad_logps, grad_entropies, rows.logps, rows.entropies, head.shape, out)
-            residual = head.label_residual(rows.logps, rows.entropies, grad_logps, grad_entropies)
+            grads = (grad_logps.to(head.dtype).contiguous(), grad_entropies.to(head.dtype).contiguous())
+            out, numbers = gradients[: len(chunk)], (rows.logps, rows.entropies)
+            ops.gradient(chunk, labels, numbers, grads, head.shape, out)
+            residual = head.label_residual(*numbers, *grads)
             self._finish(window, out, torch.ones_like(rows.logps), residual)
 
     def result(self) -> HeadResult:
@@ -391,7 +380,7 @@ class _Walk:
         """The two products of a window; `factor` is one number per row."""
         head, hidden, labels = self.head, self.hidden[window], self.labels[window]
         scale_rows, factor = head.route.ops.scale_rows, factor.contiguous()
-        for part in _pieces(slice(0, len(directions)), PRODUCT_ROWS):
+        for part in _pieces(len(directions), PRODUCT_ROWS):
             product = head.mm(directions[part], head.factor)
             label_part = None if residual is None else (residual[part], head.weight, labels[part])
             scale_rows(product, factor[part], self.d_hidden[window][part], label_part)
@@ -423,15 +412,15 @@ class _Later:
         return bool(self.host)
 
 
-def _pieces(window: slice, size: int) -> list[slice]:
-    return [slice(a, min(a + size, window.stop)) for a in range(window.start, window.stop, size)]
+def _pieces(num_rows: int, size: int) -> list[slice]:
+    return [slice(a, min(a + size, num_rows)) for a in range(0, num_rows, size)]
 
 
 def _longest(windows: Sequence[slice]) -> int:
     return max((w.stop - w.start for w in windows), default=0)
 
 
-def _computed_at_once(gradient: LossGradient, logps: Tensor, entropies: Tensor, num_rows: int) -> LossGradient:
+def _computed_at_once(gradient: LossGradient, logps: Tensor, entropies: Tensor) -> LossGradient:
     with torch.enable_grad():
-        grad_logps, grad_entropies = gradient(slice(0, num_rows), logps, entropies)
+        grad_logps, grad_entropies = gradient(slice(0, len(logps)), logps, entropies)
     return lambda rows, _logps, _entropies: (grad_logps[rows], None if grad_entropies is None else grad_entropies[rows])

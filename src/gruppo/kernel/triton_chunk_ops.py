@@ -1,6 +1,7 @@
 """Statistics and gradients of a chunk of float32 logits in Triton, as torch operators. Semantics: `chunk_ops.py`.
 
-A row is read once by a few programs that each sum up a stretch of it, and a second time to write its direction.
+A row is read once by a few programs that each sum up a stretch of it, and a second time to write its direction. Logits
+z are in units of log 2, for exp2.
 """
 
 import torch
@@ -8,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gruppo.kernel.chunk_ops import LogitShape
+from gruppo.kernel.chunk_ops import LogitShape, Pair
+from gruppo.kernel.triton_logits import logit
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -16,18 +18,6 @@ STRETCHES = 8  # programs that share a row
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # stands for -inf: differences of it are numbers
-
-
-@triton.jit
-def _logit(x, scale, cap, HAS_CAP: tl.constexpr):
-    """The logit in units of log 2; `scale` holds scale and temperature, or only scale under a cap."""
-    if HAS_CAP:
-        e = tl.exp(-2.0 * tl.abs(x * scale))
-        t = (1.0 - e) / (1.0 + e)
-        z = tl.where(x * scale < 0, -t, t) * cap
-    else:
-        z = x * scale
-    return z * LOG2_E
 
 
 @triton.jit
@@ -60,7 +50,7 @@ def _stretch_kernel(
     for _ in tl.range(0, BLOCKS, num_stages=3):
         inside = offsets < columns
         x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0)
-        z = tl.where(inside, _logit(x, scale, cap, HAS_CAP), LOWEST)
+        z = tl.where(inside, logit(x, scale, cap, HAS_CAP) * LOG2_E, LOWEST)
         higher = tl.maximum(highest, z)
         shift = highest - higher
         factor = tl.exp2(shift)
@@ -79,39 +69,27 @@ def _stretch_kernel(
 
 
 @triton.jit
-def _finish_kernel(
-    x_ptr, labels_ptr, partial_ptr, logps_ptr, entropy_ptr, x_stride, scale, cap,
-    HAS_CAP: tl.constexpr, STRETCHES: tl.constexpr,
-):  # fmt: skip
-    """Log-prob of the label and entropy of one row."""
-    row = tl.program_id(0)
-    log_sum, entropy = _combine(partial_ptr, row, STRETCHES)
-    z = _logit(tl.load(x_ptr + row * x_stride + tl.load(labels_ptr + row)), scale, cap, HAS_CAP)
-    tl.store(logps_ptr + row, (z - log_sum) * LN_2)
-    tl.store(entropy_ptr + row, entropy * LN_2)
-
-
-@triton.jit
 def _direction_kernel(
     x_ptr, labels_ptr, partial_ptr, logps_ptr, entropy_ptr, out_ptr,
     x_stride, out_stride, columns, scale, cap, slope,
-    HAS_CAP: tl.constexpr, STRETCHES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_OUT: tl.constexpr, STRETCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of a row's direction; the first block also stores log-prob and entropy."""
+    """One block of a row's direction, where wanted; the first block also stores log-prob and entropy."""
     row = tl.program_id(0)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < columns
-    x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0)
     label = tl.load(labels_ptr + row)
     log_sum, entropy = _combine(partial_ptr, row, STRETCHES)
-    z = _logit(x, scale, cap, HAS_CAP)
-    d = tl.where(inside, tl.exp2(z - log_sum), 0.0) - (offsets == label).to(tl.float32)
-    if HAS_CAP:
-        t = z * LN_2 / cap
-        d = d * (1.0 - t * t)
-    tl.store(out_ptr + row * out_stride + offsets, (d * slope).to(out_ptr.dtype.element_ty), mask=inside)
+    if HAS_OUT:
+        offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < columns
+        x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0)
+        z = logit(x, scale, cap, HAS_CAP) * LOG2_E
+        d = tl.where(inside, tl.exp2(z - log_sum), 0.0) - (offsets == label).to(tl.float32)
+        if HAS_CAP:
+            t = z * LN_2 / cap
+            d = d * (1.0 - t * t)
+        tl.store(out_ptr + row * out_stride + offsets, (d * slope).to(out_ptr.dtype.element_ty), mask=inside)
     if tl.program_id(1) == 0:
-        z_label = _logit(tl.load(x_ptr + row * x_stride + label), scale, cap, HAS_CAP)
+        z_label = logit(tl.load(x_ptr + row * x_stride + label), scale, cap, HAS_CAP) * LOG2_E
         tl.store(logps_ptr + row, (z_label - log_sum) * LN_2)
         tl.store(entropy_ptr + row, entropy * LN_2)
 
@@ -128,9 +106,9 @@ def _gradient_kernel(
     inside = offsets < columns
     x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0)
     label = tl.load(labels_ptr + row)
-    z_label = _logit(tl.load(x_ptr + row * x_stride + label), scale, cap, HAS_CAP)
+    z_label = logit(tl.load(x_ptr + row * x_stride + label), scale, cap, HAS_CAP) * LOG2_E
     log_sum = z_label - tl.load(logps_ptr + row) * LOG2_E
-    z = _logit(x, scale, cap, HAS_CAP)
+    z = logit(x, scale, cap, HAS_CAP) * LOG2_E
     p = tl.where(inside, tl.exp2(z - log_sum), 0.0)
     d = tl.load(grad_logps_ptr + row) * ((offsets == label).to(tl.float32) - p)
     d -= tl.load(grad_entropy_ptr + row) * p * ((z - log_sum) * LN_2 + tl.load(entropy_ptr + row))
@@ -172,55 +150,30 @@ class _Numbers:
         self.slope = scale / temperature
         self.block = min(BLOCK, triton.next_power_of_2(self.columns))
         self.blocks = triton.cdiv(triton.cdiv(self.columns, self.block), STRETCHES)
-        self.common = {"HAS_CAP": self.has_cap, "STRETCHES": STRETCHES, "num_warps": NUM_WARPS}
 
 
-def _sums(x_NV: Tensor, n: _Numbers) -> Tensor:
-    """Maximum and sums of each stretch of each row, `[N, 3, STRETCHES]`."""
-    partial = torch.empty(len(x_NV), 3, STRETCHES, dtype=torch.float32, device=x_NV.device)
-    if len(x_NV):
-        _stretch_kernel[(len(x_NV), STRETCHES)](
-            x_NV, partial, x_NV.stride(0), n.columns, n.scale, n.cap, BLOCKS=n.blocks, BLOCK=n.block, **n.common
-        )
-    return partial
-
-
-@torch.library.custom_op("gruppo::chunk_stats", mutates_args=())
+@torch.library.custom_op("gruppo::chunk_stats", mutates_args=("out",))
 def _stats(
-    x: Tensor, labels: Tensor, temperature: float, scale: float, soft_cap: float | None
+    x: Tensor, labels: Tensor, temperature: float, scale: float, soft_cap: float | None, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     n = _Numbers(x, temperature, scale, soft_cap)
     logps, entropy = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
-    partial = _sums(x, n)
+    # Maximum and sums of each stretch of each row
+    partial = torch.empty(len(x), 3, STRETCHES, dtype=torch.float32, device=x.device)
     if len(x):
-        _finish_kernel[(len(x),)](
-            x, labels, partial, logps, entropy, x.stride(0), n.scale, n.cap,
-            HAS_CAP=n.has_cap, STRETCHES=STRETCHES, num_warps=1,
-        )  # fmt: skip
-    return logps, entropy
-
-
-@torch.library.custom_op("gruppo::chunk_directions", mutates_args=("out",))
-def _directions(
-    x: Tensor, labels: Tensor, temperature: float, scale: float, soft_cap: float | None, out: Tensor
-) -> tuple[Tensor, Tensor]:
-    n = _Numbers(x, temperature, scale, soft_cap)
-    logps, entropy = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
-    partial = _sums(x, n)
-    if len(x):
-        _direction_kernel[(len(x), triton.cdiv(n.columns, n.block))](
-            x, labels, partial, logps, entropy, out, x.stride(0), out.stride(0), n.columns, n.scale, n.cap, n.slope,
-            BLOCK=n.block, **n.common,
+        common = {"HAS_CAP": n.has_cap, "STRETCHES": STRETCHES, "BLOCK": n.block, "num_warps": NUM_WARPS}
+        _stretch_kernel[(len(x), STRETCHES)](
+            x, partial, x.stride(0), n.columns, n.scale, n.cap, BLOCKS=n.blocks, **common
+        )
+        e, num_blocks = (x, 1) if out is None else (out, triton.cdiv(n.columns, n.block))
+        _direction_kernel[(len(x), num_blocks)](
+            x, labels, partial, logps, entropy, e, x.stride(0), e.stride(0), n.columns, n.scale, n.cap, n.slope,
+            HAS_OUT=out is not None, **common,
         )  # fmt: skip
     return logps, entropy
 
 
 @_stats.register_fake
-def _(x, labels, temperature, scale, soft_cap):
-    return x.new_empty(len(x), dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
-
-
-@_directions.register_fake
 def _(x, labels, temperature, scale, soft_cap, out):
     return x.new_empty(len(x), dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
 
@@ -253,26 +206,12 @@ def _scale_rows(
     )  # fmt: skip
 
 
-def stats(x_NV: Tensor, labels_N: Tensor, shape: LogitShape) -> tuple[Tensor, Tensor]:
-    return _stats(x_NV, labels_N, shape.temperature, shape.scale, shape.soft_cap)
+def stats(x_NV: Tensor, labels_N: Tensor, shape: LogitShape, out_NV: Tensor | None = None) -> Pair:
+    return _stats(x_NV, labels_N, shape.temperature, shape.scale, shape.soft_cap, out_NV)
 
 
-def stats_and_direction(x_NV: Tensor, labels_N: Tensor, shape: LogitShape, out_NV: Tensor) -> tuple[Tensor, Tensor]:
-    return _directions(x_NV, labels_N, shape.temperature, shape.scale, shape.soft_cap, out_NV)
-
-
-def gradient(
-    x_NV: Tensor,
-    labels_N: Tensor,
-    grad_logps_N: Tensor,
-    grad_entropy_N: Tensor,
-    logps_N: Tensor,
-    entropy_N: Tensor,
-    shape: LogitShape,
-    out_NV: Tensor,
-) -> None:
-    numbers = (shape.temperature, shape.scale, shape.soft_cap)
-    _gradient(x_NV, labels_N, grad_logps_N, grad_entropy_N, logps_N, entropy_N, *numbers, out_NV)
+def gradient(x_NV: Tensor, labels_N: Tensor, numbers: Pair, grads: Pair, shape: LogitShape, out_NV: Tensor) -> None:
+    _gradient(x_NV, labels_N, *grads, *numbers, shape.temperature, shape.scale, shape.soft_cap, out_NV)
 
 
 def scale_rows(

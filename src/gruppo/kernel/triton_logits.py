@@ -26,7 +26,7 @@ STAGES, WARPS = 3, 8
 
 
 @triton.jit
-def _logit(x, scale, cap, HAS_CAP: tl.constexpr):
+def logit(x, scale, cap, HAS_CAP: tl.constexpr):
     """`scale` holds scale and temperature; under a cap only what goes into the tanh."""
     if HAS_CAP:
         e = tl.exp(-2.0 * tl.abs(x * scale))
@@ -42,7 +42,7 @@ def _finish_tile(
     HAS_CAP: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Turn a piece of the product into e, store it, and return its row sums of e and e * (z - z_l)."""
-    z = _logit(x, scale, cap, HAS_CAP)
+    z = logit(x, scale, cap, HAS_CAP)
     u = tl.minimum(z - reference[:, None], MAX_EXPONENT)
     counts = (columns[None, :] < num_columns) & (columns[None, :] != labels[:, None])
     e = tl.where(counts, tl.exp(u), 0.0)
@@ -111,7 +111,7 @@ def _label_kernel(
         a = tl.load(hidden_ptr + row * hidden_stride + start + offsets, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(weight_ptr + label * weight_stride + start + offsets, mask=inside, other=0.0).to(tl.float32)
         total += a * b
-    tl.store(out_ptr + row, _logit(tl.sum(total, 0), scale, cap, HAS_CAP))
+    tl.store(out_ptr + row, logit(tl.sum(total, 0), scale, cap, HAS_CAP))
 
 
 @triton.jit

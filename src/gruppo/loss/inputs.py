@@ -1,9 +1,8 @@
 """LossInputs: the aligned and masked tensors that a loss or a metric computes on.
 
 Training makes them from a `PackedBatch`, which is aligned already. For a loss that is called by hand, `align` brings
-all forms a caller may use to one, and refuses by name everything that can be wrong with them. After it every per-token
-tensor is `[T]`, in float32 (float64 if the log-probs are), and exactly 0 in slots that are not scored, whatever stood
-there before: no NaN or infinity of a padding slot can reach a sum, and no gradient flows to one.
+all forms a caller may use to one: every per-token tensor is `[T]`, in float32 (float64 if the log-probs are), and
+exactly 0, without gradient, in slots that are not scored, whatever stood there before.
 """
 
 import math
@@ -144,7 +143,10 @@ class _Aligner:
             if not isinstance(row, Tensor | Sequence) or isinstance(row, str):
                 kind = type(row).__name__
                 raise InputError(f"{name}[{i}] must hold one number per scored token of sequence {i}, got {kind}")
-            rows.append(row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.float64))
+            try:
+                rows.append(row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.float64))
+            except (TypeError, ValueError):
+                raise InputError(f"{name}[{i}] must be a list of numbers, got {row!r}") from None
             if rows[i].dim() != 1 or not rows[i].dtype.is_floating_point:
                 got = f"{rows[i].dtype} of shape {tuple(rows[i].shape)}"
                 raise InputError(f"{name}[{i}] must be a list of numbers, got {got}")

@@ -181,8 +181,7 @@ class CISPOLoss(NamedLoss, name="cispo", paper="arXiv:2506.13585"):
 class BNPOLoss(NamedLoss, name="bnpo", paper="none"):
     """Clip with the mean over the tokens of the local batch, as `bnpo` of other trainers.
 
-    The one loss that depends on how many ranks and calls share a step, by definition; never on micro-batches. It is
-    unrelated to Beta Normalization Policy Optimization, arXiv:2506.02864, which is an advantage.
+    The one loss that depends on how many ranks and calls share a step, by definition; never on micro-batches.
     """
 
     def __init__(self, *, clip_range: ClipRange = 0.2, **options: Unpack[LossOptions]) -> None:
@@ -215,10 +214,7 @@ class DualClipLoss(NamedLoss, name="dual_clip", paper="arXiv:1912.09729"):
 
 
 class TwoSidedLoss(NamedLoss, name="two_sided", paper="arXiv:2505.07291"):
-    """The two-sided clip of INTELLECT-2, arXiv:2505.07291: -min(min(r, delta)*A, clip(r)*A).
-
-    For A > 0 the clip is reached before delta, so this is `DualClip` under another name.
-    """
+    """The two-sided clip of INTELLECT-2, arXiv:2505.07291: -min(min(r, delta)*A, clip(r)*A)."""
 
     def __init__(self, *, clip_range: ClipRange = 0.2, delta: float = 4.0, **options: Unpack[LossOptions]) -> None:
         surrogate = DualClip(*read_clip_range(clip_range), delta)
@@ -249,10 +245,7 @@ class GMPOLoss(NamedLoss, name="gmpo", paper="arXiv:2507.20673"):
 
 
 class LUSPOLoss(NamedLoss, name="luspo", paper="arXiv:2602.05261"):
-    """Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261: GSPO times the sequence's length.
-
-    (The paper clips at 2e-3, 2.5e-3.)
-    """
+    """Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261: GSPO times the sequence's length."""
 
     def __init__(self, *, clip_range: ClipRange = 0.2, **options: Unpack[LossOptions]) -> None:
         clip = _clip(clip_range)
@@ -284,8 +277,7 @@ class VESPOLoss(NamedLoss, name="vespo", paper="arXiv:2602.10693"):
 class DPPOTVLoss(NamedLoss, name="dppo_tv", paper="arXiv:2602.04879"):
     """Divergence PPO by total variation, arXiv:2602.04879: probabilities may move by `region`, ratios by any.
 
-    `anchor="sampler"` takes ratio and region over the sampler's own log-probs, which is the authors' form; "old" takes
-    both over the trainer's, which is verl's form. (The authors' ablation takes the region alone over the trainer's.)
+    `anchor="sampler"` takes ratio and region over the sampler's own log-probs, "old" both over the trainer's.
     """
 
     def __init__(
@@ -404,11 +396,7 @@ class DROLoss(NamedLoss, name="dro", paper="arXiv:2405.19107"):
 
 
 class VAPOLoss(NamedLoss, name="vapo", paper="arXiv:2504.05118"):
-    """The policy loss of VAPO, arXiv:2504.05118: DAPO's, plus the mean negative log-likelihood of what went well.
-
-    What went well are the tokens with A > 0: a loss sees no rewards. With 0/1 rewards and group baselines these are
-    the correct completions of every group that has a wrong one.
-    """
+    """The policy loss of VAPO, arXiv:2504.05118: DAPO's, plus the mean of -logp over the tokens with A > 0."""
 
     def __init__(
         self, *, clip_range: ClipRange = (0.2, 0.28), nll_coef: float = 0.1, **options: Unpack[LossOptions]

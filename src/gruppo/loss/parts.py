@@ -94,10 +94,7 @@ def token_level(inputs: LossInputs) -> Tensor:
 
 @part(per_token=True, needs={"sampler_logps"}, holds_rho=True)
 def sampler_level(inputs: LossInputs) -> Tensor:
-    """r_t = exp(logp_t - sampler_t): over the policy as the sampler computed it
-
-    No log-probs are computed again before training: staleness and numerical gap are in one ratio.
-    """
+    """r_t = exp(logp_t - sampler_t): over the policy as the sampler computed it"""
     assert inputs.sampler_logps is not None, "PolicyLoss checks `needs` before it calls a level"
     return F.hardtanh(inputs.logps - inputs.sampler_logps, -MAX_LOG_RATIO, MAX_LOG_RATIO, inplace=True)
 
@@ -106,7 +103,7 @@ def sampler_level(inputs: LossInputs) -> Tensor:
 def sequence_level(inputs: LossInputs) -> Tensor:
     """s = exp(mean_t(logp_t - old_t)), the geometric mean over the sequence
 
-    GSPO, arXiv:2507.18071. The gradient reaches every token of the sequence through the mean.
+    GSPO, arXiv:2507.18071.
     """
     segments = inputs.segments
     return segments.spread(segments.mean(token_level(inputs)))

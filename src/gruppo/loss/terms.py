@@ -5,9 +5,7 @@
 A term is a name, a coefficient and a value: a part that is called as `value(inputs, log_ratio_T)` and gives `[T]`.
 Token weights (`gruppo.loss.weights`) do not touch it. A coefficient of 0 switches it off.
 
-An estimator of the KL takes `delta = logp - ref` `[T]`, bounded to +-40, and the log-ratio `[T]` of the level. Facts
-about their gradients on-policy (arXiv:2506.09477, 2512.21852): k1's has mean 0, k2's is that of
-KL(policy || reference), k3's is that of KL(reference || policy).
+An estimator of the KL takes `delta = logp - ref` `[T]`, bounded to +-40, and the log-ratio `[T]` of the level.
 """
 
 import math

@@ -4,13 +4,10 @@ A weight is called as `weight(inputs, log_ratio_T)` and gives `[T]` without grad
 the policy term and no other. Exactly 0 rejects a token; PolicyLoss's `rejected` decides whether it still counts in the
 means. Several weights multiply, and a token that one of them rejects is rejected.
 
-A *correction* looks at the inputs alone and can be called as `weight(inputs)`. The tokens were drawn from the sampler,
-whose log-probs differ from the trainer's by precision, kernels and staleness: rho = exp(old - sampler) weighs them
-back.
-
-A *selection* keeps or rejects tokens by their log-ratio, entropy or probability. One that depends on all tokens of the
-step has a method `survey(inputs, log_ratio_T)`, which is called with the whole step before its first backward and gives
-numbers by name. They travel with `Totals`, so that no micro-batch decides for itself.
+A *correction* looks at the inputs alone and can be called as `weight(inputs)`. A *selection* keeps or rejects tokens by
+their log-ratio, entropy or probability. One that depends on all tokens of the step has a method
+`survey(inputs, log_ratio_T)`, which is called with the whole step before its first backward and gives numbers by name.
+They travel with `Totals`.
 """
 
 import functools
@@ -93,9 +90,8 @@ def covariance(inputs: LossInputs, means: dict[str, Tensor] | None = None) -> Te
 def cut_below_top(values: Tensor, count: int, tie: float = TIE) -> Tensor:
     """A number between the count-th largest value and the next smaller one, `[]` float64.
 
-    The last digits of a log-prob depend on what shared its forward, and tokens of one prefix have equal entropies up to
-    those digits. So the cut lies in the middle of the widest gap within `tie` below the count-th value: values that
-    rounding alone tells apart stay on one side.
+    It is the middle of the widest gap within `tie` below the count-th value, so that values which rounding alone tells
+    apart stay on one side.
     """
     if count >= len(values) or not len(values):
         return torch.tensor(-math.inf, dtype=torch.float64, device=values.device)
@@ -132,6 +128,9 @@ class _Compared:
     def __post_init__(self) -> None:
         if self.base not in ("old", "sampler"):
             raise InputError(f"base must be 'old' or 'sampler', got {self.base!r}")
+        low, high = (getattr(self, name, 0.0) for name in ("low", "high"))
+        if not (low >= 0 and high >= 0):
+            raise InputError(f"bounds must be 0 or more, got {low!r} and {high!r}")
 
     def base_logps(self, inputs: LossInputs) -> Tensor:
         base_T = inputs.sampler_logps if self.base == "sampler" else inputs.old_logps
@@ -141,10 +140,6 @@ class _Compared:
     def moved(self, inputs: LossInputs) -> Tensor:
         """Change of the probability of each token, `[T]`."""
         return inputs.logps.detach().exp() - self.base_logps(inputs).exp()
-
-    def check_bounds(self, low: float, high: float) -> None:
-        if not (low >= 0 and high >= 0):
-            raise InputError(f"bounds must be 0 or more, got {low!r} and {high!r}")
 
 
 # --- corrections ----------------------------------------------------------------------------------------------------
@@ -207,11 +202,7 @@ class TruncatedWeight(_Rho):
 @part(holds_rho=True)
 @dataclass(frozen=True)
 class MaskedWeight(_Rho):
-    """IcePop, arXiv:2510.18855: rho where it lies within bounds, else 0.
-
-    With `level="sequence"` a token's rho is the geometric mean over its sequence, with "sequence_sum" the product; the
-    sequence is then kept or dropped whole.
-    """
+    """IcePop, arXiv:2510.18855: rho where it lies within bounds, else 0."""
 
     low: float = 0.5
     high: float = 5.0
@@ -227,10 +218,7 @@ class MaskedWeight(_Rho):
 
 @dataclass(frozen=True)
 class KeepWithin(_Rho):
-    """1 where rho lies within bounds, else 0: a mask alone, to be used with another weight or none.
-
-    Sequence-masked TIS is `correction=(TruncatedWeight(), KeepWithin(0.999, 1.002, "sequence"))`.
-    """
+    """1 where rho lies within bounds, else 0: a mask alone, to be used with another weight or none."""
 
     low: float = 0.5
     high: float = 2.0
@@ -460,7 +448,7 @@ class SecondMoment:
 class VariationBudget(_Compared):
     """VACO, arXiv:2603.01365: once the step's mean |ratio - 1| exceeds the budget, outward tokens are left out.
 
-    The ratio is the policy over the sampler, or over the trainer's old policy.
+    The ratio is the policy over `base`.
     """
 
     budget: float = 0.1
@@ -486,7 +474,6 @@ class VariationBudget(_Compared):
 
 
 # --- trust regions on the token's probability: they need nothing of the rest of the step ----------------------------
-# The ratio of an unlikely token is a poor measure of a move: 1e-6 -> 2e-6 is a ratio of 2 and almost no change.
 
 
 @part(per_token=True)
@@ -497,10 +484,6 @@ class TVRegion(_Compared):
     low: float = 0.2
     high: float = 0.2
     base: Anchor = "old"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_bounds(self.low, self.high)
 
     def __str__(self) -> str:
         return f"keeps p - {self.base} <= {self.high:g} where A > 0, >= -{self.low:g} elsewhere; p = exp(logp)"
@@ -518,10 +501,6 @@ class KLRegion(_Compared):
     low: float = 0.05
     high: float = 0.05
     base: Anchor = "old"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_bounds(self.low, self.high)
 
     def __str__(self) -> str:
         return (
@@ -548,7 +527,8 @@ class ProbabilityBand(_Compared):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_bounds(self.threshold, self.threshold)
+        if not self.threshold >= 0:
+            raise InputError(f"bounds must be 0 or more, got {self.threshold!r} and {self.threshold!r}")
 
     def __str__(self) -> str:
         return f"keeps |p - {self.base}| <= {self.threshold:g}, p = exp(logp)"

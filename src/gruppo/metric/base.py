@@ -1,8 +1,6 @@
 """Metric: numbers of a step, from sums and maxima that merge over micro-batches and ranks, to the last bit.
 
-Maxima merge exactly by themselves. Sums of floats do not: the order of additions shows in the last digits. So each
-value is first rounded to a multiple of 2^-30 (1e-9); float64 then adds such values without any rounding as long as the
-total stays below 2^23, so the order cannot show. Beyond that it is ordinary float64 addition.
+Each value is rounded to a multiple of 2^-30 before it is added, so that the order of additions cannot show.
 """
 
 from collections.abc import Mapping

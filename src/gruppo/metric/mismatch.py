@@ -1,9 +1,4 @@
-"""Mismatch metric: distance between the sampler's log-probs and the trainer's.
-
-    rho_t = exp(old_t - sampler_t)
-
-over tokens drawn from the sampler. The mean of rho stays near 1 even when the tails are bad; watch the tails.
-"""
+"""Mismatch metric: distance between the sampler's log-probs and the trainer's, rho_t = exp(old_t - sampler_t)."""
 
 import math
 from collections.abc import Mapping

@@ -33,9 +33,8 @@ class PolicyMetric(Metric):
     Args:
         epsilon: a ratio below 1 - epsilon counts as clipped low. None: no clip rates are reported.
         epsilon_high: a ratio above 1 + epsilon_high counts as clipped high; None: epsilon.
-        temperature: multiplies both log-probs before means and KL. This undoes the scaling of the logits but not the
-            change of their normaliser, so it approximates the log-probs at temperature 1. Clip rates and the ratio
-            always use the log-probs as they are, because those are what the loss clips.
+        temperature: multiplies both log-probs before means and KL, which approximates the log-probs at temperature 1.
+            Clip rates and the ratio use the log-probs as they are.
         top_k_kl: report the K tokens with the largest KL.
     """
 
@@ -104,7 +103,7 @@ class PolicyMetric(Metric):
             if self.temperature != 1:
                 ratio_T = token_level(inputs).exp()
             if self.top_k_kl:
-                rows = _top_tokens(inputs, kl_T, ratio_T, new_T, old_T, self.top_k_kl, self._num_sequences)
+                rows = self._top_tokens(inputs, kl_T, ratio_T, new_T, old_T)
                 self._top = self._best(rows if self._top is None else torch.cat([self._top, rows]))
             if inputs.has_advantages and self.clips:
                 values["units"], values["low"], values["high"] = self.count_clipped(inputs, ratio_T)
@@ -143,6 +142,32 @@ class PolicyMetric(Metric):
 
     # --- the K tokens that moved most -----------------------------------------------------------------------------
 
+    def _top_tokens(self, inputs: LossInputs, kl_T: Tensor, ratio_T: Tensor, new_T: Tensor, old_T: Tensor) -> Tensor:
+        """The K scored tokens with the largest KL as rows of TOP_FIELDS, best first, `[<= K, fields]` float64.
+
+        Of equal tokens the earlier comes first, so that the choice does not depend on how the data was split. That is
+        one top-K over integers: the bits of a non-negative float32 order like the number, and the slot breaks the tie.
+        """
+        segments = inputs.segments
+        num_slots = segments.num_slots
+        slot_T = torch.arange(num_slots, device=kl_T.device)
+        kl_T = kl_T.to(torch.float32).contiguous()  # rows are merged by what they were chosen by
+        bits_T = kl_T.view(torch.int32).to(torch.int64)
+        key_T = torch.where(segments.mask, (bits_T << 32) | (num_slots - slot_T), -1)
+        keys, best = key_T.topk(min(self.top_k_kl, num_slots))
+        columns = [
+            kl_T,
+            self._num_sequences + segments.spread(torch.arange(segments.num_sequences, device=kl_T.device)),
+            segments.position() if inputs.positions is None else inputs.positions,
+            inputs.labels,
+            ratio_T,
+            new_T,
+            old_T,
+        ]
+        rows = torch.stack([column[best].to(torch.float64) for column in columns], 1)
+        rows[:, 0] = torch.where(keys >= 0, rows[:, 0], -torch.inf)  # fewer scored tokens than K
+        return rows
+
     def _best(self, rows: Tensor) -> Tensor:
         """The k rows with the largest KL. The sort is stable: of equal rows the earlier stays."""
         return rows[rows[:, 0].argsort(descending=True, stable=True)[: self.top_k_kl]]
@@ -160,35 +185,6 @@ class PolicyMetric(Metric):
         records = [dict(zip(TOP_FIELDS, row, strict=True)) for row in rows.tolist() if row[0] != -torch.inf]
         whole = ("sequence", "position", "token_id")
         return [{name: int(v) if name in whole else v for name, v in record.items()} for record in records]
-
-
-def _top_tokens(
-    inputs: LossInputs, kl_T: Tensor, ratio_T: Tensor, new_T: Tensor, old_T: Tensor, k: int, first_sequence: int
-) -> Tensor:
-    """The K scored tokens with the largest KL as rows of TOP_FIELDS, best first, `[<= k, fields]` float64.
-
-    Of equal tokens the earlier comes first, so that the choice does not depend on how the data was split. That is
-    one top-K over integers: the bits of a non-negative float32 order like the number, and the slot breaks the tie.
-    """
-    segments = inputs.segments
-    num_slots = segments.num_slots
-    slot_T = torch.arange(num_slots, device=kl_T.device)
-    kl_T = kl_T.to(torch.float32).contiguous()  # rows are merged by what they were chosen by
-    bits_T = kl_T.view(torch.int32).to(torch.int64)
-    key_T = torch.where(segments.mask, (bits_T << 32) | (num_slots - slot_T), -1)
-    keys, best = key_T.topk(min(k, num_slots))
-    columns = [
-        kl_T,
-        first_sequence + segments.spread(torch.arange(segments.num_sequences, device=kl_T.device)),
-        segments.position() if inputs.positions is None else inputs.positions,
-        inputs.labels,
-        ratio_T,
-        new_T,
-        old_T,
-    ]
-    rows = torch.stack([column[best].to(torch.float64) for column in columns], 1)
-    rows[:, 0] = torch.where(keys >= 0, rows[:, 0], -torch.inf)  # fewer scored tokens than K
-    return rows
 
 
 class GRPOMetric(PolicyMetric):

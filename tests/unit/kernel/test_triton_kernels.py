@@ -48,8 +48,8 @@ def case(columns, shape, seed=0):
 def test_row_statistics_and_directions_are_those_of_torch(columns, shape):
     x, labels, logit_shape, _ = case(columns, shape)
     mine, theirs = torch.empty_like(x), torch.empty_like(x)
-    got = triton_chunk_ops.stats_and_direction(x, labels, logit_shape, mine)
-    expected = chunk_ops.stats_and_direction(x.clone(), labels, logit_shape, theirs)
+    got = triton_chunk_ops.stats(x, labels, logit_shape, mine)
+    expected = chunk_ops.stats(x.clone(), labels, logit_shape, theirs)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=5e-6)
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
     assert all(torch.equal(a, b) for a, b in zip(triton_chunk_ops.stats(x, labels, logit_shape), got, strict=True))
@@ -59,11 +59,11 @@ def test_row_statistics_and_directions_are_those_of_torch(columns, shape):
 @pytest.mark.parametrize("columns", VOCABULARIES)
 def test_gradients_with_entropy_are_those_of_torch(columns, shape):
     x, labels, logit_shape, draw = case(columns, shape, seed=1)
-    grads = torch.randn(2, 9, generator=draw)
-    logps, entropies = chunk_ops.stats(x.clone(), labels, logit_shape)
+    grads = tuple(torch.randn(2, 9, generator=draw))
+    numbers = chunk_ops.stats(x.clone(), labels, logit_shape)
     mine, theirs = torch.empty_like(x), torch.empty_like(x)
-    triton_chunk_ops.gradient(x, labels, *grads, logps, entropies, logit_shape, mine)
-    chunk_ops.gradient(x.clone(), labels, *grads, logps, entropies, logit_shape, theirs)
+    triton_chunk_ops.gradient(x, labels, numbers, grads, logit_shape, mine)
+    chunk_ops.gradient(x.clone(), labels, numbers, grads, logit_shape, theirs)
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -82,7 +82,7 @@ def test_the_product_with_softmax_gives_log_probs_and_directions_of_float64(
     result = RowStats.empty(num_rows, torch.float32, hidden.device)
     logits_pass(hidden, weight, labels, logit_shape, result, out)
     expected = torch.empty(num_rows, columns, dtype=torch.float64)
-    logps, entropies = chunk_ops.stats_and_direction(hidden.double() @ weight.double().T, labels, logit_shape, expected)
+    logps, entropies = chunk_ops.stats(hidden.double() @ weight.double().T, labels, logit_shape, expected)
     torch.testing.assert_close(result.logps.double(), logps, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.entropies.double(), entropies, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(-out.double() * result.factor[:, None], expected, rtol=1e-4, atol=1e-5)
@@ -121,8 +121,8 @@ def operators():
     numbers = (0.7, 1.0, 3.0)
     logps, entropies = chunk_ops.stats(x.clone(), labels, LogitShape())
     ops = torch.ops.gruppo
-    yield ops.chunk_stats, (x, labels, *numbers)
-    yield ops.chunk_directions, (x, labels, *numbers, torch.empty_like(x))
+    yield ops.chunk_stats, (x, labels, *numbers, None)
+    yield ops.chunk_stats, (x, labels, *numbers, torch.empty_like(x))
     grads = torch.randn(2, 9, generator=draw)
     yield ops.chunk_gradient, (x, labels, *grads, logps, entropies, *numbers, torch.empty_like(x))
     yield ops.scale_rows, (x, logps, torch.empty_like(x), None, None, None)
@@ -142,7 +142,7 @@ def test_operators_survive_compilation():
 
     def both(x, labels):
         out = torch.empty_like(x)
-        logps, entropies = triton_chunk_ops.stats_and_direction(x * 2, labels, shape, out)
+        logps, entropies = triton_chunk_ops.stats(x * 2, labels, shape, out)
         return out.sum(-1) + logps + entropies
 
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True)

@@ -225,6 +225,13 @@ def test_a_flat_list_is_refused(name):
 
 
 @per_token_inputs
+@pytest.mark.parametrize("item", [None, "a", [-1.0]])
+def test_a_list_of_something_else_than_numbers_is_refused(name, item):
+    wrong = {name: [[-1.0, -1.0], [item, -1.0]]}
+    refusal(lambda: call(PER_TOKEN[name], **wrong), f"{name}[1] must be a list of numbers", repr([item, -1.0]))
+
+
+@per_token_inputs
 def test_something_else_is_refused(name):
     refusal(
         lambda: call(PER_TOKEN[name], **{name: "logps"}), f"{name} must be a tensor", "one list per sequence", "str"
