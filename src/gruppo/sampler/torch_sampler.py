@@ -41,6 +41,23 @@ class DecodedModel(TrainedModel, Protocol):
         """Logits of the token after each row, `[N, V]` float32."""
         ...
 
+    def rows_at_once(self, max_new_tokens: int) -> int:
+        """Rows that `decode` takes in one call; 0: it cannot."""
+        ...
+
+    def decode(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        prompt_of: Sequence[int],
+        uniforms: Tensor,
+        *,
+        temperature: float,
+        stop_ids: Sequence[int],
+        poll: Poll,
+    ) -> Any:
+        """Tokens, log-probs, entropies, lengths, and which rows an end token stopped."""
+        ...
+
 
 class TorchSampler(Sampler):
     """Samples from a TransformersModel. Given the trainer's own, it always samples from the newest weights.
@@ -76,15 +93,28 @@ class TorchSampler(Sampler):
         try:
             if requests and self.way is None:  # now that it matters: it costs forwards where attention is not plain
                 self.way = find_way(self.model)
-            lengths = [len(r.prompt.token_ids) if self.way == "by length" else 0 for r in requests]
-            for length in dict.fromkeys(lengths):
-                part = [i for i, other in enumerate(lengths) if other == length]
-                responses = _Decoding(self, [requests[i] for i in part], params).run()
-                for i, response in zip(part, responses, strict=True):
-                    futures[i].set_result(response)
+            for part in self._parts(requests, params):
+                samples = _Decoding(self, [requests[i] for i in part], params).run()
+                for i, drawn in zip(part, samples, strict=True):
+                    futures[i].set_result(drawn)
         finally:  # `poll` may have raised
             self.model.model.train(was_training)
         return futures
+
+    def rows_in_graphs(self, params: SamplingParams) -> int:
+        """Rows that the model decodes at once in CUDA graphs; 0: it does not, nor with a filter."""
+        return 0 if params.filters or self.way != "together" else self.model.rows_at_once(params.max_new_tokens)
+
+    def _parts(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[list[int]]:
+        """Requests that are decoded together."""
+        limit = self.rows_in_graphs(params)
+        parts: dict[int, list[int]] = {}
+        num_rows = 0
+        for i, request in enumerate(requests):
+            num_rows += request.num_samples
+            name = len(request.prompt.token_ids) if self.way == "by length" else 0
+            parts.setdefault((num_rows - 1) // limit if limit else name, []).append(i)
+        return list(parts.values())
 
     def load(self, published: Published) -> dict[str, float]:
         """Nothing to load: the model is the trainer's own."""
@@ -126,6 +156,40 @@ class _Decoding:
         self.stop_ids = np.fromiter(sampler.stop_ids, dtype=np.int64)
 
     def run(self) -> list[Samples]:
+        """Decode; the samples of each request."""
+        if self.sampler.rows_in_graphs(self.params):
+            self._run_in_graphs()
+        else:
+            self._run_row_by_row()
+        sampled = iter(self._trajectories())
+        return [tuple(next(sampled) for _ in range(r.num_samples)) for r in self.requests]
+
+    def _run_in_graphs(self) -> None:
+        params, num_tokens = self.params, self.params.max_new_tokens
+        uniforms = np.stack([row_uniforms(self.keys, step) for step in range(num_tokens)], 1).astype(np.float32)
+        found = self.sampler.model.decode(
+            [r.prompt.token_ids for r in self.requests],
+            self.owner.tolist(),
+            torch.from_numpy(uniforms.clip(max=1 - 2.0**-24)),
+            temperature=params.temperature,
+            stop_ids=self.stop_ids.tolist(),
+            poll=self.sampler.poll,
+        )
+        drawn = (found.tokens, found.logps.double(), found.entropies.double(), found.length, found.stopped)
+        self.tokens, self.logps, self.entropies, self.length, self.stopped = (x.numpy() for x in drawn)
+        for row, length in enumerate(self.length.tolist() if params.stop else []):
+            ends = (n for n in range(1, length + 1) if self._ends(row, n))
+            self.length[row] = next(ends, length)
+
+    def _ends(self, row: int, length: int) -> bool:
+        """Whether a stop string ends the first tokens of a row; its text is noted."""
+        text = self._decode(self.tokens[row, :length].tolist())
+        ends = [i for i in (text.find(s) for s in self.params.stop) if i >= 0]
+        if ends:
+            self.stopped[row], self.texts[row] = True, text[: min(ends)]
+        return bool(ends)
+
+    def _run_row_by_row(self) -> None:
         rows_class = RecomputedRows if self.sampler.way == "recomputed" else CachedRows
         rows = rows_class(self.sampler.model, [r.prompt.token_ids for r in self.requests])
         active = np.arange(len(self.tokens))
@@ -156,8 +220,6 @@ class _Decoding:
                 drawn, home = spread, parents[kind]
             self.sampler.poll()
             rows.advance(keep, drawn)
-        sampled = iter(self._trajectories())
-        return [tuple(next(sampled) for _ in range(r.num_samples)) for r in self.requests]
 
     def _draw(self, logits_CV: Tensor, home: np.ndarray, active: np.ndarray, step: int) -> np.ndarray:
         """Draw a token per active row, note it and its log-prob, and mark the rows that end."""
@@ -183,10 +245,7 @@ class _Decoding:
         self.stopped[active] = (tokens[:, None] == self.stop_ids).any(1)
         if self.params.stop:
             for row in active[~self.stopped[active]]:
-                text = self._decode(self.tokens[row, : step + 1].tolist())
-                ends = [i for i in (text.find(s) for s in self.params.stop) if i >= 0]
-                if ends:
-                    self.stopped[row], self.texts[row] = True, text[: min(ends)]
+                self._ends(row, step + 1)
         return tokens
 
     def _decode(self, tokens: list[int]) -> str:
