@@ -180,7 +180,8 @@ def plan_rows(
     prompt, own = max(zip(prompts, map(sum, completions), strict=True), key=sum)
     most = max((len(own) for own in completions), default=1)
     parts = [m for m in (1, 2, 4, 8, 16) if m == 1 or 2 * m <= most]
-    best = min(parts, key=lambda m: cost(m * prompt + own, prompt + own / m))
+    costs = [cost(m * prompt + own, prompt + own / m) for m in parts]
+    best = parts[costs.index(min(costs))]
     row = max(prompt + -(-own // best), SHORT_ROW, longest)
     slots = 0
     for p, group in zip(prompts, completions, strict=True):

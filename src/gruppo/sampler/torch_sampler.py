@@ -93,21 +93,19 @@ class TorchSampler(Sampler):
         try:
             if requests and self.way is None:  # now that it matters: it costs forwards where attention is not plain
                 self.way = find_way(self.model)
-            for part in self._parts(requests, params):
-                samples = _Decoding(self, [requests[i] for i in part], params).run()
+            in_graphs = self.way == "together" and not params.filters
+            limit = self.model.rows_at_once(params.max_new_tokens) if in_graphs else 0
+            for part in self._parts(requests, limit):
+                decoding = _Decoding(self, [requests[i] for i in part], params)
+                samples = decoding.run_in_graphs() if limit else decoding.run()
                 for i, drawn in zip(part, samples, strict=True):
                     futures[i].set_result(drawn)
         finally:  # `poll` may have raised
             self.model.model.train(was_training)
         return futures
 
-    def rows_in_graphs(self, params: SamplingParams) -> int:
-        """Rows that the model decodes at once in CUDA graphs; 0: it does not, nor with a filter."""
-        return 0 if params.filters or self.way != "together" else self.model.rows_at_once(params.max_new_tokens)
-
-    def _parts(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[list[int]]:
-        """Requests that are decoded together."""
-        limit = self.rows_in_graphs(params)
+    def _parts(self, requests: Sequence[SampleRequest], limit: int) -> list[list[int]]:
+        """Requests that are decoded together: of one length where that is needed, or up to a limit of rows."""
         parts: dict[int, list[int]] = {}
         num_rows = 0
         for i, request in enumerate(requests):
@@ -155,16 +153,8 @@ class _Decoding:
         self.stopped = np.zeros(len(self.owner), dtype=bool)
         self.stop_ids = np.fromiter(sampler.stop_ids, dtype=np.int64)
 
-    def run(self) -> list[Samples]:
-        """Decode; the samples of each request."""
-        if self.sampler.rows_in_graphs(self.params):
-            self._run_in_graphs()
-        else:
-            self._run_row_by_row()
-        sampled = iter(self._trajectories())
-        return [tuple(next(sampled) for _ in range(r.num_samples)) for r in self.requests]
-
-    def _run_in_graphs(self) -> None:
+    def run_in_graphs(self) -> list[Samples]:
+        """Samples of each request, decoded by the model in CUDA graphs."""
         params, num_tokens = self.params, self.params.max_new_tokens
         uniforms = np.stack([row_uniforms(self.keys, step) for step in range(num_tokens)], 1).astype(np.float32)
         found = self.sampler.model.decode(
@@ -180,6 +170,7 @@ class _Decoding:
         for row, length in enumerate(self.length.tolist() if params.stop else []):
             ends = (n for n in range(1, length + 1) if self._ends(row, n))
             self.length[row] = next(ends, length)
+        return self._samples()
 
     def _ends(self, row: int, length: int) -> bool:
         """Whether a stop string ends the first tokens of a row; its text is noted."""
@@ -189,7 +180,8 @@ class _Decoding:
             self.stopped[row], self.texts[row] = True, text[: min(ends)]
         return bool(ends)
 
-    def _run_row_by_row(self) -> None:
+    def run(self) -> list[Samples]:
+        """Samples of each request, decoded a token of all rows at a time."""
         rows_class = RecomputedRows if self.sampler.way == "recomputed" else CachedRows
         rows = rows_class(self.sampler.model, [r.prompt.token_ids for r in self.requests])
         active = np.arange(len(self.tokens))
@@ -220,6 +212,7 @@ class _Decoding:
                 drawn, home = spread, parents[kind]
             self.sampler.poll()
             rows.advance(keep, drawn)
+        return self._samples()
 
     def _draw(self, logits_CV: Tensor, home: np.ndarray, active: np.ndarray, step: int) -> np.ndarray:
         """Draw a token per active row, note it and its log-prob, and mark the rows that end."""
@@ -252,7 +245,7 @@ class _Decoding:
         tokenizer = self.sampler.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _trajectories(self) -> list[Trajectory]:
+    def _samples(self) -> list[Samples]:
         decoded: dict[tuple[int, ...], str] = {}
         made = []
         version = self.sampler.model.version
@@ -272,7 +265,8 @@ class _Decoding:
                     entropies=None if self.params.temperature == 0 else tuple(entropies[:length]),
                 )
             )
-        return made
+        sampled = iter(made)
+        return [tuple(next(sampled) for _ in range(r.num_samples)) for r in self.requests]
 
 
 def filtered(log_p_AV: Tensor, params: SamplingParams) -> Tensor:

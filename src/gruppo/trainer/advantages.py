@@ -46,11 +46,6 @@ class AdvantageStage:
         advantages = iter(self._estimate(groups, rewards, rewards))
         return [any([next(advantages) != 0 for _ in group.rollouts]) for group in groups]
 
-    @property
-    def wanted(self) -> tuple[str, ...]:
-        """What the estimator is given besides rewards."""
-        return (*getattr(self.estimate, "needs", ()), *getattr(self.estimate, "uses", ()))
-
     def assign(self, groups: Sequence[Group], kl_coef: float = 0.0) -> list[Group]:
         """The groups with shaped rewards and advantages.
 
@@ -86,11 +81,12 @@ class AdvantageStage:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         ids = [i for i, group in enumerate(groups) for _ in group.rollouts]
         options: dict[str, Any] = {}
-        if "lengths" in self.wanted:
+        wanted = (*getattr(self.estimate, "needs", ()), *getattr(self.estimate, "uses", ()))
+        if "lengths" in wanted:
             options["lengths"] = [len(rollout.trajectory.tokens) for rollout in rollouts]
-        if "greedy_rewards" in self.wanted:
+        if "greedy_rewards" in wanted:
             options["greedy_rewards"] = [self._greedy(group) for group in groups for _ in group.rollouts]
-        if "correct" in self.wanted:
+        if "correct" in wanted:
             options["correct"] = [rollout.correct for rollout in rollouts]
         if self.scale is not None:
             options["scale"] = self.scale

@@ -49,7 +49,7 @@ class RolloutSource:
             if not prompts:
                 break
             drawn, result = self._sample(prompts, self.group_size, number, replace(self.params, step=number))
-            if "greedy_rewards" in self.stage.wanted:
+            if "greedy_rewards" in getattr(self.stage.estimate, "needs", ()):
                 alone, _ = self._sample(prompts, 1, number, greedy(self.params))
                 drawn = [replace(g, greedy=a.rollouts[0]) for g, a in zip(drawn, alone, strict=True)]
             results.append(result)
