@@ -227,7 +227,7 @@ class Gruppo:
         )
         self.trainer = GRPOTrainer(config, quiet=True)
         self.watch = Stopwatch()
-        self.watch.watch(self.trainer.model, "forward_backward", "loss + backward")
+        self.watch.watch(self.trainer.model, "run", "loss + backward")
         self.watch.watch(self.trainer.model, "clip_grad_and_step", "optimizer")
         self.record = Record()
 
@@ -244,7 +244,7 @@ class Gruppo:
         took = start.passed()
         stages = {"generation": self.trainer.seconds["sample"], "scoring": self.trainer.seconds["reward"]}
         self.record.add(took, stages | self.watch.take(), metrics["reward/mean"], metrics["completion/len_mean"])
-        rollouts = self.trainer.collected.rollouts
+        rollouts = [rollout for group in self.trainer.kept for rollout in group.rollouts]
         self.record.distinct.append(len({(r.trajectory.prompt_ids, r.trajectory.tokens) for r in rollouts}))
         self.record.live.append(sum(r.advantage != 0 for r in rollouts))
 
