@@ -28,6 +28,8 @@ from gruppo.loss import (
 )
 from gruppo.metric import metric_for
 
+pytestmark = pytest.mark.slow
+
 FEATURES = random_features(num=9, seed=11)
 ADVANTAGES = [1.0, -0.5, 0.25, 2.0, -1.0, 0.0, -2.0, 0.75, 0.0]
 OLD = [tuple(-3.0 + 0.1 * ((7 * i + 3 * j) % 11) for j in range(f.num_scored)) for i, f in enumerate(FEATURES)]

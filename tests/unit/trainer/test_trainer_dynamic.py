@@ -14,6 +14,8 @@ from gruppo.trainer.learner import minibatch_parts
 from gruppo.trainer.state import SolvedPrompts
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., GRPOTrainer]
 
 

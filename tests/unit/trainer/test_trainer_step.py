@@ -16,6 +16,8 @@ from gruppo.trainer import GRPOTrainer
 from gruppo.trainer.learner import MAX_SKIPPED
 from gruppo.types import InputFeature
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., GRPOTrainer]
 LIVE = {"rewards": ("step_rewards:by_place",)}
 
