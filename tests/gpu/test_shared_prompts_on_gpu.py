@@ -1,4 +1,4 @@
-"""Flex attention over shared prompts on a GPU: against the explicit mask in float32, ragged, and few compilations.
+"""Attention over shared prompts on a GPU, by flex attention and by tiles: against the explicit mask in float32, ragged, and few compilations.
 
 CI has no GPU; there these tests are skipped. On a machine with one: `pytest tests/gpu`, or without pytest
 `PYTHONPATH=src python tests/gpu/test_shared_prompts_on_gpu.py`, which runs every test and prints its name.
@@ -41,16 +41,22 @@ def attention_and_gradients(rows, route, dtype, window):
     inputs = [make(heads).to(torch.bfloat16).to(dtype).requires_grad_() for heads in (4, 2, 2)]
     out = shared_attention(*inputs, rows, window=window, route=route)
     gradient = torch.randn(out.shape, device="cuda", generator=draw).to(torch.bfloat16).to(dtype)
+    gradient[:, :, rows.num_slots :] = 0  # padding is read by nothing
     return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
 
 
-def check_window(window):
+def check_window(window, route="flex"):
     for seed in range(4):
         rows = ragged_rows(seed)
         exact = attention_and_gradients(rows, "mask", torch.float32, window)
-        flex = attention_and_gradients(rows, "flex", torch.bfloat16, window)
-        for ours, theirs in zip(flex, exact, strict=True):
-            assert float((ours.float() - theirs).norm() / theirs.norm()) < 1e-2, (seed, window)
+        found = attention_and_gradients(rows, route, torch.bfloat16, window)
+        for ours, theirs in zip(found, exact, strict=True):
+            ours, theirs = (x[:, :, : rows.num_slots] for x in (ours.float(), theirs))
+            assert float((ours - theirs).norm() / theirs.norm()) < 1e-2, (route, seed, window)
+
+
+def test_attention_by_tiles_gives_the_masked_attention_and_its_gradients():
+    check_window(None, "tiles")
 
 
 def test_flex_attention_gives_the_masked_attention_and_its_gradients():

@@ -1,0 +1,138 @@
+"""Training and sampling of a small model on a GPU: every combination of options against float32, and decoding.
+
+CI has no GPU; there these tests are skipped. On a machine with one: `pytest tests/gpu`, or without pytest
+`PYTHONPATH=src python tests/gpu/test_model_on_gpu.py`, which runs every test and prints its name.
+"""
+
+import itertools
+import random
+import sys
+
+import torch
+
+try:
+    import pytest
+
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ]
+except ImportError:  # run as a script on a machine without pytest
+    pytest = None
+
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from gruppo.kernel.triton_decode import draw_tokens
+from gruppo.loss import GRPOLoss
+from gruppo.model import LoraSpec, TransformersModel
+from gruppo.sampler import SamplingParams, TorchSampler
+from gruppo.types import InputFeature, Prompt, Rollout
+
+
+def small_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = Qwen3Config(**sizes, num_key_value_heads=2, head_dim=64, vocab_size=1000, initializer_range=0.1)
+    return Qwen3ForCausalLM(config).to(dtype)
+
+
+def sequences(seed=0, groups=4, size=4):
+    rng = random.Random(seed)
+    tokens = lambda low, high: tuple(rng.randrange(1000) for _ in range(rng.randint(low, high)))  # noqa: E731
+    prompts = [tokens(20, 150) for _ in range(groups)]
+    features = [InputFeature(prompt_ids=p, completion_ids=tokens(5, 200)) for p in prompts for _ in range(size)]
+    return features, [rng.gauss(0, 1) for _ in features]
+
+
+def loss_and_gradient(features, advantages, **options):
+    model = TransformersModel(small_model(), **options)
+    if options.get("lora"):
+        draw = torch.Generator().manual_seed(1)
+        for name, master in model.weights.named().items():
+            if "lora_B" in name:  # B starts at 0, which would hide half of the adapter
+                master.data.copy_(0.05 * torch.randn(master.shape, generator=draw))
+        model.weights.write_back()
+    model.set_loss(GRPOLoss())
+    loss = model.forward_backward(features, advantages=advantages).loss
+    return loss.item(), torch.cat([p.grad.flatten().float() for p in model.weights.parameters])
+
+
+def test_every_combination_of_options_gives_the_loss_and_gradient_of_float32():
+    features, advantages = sequences()
+    for lora in (None, LoraSpec(rank=4)):
+        exact, gradient = loss_and_gradient(
+            features, advantages, dtype="float32", layout="padded", compile=False, lora=lora
+        )
+        plain = None
+        for layout, compiled, recomputed in itertools.product(("padded", "shared"), (False, True), (False, True)):
+            options = {"layout": layout, "compile": compiled, "gradient_checkpointing": recomputed, "lora": lora}
+            loss, found = loss_and_gradient(features, advantages, dtype="auto", **options)
+            error = float((found - gradient).norm() / gradient.norm())
+            plain = error if plain is None else plain
+            assert abs(loss - exact) < 5e-3, (options, loss, exact)
+            assert error < max(1.5 * plain, 0.02), (options, error, plain)
+            print(f"  {layout:7} compile={compiled!s:5} recompute={recomputed!s:5} {error:.2e}", flush=True)
+
+
+def test_random_lengths_compile_at_most_three_graphs():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    model = TransformersModel(small_model(), layout="shared")
+    model.set_loss(GRPOLoss())
+    model.forward_backward(*one_step(0))
+    counters.clear()
+    torch._dynamo.reset()
+    for seed in range(50):
+        features, keywords = one_step(seed)
+        model.forward_backward(features, **keywords)
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
+def one_step(seed):
+    features, advantages = sequences(seed, groups=2 + seed % 4)
+    return features, {"advantages": advantages}
+
+
+def test_decoding_in_graphs_has_the_log_probs_of_the_trainer():
+    for compiled in (False, True):
+        model = TransformersModel(small_model(), compile=compiled)
+        sampler = TorchSampler(model)
+        sampler.stop_ids = (7,)
+        prompts = [Prompt(token_ids=f.prompt_ids, index=i) for i, f in enumerate(sequences()[0][::4])]
+        params = SamplingParams(max_new_tokens=60, seed=3, step=1, temperature=0.8)
+        model.scorer.temperature = 0.8
+        drawn = [t for samples in sampler.draw(prompts, 8, params) for t in samples]
+        assert [t.tokens for s in sampler.draw(prompts, 8, params) for t in s] == [t.tokens for t in drawn]
+        assert all((t.stop_reason == "stop") == (t.tokens[-1] == 7) and 7 not in t.tokens[:-1] for t in drawn)
+        scored = model.forward_only([Rollout(trajectory=t) for t in drawn])
+        for name, of_sampler in (("logps", "logps"), ("entropies", "entropies")):
+            theirs = torch.cat([x.cpu() for x in scored[name]])
+            ours = torch.tensor([x for t in drawn for x in getattr(t, of_sampler)])
+            assert float((ours - theirs).abs().mean()) < 0.02, (compiled, name)
+
+
+def test_drawn_tokens_have_the_frequencies_of_the_distribution():
+    draw = torch.Generator(device="cuda").manual_seed(0)
+    logits = 2 * torch.randn(1, 3000, device="cuda", generator=draw)
+    logits[0, 2000:] = -torch.inf
+    num = 400_000
+    u = torch.rand(num, device="cuda", generator=draw)
+    counts = torch.zeros(3000, device="cuda")
+    for part in u.split(20_000):
+        token, _, _ = draw_tokens(logits.expand(len(part), -1).contiguous(), part, 1.3)
+        counts += torch.bincount(token, minlength=3000)
+    expected = num * (logits[0] / 1.3).softmax(0)
+    seen = expected >= 20
+    chi2 = float(((counts - expected)[seen] ** 2 / expected[seen]).sum())
+    degrees = int(seen.sum())
+    assert not counts[2000:].any()
+    assert abs(chi2 - degrees) < 5 * (2 * degrees) ** 0.5, (chi2, degrees)
+
+
+if __name__ == "__main__":
+    for test_name, test in list(globals().items()):
+        if test_name.startswith("test_"):
+            print(test_name, flush=True)
+            test()
+    sys.exit(0)
