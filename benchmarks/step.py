@@ -266,6 +266,7 @@ def measure(make: Callable[[], Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, help="only this case (default: all)")
+    parser.add_argument("--variants", action="store_true", help="also not compiled, and recomputing")
     parser.add_argument("--out", help="write the figures to this JSON file")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -277,8 +278,10 @@ def main() -> None:
         features, _ = make_step(case)
         least = flop(case, features)
         print(f"\n{case.title}: {len(features)} sequences, {least / 1e12:.0f} TFLOP", flush=True)
-        variants = {"gruppo": {}, "gruppo, not compiled": {"compile": False}}
-        variants |= {"gruppo, recomputing": {"gradient_checkpointing": True}}
+        variants: dict[str, dict[str, Any]] = {"gruppo": {}}
+        if given.variants:
+            variants |= {"gruppo, not compiled": {"compile": False}}
+            variants |= {"gruppo, recomputing": {"gradient_checkpointing": True}}
         results[name] = {"tflop": least / 1e12}
         for label, options in variants.items():
             results[name][label] = measure(partial(Ours, case, **options))

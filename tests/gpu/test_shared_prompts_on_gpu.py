@@ -1,4 +1,4 @@
-"""Attention over shared prompts on a GPU, by flex attention and by tiles: against the explicit mask in float32, ragged, and few compilations.
+"""Attention over shared prompts on a GPU, by flex attention and by tiles: against the explicit mask in float32.
 
 CI has no GPU; there these tests are skipped. On a machine with one: `pytest tests/gpu`, or without pytest
 `PYTHONPATH=src python tests/gpu/test_shared_prompts_on_gpu.py`, which runs every test and prints its name.

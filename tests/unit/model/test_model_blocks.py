@@ -1,0 +1,106 @@
+"""Compiled blocks: the loss and gradient of eager ones, few graphs, and a model that does not compile.
+
+The compiler's front end runs for real; `aot_eager` runs its graphs without generating code, which takes seconds here.
+"""
+
+import logging
+
+import pytest
+import torch
+from tiny_models import actor, gradients, random_features, tiny_model
+from torch._dynamo.utils import counters
+
+from gruppo.model import LoraSpec, TransformersModel
+from gruppo.model.blocks import CompiledBlocks, find_blocks
+from gruppo.sampler import SamplingParams, TorchSampler
+from gruppo.types import InputFeature
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # the compiler looks at it
+]
+
+
+def shared_features(seed: int, groups: int = 3, size: int = 4) -> list[InputFeature]:
+    """Groups of sequences with a prompt in common, of random lengths."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(low: int, high: int) -> tuple[int, ...]:
+        return tuple(
+            torch.randint(0, 32, (int(torch.randint(low, high, (1,), generator=draw)),), generator=draw).tolist()
+        )
+
+    prompts = [tokens(10, 40) for _ in range(groups)]
+    return [InputFeature(prompt_ids=p, completion_ids=tokens(3, 30)) for p in prompts for _ in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "recomputed", "lora"),
+    [
+        ("padded", False, None),
+        ("padded", True, None),
+        ("padded", False, LoraSpec(rank=2)),
+        ("padded", True, LoraSpec(rank=2)),
+        ("shared", True, LoraSpec(rank=2)),
+    ],
+    ids=["plain", "recomputed", "adapter", "recomputed adapter", "shared, recomputed adapter"],
+)
+def test_compiled_blocks_give_the_loss_and_gradient_of_eager_ones(layout: str, recomputed: bool, lora) -> None:
+    options = {"layout": layout, "gradient_checkpointing": recomputed, "lora": lora}
+    eager, compiled = (actor("qwen3", **options) for _ in range(2))
+    torch._dynamo.reset()
+    counters.clear()
+    CompiledBlocks(compiled.scorer.base, backend="aot_eager")
+    for seed in range(1 if lora else 2):
+        features = shared_features(seed)
+        advantages = [(-1.0) ** i * (1 + i / 7) for i in range(len(features))]
+        losses = [model.forward_backward(features, advantages=advantages).loss for model in (eager, compiled)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] >= 1  # on shared prompts: of the comparison with padded rows
+    theirs = gradients(compiled.model)
+    for name, gradient in gradients(eager.model).items():
+        torch.testing.assert_close(theirs[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_random_lengths_compile_few_graphs() -> None:
+    model = actor("qwen3", layout="padded")
+    torch._dynamo.reset()
+    counters.clear()
+    CompiledBlocks(model.scorer.base, backend="aot_eager")
+    for seed in range(8):
+        features = random_features(num=6, seed=seed)
+        model.forward_backward(features, advantages=[1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
+    assert 1 <= counters["stats"]["unique_graphs"] <= 3
+
+
+def test_decoding_with_a_cache_is_left_as_it_is() -> None:
+    model = TransformersModel("builtin", device="cpu", compile=False)
+    params = SamplingParams(max_new_tokens=4, seed=1, step=0)
+    expected = TorchSampler(model).draw(["12+9=", "47+85="], 3, params)
+    torch._dynamo.reset()
+    counters.clear()
+    CompiledBlocks(model.scorer.base, backend="aot_eager")
+    assert TorchSampler(model).draw(["12+9=", "47+85="], 3, params) == expected
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_a_model_that_does_not_compile_runs_as_it_is_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(graph, inputs):
+        raise RuntimeError("this backend cannot do it")
+
+    eager, model = actor("qwen3"), actor("qwen3")
+    torch._dynamo.reset()
+    CompiledBlocks(model.scorer.base, backend=broken)  # type: ignore[arg-type]
+    features = random_features(num=6, seed=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            logps = model.forward_only(features)["logps"]
+    for mine, theirs in zip(logps, eager.forward_only(features)["logps"], strict=True):
+        assert torch.equal(mine, theirs)
+    lines = [r.getMessage() for r in caplog.records if "not compiled" in r.getMessage()]
+    assert len(lines) == 1 and "this backend cannot do it" in lines[0]
+
+
+def test_blocks_are_the_list_of_equal_layers() -> None:
+    assert len(find_blocks(tiny_model("llama"))) == tiny_model("llama").config.num_hidden_layers
+    assert find_blocks(torch.nn.Linear(2, 2)) == []
