@@ -64,7 +64,7 @@ class Trajectory:
     logps: tuple[float, ...] | None = None
     """Log-prob of each sampled token under the sampling policy, at the sampling temperature; None: not known."""
     entropies: tuple[float, ...] | None = None
-    """Entropy of the sampling policy at each sampled token, where the sampler knows it."""
+    """Entropy of the sampling policy at each sampled token, where the sampler reports it."""
     versions: tuple[int, int] = (0, 0)
     """Oldest and newest policy that wrote in it: how many weight updates each had seen."""
     text: str = ""

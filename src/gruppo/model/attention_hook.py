@@ -86,7 +86,7 @@ def set_shared_attention(model: nn.Module) -> None:
 def call_keywords(rows: SharedPrompts) -> dict[str, Any]:
     """The keywords with which a model runs on these rows.
 
-    A mask with four axes is handed on as it is, so that transformers makes none of its own; nobody reads this one.
+    A mask with four axes is handed on as it is, so that transformers makes none of its own; this one is not read.
     """
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.input_ids.device)
     return {

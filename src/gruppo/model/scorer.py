@@ -235,7 +235,7 @@ class LogpHead(nn.Linear):
             # Mamba's body ends in float32 whatever its weights are in.
             return super().forward(input if input.dtype == self.weight.dtype else input.to(self.weight.dtype))
         self.reader(input)
-        return input.new_zeros(1, 1, 1)  # the model may scale or cap it; nobody reads it
+        return input.new_zeros(1, 1, 1)  # the model may scale or cap it; it is not read
 
     def logps_and_entropy(self, hidden_ND: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, all logits at once."""

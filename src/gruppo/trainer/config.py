@@ -37,7 +37,7 @@ class TrainConfig(
         if self.clip_range is not None:
             from gruppo.loss.named import read_clip_range  # brings torch, which --help does not need
 
-            read_clip_range(self.clip_range, low_acts=False)  # the loss knows whether it does
+            read_clip_range(self.clip_range, low_acts=False)  # whether it does is checked with the loss
         if self.prompts_per_step % self.minibatches:
             divisors = [d for d in range(1, self.prompts_per_step + 1) if self.prompts_per_step % d == 0]
             raise ValueError(

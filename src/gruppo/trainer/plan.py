@@ -42,10 +42,7 @@ class Plan:
             f"layout {config.layout}: prompt tokens computed {self.prompt_copies}x instead of {config.group_size}x, "
             f"up to {self.tokens_per_step / self.computed_tokens:.1f}x fewer tokens"
         )
-        refill = (
-            f"dynamic sampling: groups without signal are replaced, by at most {config.dynamic_sampling} batch(es) of "
-            "prompts per step, the first included"
-        )
+        refill = f"dynamic sampling: up to {config.dynamic_sampling} batch(es) of prompts per step, including the first"
         return [
             f"{config.prompts_per_step} prompts x {config.group_size} completions = {self.sequences_per_step} "
             f"sequences per step, at most {self.tokens_per_step:,} tokens, in {self.microbatches} micro-batch(es)",

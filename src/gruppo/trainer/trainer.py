@@ -282,7 +282,7 @@ class GRPOTrainer:
             self.model.save(folder)
 
     def _is_over(self, number: int, metrics: dict[str, float]) -> bool:
-        """Whether a callback asks for the end, or the score that was asked for is reached."""
+        """Whether a callback ended the run, or `stop_at_score` is reached."""
         asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
         target = self.config.stop_at_score
         return any(asked) or (target is not None and metrics.get("eval/accuracy", target - 1) >= target)

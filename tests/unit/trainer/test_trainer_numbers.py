@@ -302,7 +302,7 @@ def test_the_plan_counts_a_shared_prompt_once() -> None:
 
 def test_the_plan_says_that_dynamic_sampling_takes_further_prompts() -> None:
     config = CONFIG.model_copy(update={"dynamic_sampling": 10})
-    assert any("at most 10 batch(es) of prompts per step" in line for line in plan_of(config, **PLAN).lines(config))
+    assert any("up to 10 batch(es) of prompts per step" in line for line in plan_of(config, **PLAN).lines(config))
     assert not any("dynamic" in line for line in plan_of(CONFIG, **PLAN).lines(CONFIG))
 
 
