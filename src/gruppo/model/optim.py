@@ -2,7 +2,7 @@
 gradients."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,10 +36,10 @@ class MasterWeights:
     Where the model computes in float32 a parameter stands for itself.
 
     Args:
-        compute: bring float32 parameters to this precision and keep them as masters; None: leave them as they are.
+        halved: names of float32 parameters that become masters, while the model computes with copies in `compute`.
     """
 
-    def __init__(self, model: nn.Module, compute: torch.dtype | None = None) -> None:
+    def __init__(self, model: nn.Module, halved: Collection[str] = (), compute: torch.dtype = torch.bfloat16) -> None:
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         """What the optimizer updates, one per parameter that trains."""
@@ -48,9 +48,9 @@ class MasterWeights:
             if not parameter.requires_grad:
                 continue
             master = parameter
-            if parameter.element_size() < 4 or (compute is not None and compute.itemsize < 4):
+            if parameter.element_size() < 4 or name in halved:
                 master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-                parameter.data = parameter.data if compute is None else parameter.data.to(compute)
+                parameter.data = parameter.data.to(compute) if name in halved else parameter.data
                 self._halves.append((parameter, master))
             self.names.append(name)
             self.parameters.append(master)

@@ -88,7 +88,9 @@ class TransformersModel:
             raise InputError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         has_bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
-        compute = torch.bfloat16 if dtype == "auto" and has_bf16 else DTYPES.get(dtype)
+        # Weights that are sharded over ranks get their precision from what shards them.
+        is_auto = dtype == "auto" and has_bf16 and process_group is None
+        compute = torch.bfloat16 if is_auto else DTYPES.get(dtype)
         if isinstance(model_id, str):
             loaded = compute or torch.float32
             model: nn.Module = source.load_model(
@@ -106,7 +108,7 @@ class TransformersModel:
         nn.Module.to(model, self.device)
         self.dtype = compute or _frozen_first(model).dtype
         """In which the model computes."""
-        self._weights = self._in_precision(model)
+        self._weights = _in_precision(model, self.dtype)
         self.model = model.train(gradient_checkpointing)  # transformers checkpoints in train mode only
         self.lora = lora or lora_of(model)
         """The adapter that trains; None: all weights."""
@@ -128,14 +130,6 @@ class TransformersModel:
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lr = 0.0
         self._schedule: tuple[Schedule, int, int | None] = ("constant", 0, None)
-
-    def _in_precision(self, model: nn.Module) -> MasterWeights | None:
-        """Bring all parameters to the precision in which the model computes; masters of those that had more."""
-        others = [p for p in model.parameters() if p.is_floating_point() and p.dtype != self.dtype]
-        for parameter in others:
-            if not parameter.requires_grad or self.dtype.itemsize >= 4:
-                parameter.data = parameter.data.to(self.dtype)
-        return MasterWeights(model, self.dtype) if any(p.dtype != self.dtype for p in others) else None
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
@@ -462,6 +456,26 @@ def _plain(title: str, index: int, value: Any, rollout: Rollout) -> float | tupl
             "give exactly one value per token whose label is not masked"
         )
     return row
+
+
+def _in_precision(model: nn.Module, compute: torch.dtype) -> MasterWeights | None:
+    """Bring parameters to the precision in which the model computes; masters of those that train and had more.
+
+    Parameters that a model keeps in float32 beside half-precision ones stay as they are; an adapter's do not.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
+    kept = tuple(getattr(inner, "_keep_in_fp32_modules", None) or ())
+    base = _frozen_first(model).dtype
+    halved = set()
+    for name, parameter in model.named_parameters():
+        is_chosen = parameter.dtype == base or ".lora_" in name
+        if parameter.dtype == compute or not is_chosen or any(part in name for part in kept):
+            continue
+        if parameter.requires_grad and compute.itemsize < 4:
+            halved.add(name)
+        else:
+            parameter.data = parameter.data.to(compute)
+    return MasterWeights(model, halved, compute) if halved else None
 
 
 def _frozen_first(model: nn.Module) -> nn.Parameter:
