@@ -56,6 +56,12 @@ class DataOptions(Options):
     """Prompts to evaluate on. Unset: `eval_prompts` prompts are held out of `data`."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
+    answer_column: str = "answer"
+    """Column with the right answer, which the built-in rewards read as `answer`."""
+    column_map: dict[str, str] = Field(default_factory=dict)
+    """Columns to rename: pairs of the name in the data and the name that rewards get, e.g. id row_id."""
+    on_bad_row: Literal["fail", "drop"] = "fail"
+    """Rows that cannot be used: `fail` stops before anything is loaded, `drop` leaves them out and counts them."""
     system: str | None = None
     """System message put before every chat prompt."""
     chat_template_kwargs: dict[str, Plain] = Field(default_factory=dict)
@@ -219,8 +225,8 @@ class EvalOptions(Options):
 
     eval_every: Count = 0
     """Evaluate every N steps, and always before the first and after the last. 0: only then."""
-    eval_prompts: Count = 128
-    """Number of held-out prompts. 0 disables evaluation."""
+    eval_prompts: Count | None = None
+    """Number of held-out prompts. 0 disables evaluation. Unset: 128, or a fifth of a data set of fewer than 640."""
     eval_samples: Count = 0
     """Sampled completions per held-out prompt, for pass@k. 0: the greedy completion only."""
     stop_at_score: float | None = None
@@ -228,7 +234,7 @@ class EvalOptions(Options):
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> Self:
-        if self.eval_samples and not self.eval_prompts:
+        if self.eval_samples and self.eval_prompts == 0:
             raise ValueError("eval_samples needs eval_prompts of at least 1")
         return self
 

@@ -10,7 +10,7 @@ import tyro
 
 from gruppo.errors import InputError
 from gruppo.run.reader import read_yaml
-from gruppo.trainer.config import REFUSED, TrainConfig
+from gruppo.trainer.config import ELSEWHERE, REFUSED, TrainConfig, called_here
 
 T = TypeVar("T")
 
@@ -38,6 +38,9 @@ def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: 
     flags = {w.partition("=")[0].removeprefix("--").replace("-", "_") for w in words if w.startswith("--")}
     for flag in sorted(flags & REFUSED.keys()):
         raise InputError(f"--{flag.replace('_', '-')} is refused: {REFUSED[flag]}")
+    for flag in sorted(flags & ELSEWHERE.keys()):
+        answer = called_here(flag).replace("called ", "called --").replace("_", "-")
+        raise InputError(f"unknown option --{flag.replace('_', '-')}; {answer}")
     chosen = None
     if name is not None:
         from gruppo.recipes import recipe

@@ -45,6 +45,19 @@ class PromptSet:
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self.prompts)
 
+    def left_out(self) -> str:
+        """A sentence on the rows that did not become a prompt; empty if all did.
+
+        >>> PromptSet(prompts=(), dropped=(TooLongRow("a.jsonl:3", "prompt has 203 tokens, limit 60"),)).left_out()
+        '1 row is left out, 1 of them for its length; the first: a.jsonl:3: prompt has 203 tokens, limit 60'
+        """
+        if not self.dropped:
+            return ""
+        long = sum(isinstance(row, TooLongRow) for row in self.dropped)
+        count = "1 row is" if len(self.dropped) == 1 else f"{len(self.dropped)} rows are"
+        reason = f", {long} of them for {'its' if long == 1 else 'their'} length" if long else ""
+        return f"{count} left out{reason}; the first: {self.dropped[0].row}: {self.dropped[0].reason}"
+
     def split_holdout(self, n: int, seed: int) -> tuple["PromptSet", "PromptSet"]:
         """Training prompts and `n` held-out ones; the same for the same seed and number of prompts.
 

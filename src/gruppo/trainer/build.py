@@ -15,7 +15,7 @@ from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
 from gruppo.options import ModelOptions, RewardOptions, RunOptions, read_sampler
 from gruppo.reward import RewardScorer, RewardShape, load_reward
-from gruppo.task import PromptSet, load_prompts, resolve_source
+from gruppo.task import PromptSet, load_prompts
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
@@ -137,20 +137,24 @@ def build_prompts(config: TrainConfig, tokenizer: Any) -> Prompts:
         longest = room if longest is None else min(longest, room)
     options: dict[str, Any] = {"max_prompt_tokens": longest, "system": config.system}
     options["chat_template_kwargs"] = config.chat_template_kwargs
-    rows = resolve_source(config.data, prompt_column=config.prompt_column)
-    train = load_prompts(rows, tokenizer, **options)
-    if not config.eval_prompts:
+    options |= {"prompt_column": config.prompt_column, "on_bad_row": config.on_bad_row}
+    answers = {} if config.answer_column == "answer" else {config.answer_column: "answer"}
+    options["column_map"] = config.column_map | answers
+    train = load_prompts(config.data, tokenizer, **options)
+    num_held_out = config.eval_prompts
+    if num_held_out is None:
+        num_held_out = 128 if config.eval_data is not None else min(128, len(train) // 5)
+    if not num_held_out:
         held_out = PromptSet(prompts=())
     elif config.eval_data is not None:
-        rows = resolve_source(config.eval_data, prompt_column=config.prompt_column)
-        held_out = load_prompts(rows, tokenizer, limit=config.eval_prompts, **options)
+        held_out = load_prompts(config.eval_data, tokenizer, limit=num_held_out, **options)
     else:
-        if config.eval_prompts >= len(train):
+        if num_held_out >= len(train):
             raise InputError(
-                f"eval_prompts={config.eval_prompts} leaves none of the {len(train)} prompts of {config.data} to train "
+                f"eval_prompts={num_held_out} leaves none of the {len(train)} prompts of {config.data} to train "
                 "on; lower it, or give eval_data"
             )
-        train, held_out = train.split_holdout(config.eval_prompts, config.seed)
+        train, held_out = train.split_holdout(num_held_out, config.seed)
     if config.prompts_per_step > len(train):
         raise InputError(
             f"prompts_per_step={config.prompts_per_step} is more than the {len(train)} prompts to train on; lower it"

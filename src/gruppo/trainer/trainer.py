@@ -189,6 +189,8 @@ class GRPOTrainer:
         first, recorder = self.step_number, self.recorder
         result = TrainResult(first)
         recorder.started(first)
+        if text := self.prompts.train.left_out():
+            recorder.warned(first, "rows_left_out", text)
         try:
             with self.stop.listening():
                 if first == 0:

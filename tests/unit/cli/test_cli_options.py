@@ -157,3 +157,8 @@ def test_variables_of_a_chat_template_from_flags_and_yaml(tmp_path: Path) -> Non
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     again = parse_run(["--config", str(tmp_path / "run.yaml")], verb="train", description="", preset={})
     assert again.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_a_flag_of_another_trainer_is_answered_with_the_flag_here() -> None:
+    with pytest.raises(InputError, match=r"unknown option --num-generations; it is called --group-size here"):
+        parse_run(["--num-generations", "8"], verb="train", description="", preset={})

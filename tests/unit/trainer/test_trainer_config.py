@@ -1,6 +1,8 @@
 """TrainConfig: every wrong value is named with its field, what came and what would do."""
 
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from gruppo.errors import InputError
 from gruppo.loss import DAPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.build import LOSSES, build_loss
+from gruppo.trainer.config import ELSEWHERE
 
 
 @pytest.mark.parametrize(
@@ -191,3 +194,53 @@ def test_a_loss_of_ones_own_is_imported() -> None:
 def test_something_else_than_a_loss_is_refused() -> None:
     with pytest.raises(InputError, match="loss='math:sqrt'"):
         build_loss(TrainConfig(loss="math:sqrt"))
+
+
+# --- names of other trainers, columns and rows of one's own -----------------------------------------------------------
+
+
+def test_options_of_other_trainers_are_answered_with_their_name_here() -> None:
+    with pytest.raises(InputError, match=r"unknown option 'num_generations'; it is called group_size here$"):
+        TrainConfig.read({"num_generations": 8})
+    with pytest.raises(InputError, match=r"'epsilon_high'; it is called clip_range here \(its second number\)"):
+        TrainConfig.read({"epsilon_high": 0.28})
+    for theirs, ours in ELSEWHERE.items():
+        assert theirs not in TrainConfig.model_fields and ours.partition(":")[0] in TrainConfig.model_fields, theirs
+
+
+def rows(path: Path, num: int, **columns: Callable[[int], Any]) -> str:
+    lines = [json.dumps({name: make(i) for name, make in columns.items()}) for i in range(num)]
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+def test_columns_are_found_under_the_names_that_the_data_has(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    data = rows(tmp_path / "d.jsonl", 40, problem=lambda i: f"{i}+1=", solution=lambda i: str(i + 1), step=lambda i: i)
+    with pytest.raises(InputError, match=r"column_map=\{'step': 'row_step'\}"):
+        make_trainer(data=data, prompt_column="problem", answer_column="solution")
+    options = {"prompt_column": "problem", "answer_column": "solution", "column_map": {"step": "row_step"}}
+    trainer = make_trainer(data=data, **options, output=str(tmp_path / "out"))
+    assert trainer.prompts.train.prompts[3].columns == {"answer": "4", "row_step": 3}
+
+
+def test_bad_rows_stop_a_run_or_are_left_out_aloud(
+    make_trainer: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = rows(tmp_path / "d.jsonl", 40, prompt=lambda i: "" if i == 7 else f"{i}+1=", answer=lambda i: str(i + 1))
+    with pytest.raises(InputError, match=r"d\.jsonl:8: .*on_bad_row='drop'"):
+        make_trainer(data=data)
+    trainer = make_trainer(data=data, on_bad_row="drop", steps=1, output=str(tmp_path / "out"))
+    assert len(trainer.prompts.train) == 39
+    trainer.train()
+    assert "1 row is left out; the first: " in caplog.text
+    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
+    assert [e["text"].split(";")[0] for e in events if e["event"] == "rows_left_out"] == ["1 row is left out"]
+
+
+@pytest.mark.parametrize(("num", "held_out"), [(60, 12), (640, 128), (1000, 128), (4, 0)])
+def test_a_fifth_is_held_out_of_little_data(
+    make_trainer: Callable[..., Any], tmp_path: Path, num: int, held_out: int
+) -> None:
+    data = rows(tmp_path / "d.jsonl", num, prompt=lambda i: f"{i}+1=", answer=lambda i: str(i + 1))
+    trainer = make_trainer(data=data, eval_prompts=None, max_new_tokens=5)
+    assert (len(trainer.prompts.train), len(trainer.prompts.held_out)) == (num - held_out, held_out)
