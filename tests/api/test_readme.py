@@ -37,10 +37,20 @@ def test_files_and_links_that_it_names_exist():
 
 
 def test_its_python_runs_and_prints_the_formula(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    _, code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     namespace: dict = {}
     exec(code, namespace)
     assert "-min(r*A, clip(r, 0.9997, 1.0004)*A)" in capsys.readouterr().out
     # ratio 1 everywhere: minus the mean advantage, which is 0 for whole groups
     assert abs(namespace["output"].loss.item()) < 1e-6
     assert namespace["advantages"][4].item() == 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what starts a worker process
+def test_its_run_of_python_objects_trains(tmp_path, monkeypatch, capsys):
+    code, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {"__name__": "notebook"})
+    assert re.search(r"TrainResult\(done after step 3, held-out accuracy 0\.\d+ -> 0\.\d+\)", capsys.readouterr().out)
+    assert (tmp_path / "runs/mine/model/model.safetensors").is_file()

@@ -18,6 +18,7 @@ from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.task import PromptSet, load_prompts
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.objects import Objects
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
@@ -87,9 +88,10 @@ def _made(kind: str, name: str, cls: Any, options: dict[str, Any]) -> Any:
         raise InputError(f"{kind}={name!r} cannot be made with {given}: {error}") from error
 
 
-def build_rewards(options: RewardOptions, poll: Any = None) -> RewardScorer:
-    weights = options.reward_weights or (1.0,) * len(options.rewards)
-    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(options.rewards, weights, strict=True)]
+def build_rewards(options: RewardOptions, objects: Objects, poll: Any = None) -> RewardScorer:
+    specs = objects.rewards or options.rewards
+    weights = options.reward_weights or tuple(1.0 if isinstance(spec, str) else spec.weight for spec in specs)
+    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(specs, weights, strict=True)]
     return RewardScorer(
         rewards,
         workers=options.reward_workers,
@@ -123,10 +125,10 @@ class Prompts:
     held_out: PromptSet
 
 
-def build_prompts(config: TrainConfig, tokenizer: Any) -> Prompts:
+def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prompts:
     """Training and held-out prompts."""
     longest = config.max_prompt_tokens
-    context = context_length(config.model)
+    context = context_length(config.model if objects.model is None else objects.model)
     if context is not None:
         room = context - config.max_new_tokens
         if room < 1:
@@ -140,14 +142,15 @@ def build_prompts(config: TrainConfig, tokenizer: Any) -> Prompts:
     options |= {"prompt_column": config.prompt_column, "on_bad_row": config.on_bad_row}
     answers = {} if config.answer_column == "answer" else {config.answer_column: "answer"}
     options["column_map"] = config.column_map | answers
-    train = load_prompts(config.data, tokenizer, **options)
+    train = load_prompts(config.data if objects.data is None else objects.data, tokenizer, **options)
     num_held_out = config.eval_prompts
     if num_held_out is None:
         num_held_out = 128 if config.eval_data is not None else min(128, len(train) // 5)
     if not num_held_out:
         held_out = PromptSet(prompts=())
     elif config.eval_data is not None:
-        held_out = load_prompts(config.eval_data, tokenizer, limit=num_held_out, **options)
+        source = config.eval_data if objects.eval_data is None else objects.eval_data
+        held_out = load_prompts(source, tokenizer, limit=num_held_out, **options)
     else:
         if num_held_out >= len(train):
             raise InputError(
@@ -185,13 +188,13 @@ def build_sampler(
     return sampler, WeightStore(sync_folder, sampler.canary_rows)
 
 
-def build_model(config: TrainConfig, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":
+def build_model(config: TrainConfig, objects: Objects, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":
     """The actor with loss, optimizer, schedule and metric."""
     from gruppo.model import TransformersModel
 
     model = TransformersModel(
-        config.model,
-        lora=_new_adapter(config, config.seed),
+        config.model if objects.model is None else objects.model,
+        lora=_new_adapter(config, objects, config.seed),
         dtype=config.dtype,
         tokens_per_microbatch=config.tokens_per_microbatch,
         temperature=config.temperature,
@@ -225,13 +228,14 @@ def build_metrics(options: RunOptions) -> list[Metric]:
     return made
 
 
-def _new_adapter(options: ModelOptions, seed: int) -> "LoraSpec | None":
-    """The adapter to put on the model; None for full weights, and for a folder that brings its own."""
+def _new_adapter(options: ModelOptions, objects: Objects, seed: int) -> "LoraSpec | None":
+    """The adapter to put on the model; None for full weights, and for a model that brings its own."""
     from gruppo.model import LoraSpec
+    from gruppo.model.lora import lora_of
 
     own = {"rank": options.lora_rank, "alpha": options.lora_alpha, "targets": options.lora_targets}
     given = {name: value for name, value in own.items() if value is not None}
-    if holds_adapter(options.model):
+    if holds_adapter(options.model) if objects.model is None else lora_of(objects.model):
         if given:
             name = next(iter(given))
             raise InputError(

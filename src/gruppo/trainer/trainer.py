@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
 from gruppo.run.recorder import Recorder
@@ -21,6 +22,7 @@ from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import Learner
+from gruppo.trainer.objects import take_objects
 from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.rollout import RolloutSource, dead_frac
 from gruppo.trainer.state import Snapshots
@@ -28,19 +30,31 @@ from gruppo.types import Group
 from gruppo.weights import WeightStore
 from gruppo.weights.source import load_tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
 """Called after each step with (trainer, step, metrics); returning True ends the run."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class TrainResult:
-    """How a run ended."""
+    """How a run ended.
+
+    >>> TrainResult(step=50, status="done")
+    TrainResult(done after step 50)
+    """
 
     step: int
     before: Evaluation | None = None
     after: Evaluation | None = None
     status: str = "running"
     metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        scores = [f"{each.accuracy:.3f}" for each in (self.before, self.after) if each is not None]
+        accuracy = f", held-out accuracy {' -> '.join(scores)}" if scores else ""
+        return f"TrainResult({self.status} after step {self.step}{accuracy})"
 
 
 class GRPOTrainer:
@@ -49,16 +63,41 @@ class GRPOTrainer:
         result = GRPOTrainer(TrainConfig(model="builtin", steps=50, output="runs/first")).train()
 
     The constructor checks everything and loads the model; `train` runs to the end, `step` takes one step.
+
+    Args:
+        config: the options; what follows stands for what they name.
+        model: a transformers or PEFT model with its `tokenizer`, or a name.
+        rewards: functions, `Reward`s and names. A function that a worker process cannot import runs in this one.
+        data: a list of rows, a `datasets.Dataset`, or a name; `eval_data` likewise.
+        peft_config: a `LoraConfig` of PEFT.
+        callbacks: called after each step with (trainer, step, metrics); returning True ends the run.
+        resume: go on with the run in `config.output`.
+        quiet: print nothing.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TrainConfig | None = None,
         *,
+        model: "PreTrainedModel | str | None" = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        rewards: Sequence[str | Reward | Callable[..., Any]] | None = None,
+        data: Any = None,
+        eval_data: Any = None,
+        peft_config: Any = None,
         callbacks: Sequence[Callback] = (),
         resume: bool = False,
         quiet: bool = False,
     ) -> None:
+        config, objects = take_objects(
+            config or TrainConfig(),
+            model=model,
+            tokenizer=tokenizer,
+            rewards=rewards,
+            data=data,
+            eval_data=eval_data,
+            peft_config=peft_config,
+        )
         self.config = config
         self.callbacks = list(callbacks)
         self.stop = StopFlag()
@@ -76,14 +115,14 @@ class GRPOTrainer:
         loss = build.build_loss(config)
         estimate = build.build_advantage(config)
         with ExitStack() as stack:
-            self.scorer = stack.enter_context(build.build_rewards(config, poll=self.stop.poll))
-            tokenizer = load_tokenizer(config.model)
-            self.prompts = build.build_prompts(config, tokenizer)
+            self.scorer = stack.enter_context(build.build_rewards(config, objects, poll=self.stop.poll))
+            tokenizer = objects.tokenizer or load_tokenizer(config.model)
+            self.prompts = build.build_prompts(config, objects, tokenizer)
             build.try_rewards(self.scorer, self.prompts.train.prompts)
             directory = RunDirectory.reopen if resume else partial(RunDirectory.create, config=config.to_yaml())
             self.run = stack.enter_context(directory(config.output))
             self.scorer.start()
-            self.model = build.build_model(config, loss, tokenizer)
+            self.model = build.build_model(config, objects, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
             checkpoints = Checkpoints(self.run.checkpoints, keep=config.keep_checkpoints)
             self.snapshots = Snapshots(checkpoints, self.model, self.state)

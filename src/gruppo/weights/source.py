@@ -160,9 +160,10 @@ def load_config(model_id: str) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
-def context_length(model_id: str) -> int | None:
-    """Longest context of the model in tokens; None if its config does not give it."""
-    return getattr(load_config(model_id).get_text_config(), "max_position_embeddings", None)
+def context_length(model: Any) -> int | None:
+    """Longest context of a model, by its id or the object, in tokens; None if its config does not give it."""
+    config = load_config(model) if isinstance(model, str) else model.config
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def end_tokens(model_id: str, tokenizer: Any) -> frozenset[int]:

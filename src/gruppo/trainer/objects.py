@@ -1,0 +1,113 @@
+"""Objects of a run: a model, rewards and data that are given in Python, where a config has only names.
+
+A config with objects holds `object:NAME` in their place: the run directory says what was trained, and what it cannot
+load again by itself.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gruppo.errors import InputError
+from gruppo.reward import Reward, load_reward
+from gruppo.reward.load import sendable
+from gruppo.trainer.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+MARK = "object:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objects:
+    """What a run is given beside its config; None: what the config names."""
+
+    model: "PreTrainedModel | None" = None
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+    rewards: tuple[str | Reward, ...] | None = None
+    data: Any = None
+    eval_data: Any = None
+
+
+def take_objects(
+    config: TrainConfig,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    rewards: Sequence[str | Reward | Callable[..., Any]] | None = None,
+    data: Any = None,
+    eval_data: Any = None,
+    peft_config: Any = None,
+) -> tuple[TrainConfig, Objects]:
+    """The config of a run with these objects, and the objects. Names among them go into the config."""
+    changes: dict[str, Any] = {} if peft_config is None else _adapter(peft_config)
+    given: dict[str, Any] = {"tokenizer": tokenizer}
+    if model is not None and not isinstance(model, str):
+        if tokenizer is None:
+            raise InputError("a model object needs its tokenizer: GRPOTrainer(model=..., tokenizer=...)")
+        if config.sampler != "torch":
+            raise InputError(
+                f"sampler={config.sampler!r} loads the model itself and needs a folder, not a model object"
+            )
+    sources = {"model": model, "data": data, "eval_data": eval_data}
+    for name, value in sources.items():
+        if isinstance(value, str):
+            changes[name] = value
+        elif value is not None:
+            given[name], changes[name] = value, MARK + _described(value)
+    if rewards is not None:
+        given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) else rewards))
+        changes["rewards"] = [r if isinstance(r, str) else MARK + r.name for r in given["rewards"]]
+    made = TrainConfig.read(config.model_dump() | changes) if changes else config
+    missing = [
+        f"{name}={text.removeprefix(MARK)!r}"
+        for name in ("model", "data", "eval_data", "rewards")
+        for text in (made.rewards if name == "rewards" else [str(getattr(made, name))])
+        if text.startswith(MARK) and given.get(name) is None
+    ]
+    if missing:
+        raise InputError(
+            f"this run was made with Python objects, which its directory cannot hold: {', '.join(missing)}. Go on in "
+            "Python: GRPOTrainer(TrainConfig.of_run(directory), resume=True, ...) with the same objects"
+        )
+    return made, Objects(**given)
+
+
+def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:
+    """A reward function that a worker process cannot import runs in this one."""
+    if isinstance(spec, str):
+        return spec
+    reward = load_reward(spec)
+    if reward.isolated:
+        try:
+            sendable(reward)
+        except InputError:
+            logger.warning("reward %r runs in this process, without a time limit: no other can import it", reward.name)
+            return load_reward(spec, isolated=False)
+    return reward
+
+
+def _adapter(peft_config: Any) -> dict[str, Any]:
+    """Options of a LoraConfig of PEFT."""
+    if not hasattr(peft_config, "lora_alpha"):
+        raise InputError(f"peft_config must be a LoraConfig of PEFT, got {type(peft_config).__name__}")
+    if peft_config.lora_dropout:
+        raise InputError(
+            f"lora_dropout={peft_config.lora_dropout}: with dropout the same weights score the same tokens otherwise, "
+            "and the ratio would not be 1 on-policy; set it to 0"
+        )
+    if peft_config.modules_to_save:
+        raise InputError(f"modules_to_save={peft_config.modules_to_save!r} is not supported; leave it out")
+    targets = peft_config.target_modules or "all-linear"
+    targets = [targets] if isinstance(targets, str) else sorted(targets)
+    return {"lora": True, "lora_rank": peft_config.r, "lora_alpha": peft_config.lora_alpha, "lora_targets": targets}
+
+
+def _described(value: Any) -> str:
+    """A name for a config: the class, and how many there are."""
+    name = type(value).__name__
+    return f"{name} of {len(value)}" if hasattr(value, "__len__") else name

@@ -1,0 +1,125 @@
+"""A run made of Python objects: the same numbers as by names, and a directory that says what it cannot hold."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from gruppo.errors import InputError
+from gruppo.reward import ExactMatch, load_reward
+from gruppo.task.builtin import builtin_model_path
+from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.weights.source import load_model, load_tokenizer
+
+Make = Callable[..., GRPOTrainer]
+
+
+@pytest.fixture
+def run(small_config: Callable[..., TrainConfig], tmp_path: Path) -> Iterator[Make]:
+    made: list[GRPOTrainer] = []
+
+    def make(name: str = "objects", *, resume: bool = False, options: Any = None, **objects: Any) -> GRPOTrainer:
+        config = small_config(output=str(tmp_path / name), lr=3e-3, temperature=2.0, **(options or {}))
+        made.append(GRPOTrainer(config, quiet=True, resume=resume, **objects))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def objects(sums: Path) -> dict[str, Any]:
+    import torch
+
+    return {
+        "model": load_model(str(builtin_model_path()), dtype=torch.float32),
+        "tokenizer": load_tokenizer("builtin"),
+        "rewards": [ExactMatch()],
+        "data": [json.loads(line) for line in sums.read_text().splitlines()],
+    }
+
+
+def test_objects_give_the_run_that_names_give(run: Make, sums: Path) -> None:
+    by_name, by_object = run("names"), run(**objects(sums))
+    for _ in range(3):
+        first, second = by_name.step(), by_object.step()
+        shared = first.keys() & second.keys()
+        assert {k: v for k, v in first.items() if k in shared} == {k: second[k] for k in shared}
+        assert {k for k in first if not k.startswith("reward/")} == {k for k in second if not k.startswith("reward/")}
+    tokens = [[r.trajectory.tokens for g in trainer.groups for r in g.rollouts] for trainer in (by_name, by_object)]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_function_of_a_notebook_runs_in_this_process_and_says_so(
+    run: Make, sums: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[str] = []
+
+    def even(completions: list[str], **_: Any) -> list[float]:
+        seen.extend(completions)
+        return [float(text[-1:] in "02468") for text in completions]
+
+    with caplog.at_level(logging.WARNING):
+        trainer = run(rewards=[load_reward(even, weight=2.0), "exact_match"])
+    assert "reward 'even' runs in this process, without a time limit" in caplog.text
+    trainer.step()
+    rollouts = [r for g in trainer.groups for r in g.rollouts]
+    assert seen[-16:] == [r.trajectory.text for r in rollouts]
+    for rollout in rollouts:
+        right = rollout.trajectory.text == rollout.trajectory.prompt.columns["answer"]
+        assert rollout.rewards == {"even": float(rollout.trajectory.text[-1:] in "02468"), "exact_match": float(right)}
+        assert rollout.reward == 2 * rollout.rewards["even"] + rollout.rewards["exact_match"]
+
+
+def test_a_reward_brings_its_name_and_weight(run: Make) -> None:
+    trainer = run(rewards=[load_reward("exact_match", name="sums", weight=0.25)])
+    metrics = trainer.step()
+    assert metrics["reward/mean"] == pytest.approx(0.25 * metrics["reward/sums/mean"])
+
+
+def test_the_directory_says_what_it_cannot_hold_and_python_goes_on(run: Make, sums: Path, tmp_path: Path) -> None:
+    whole = run("whole", **objects(sums), options={"steps": 4, "save_every": 2})
+    whole.train()
+    part = run("part", **objects(sums), options={"steps": 2, "save_every": 2})
+    part.train()
+    config = TrainConfig.of_run(tmp_path / "part")
+    assert config.model == "object:Qwen3ForCausalLM" and config.rewards == ("object:exact_match",)
+    assert config.data == f"object:list of {len(objects(sums)['data'])}"
+    with pytest.raises(InputError, match=r"made with Python objects.*model='Qwen3ForCausalLM', data='list of"):
+        GRPOTrainer(config, resume=True)
+    config = TrainConfig.of_run(tmp_path / "part", {"steps": 4})
+    with_objects = GRPOTrainer(config, resume=True, quiet=True, **objects(sums))
+    with_objects.train()
+    assert with_objects.run.metrics() == whole.run.metrics()
+
+
+def test_a_lora_config_of_peft_is_the_adapter(run: Make, sums: Path) -> None:
+    trainer = run(**objects(sums), peft_config=LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"]))
+    assert trainer.model.lora is not None
+    assert (trainer.model.lora.rank, trainer.model.lora.alpha) == (3, 6)
+    assert {name.split(".")[-4] for name in trainer.model.weights.named()} == {"q_proj", "v_proj"}
+    with pytest.raises(InputError, match=r"lora_dropout=0\.1: with dropout.*set it to 0"):
+        run("dropout", **objects(sums), peft_config=LoraConfig(lora_dropout=0.1))
+    adapted = objects(sums)
+    adapted["model"] = get_peft_model(adapted["model"], LoraConfig(r=5, target_modules=["q_proj"]))
+    trainer = run("adapted", **adapted)
+    assert trainer.model.lora is not None and trainer.model.lora.rank == 5
+
+
+def test_a_model_object_without_a_tokenizer_is_refused(run: Make, sums: Path) -> None:
+    given = objects(sums) | {"tokenizer": None}
+    with pytest.raises(InputError, match=r"a model object needs its tokenizer: GRPOTrainer\(model=\.\.\., tokenizer="):
+        run(**given)
+    with pytest.raises(InputError, match="sampler='vllm' loads the model itself"):
+        run(**objects(sums), options={"sampler": "vllm"})
+
+
+def test_the_result_of_a_run_is_a_short_line(run: Make) -> None:
+    result = run(options={"steps": 2, "eval_prompts": 8}).train()
+    assert repr(result) == (
+        f"TrainResult(done after step 2, held-out accuracy {result.before.accuracy:.3f} -> {result.after.accuracy:.3f})"
+    )
