@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test quick test-lowest test-vllm lint check format bench figures docs clean
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 quick: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n auto -m "not slow" tests/unit tests/api
