@@ -88,14 +88,13 @@ class _Row:
             tokens += prompt
         lengths = [len(prompt) for prompt in prompts.values()]
         ranges = [(0, 0, 0)] * len(prompts)  # of a segment: position of its first slot, start and stop of its prompt
-        readers = {group: [len(tokens), len(tokens)] for group in prompts}
+        readers: dict[int, list[int]] = {}  # where the completions of a group start and stop
         self.places = [(0, 0)] * len(trajectories)
         for i in sorted(range(len(trajectories)), key=groups.__getitem__):  # a group's completions stand together
             group, trajectory = groups[i], trajectories[i]
             start, prompt = first[group], len(prompts[group])
             self.places[i] = start, len(tokens)
-            if readers[group][0] == readers[group][1]:
-                readers[group][0] = len(tokens)
+            readers.setdefault(group, [len(tokens), 0])
             tokens += trajectory.tokens[:-1]
             readers[group][1] = len(tokens)
             lengths.append(own_slots(trajectory))
@@ -107,7 +106,7 @@ class _Row:
         self.input_ids = tensor_of(tokens)
         self.own_start, position, self.prompt_start, self.prompt_stop = spread
         self.position_ids = position + torch.arange(len(tokens)) - self.own_start
-        seen_by = [*readers.values(), *[[0, 0]] * len(trajectories)]
+        seen_by = [*(readers[group] for group in prompts), *[[0, 0]] * len(trajectories)]
         self.segments = [
             (start, start + length, *own[1:], *others)
             for start, length, own, others in zip(start_K.tolist(), lengths, ranges, seen_by, strict=True)

@@ -122,7 +122,7 @@ operations losses with a gradient through the entropy, whose direction depends o
 
 def best_route(weight: Tensor) -> ChunkRoute:
     """The fastest route that exists for this weight."""
-    if not weight.is_cuda or not _has_triton():
+    if not weight.is_cuda or not has_triton():
         return TORCH
     from gruppo.kernel.triton_logits import is_supported
 
@@ -130,7 +130,7 @@ def best_route(weight: Tensor) -> ChunkRoute:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -12,7 +12,6 @@ tried and took 9 to 12 % more of a whole step on an H200 than flex attention.
 """
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -20,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gruppo.batch import SharedPrompts
+from gruppo.kernel.head import has_triton
 
-HAS_TRITON = find_spec("triton") is not None
+HAS_TRITON = has_triton()
 if HAS_TRITON:
     from gruppo.kernel.triton_attention import segment_attention
 

@@ -30,7 +30,7 @@ def _rows(base, at, stride, stop, D: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _seen(q, k_base, v_base, k_stride, v_stride, first, stop, at_q, acc, total, top, scale,
+def seen(q, k_base, v_base, k_stride, v_stride, first, stop, at_q, acc, total, top, scale,
           CAUSAL: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """One block of keys and values, added to the sums of a tile of queries."""
     at_k = first + tl.arange(0, STEP)
@@ -64,13 +64,13 @@ def _forward_kernel(
     total = tl.zeros((TILE,), tl.float32)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     for n in tl.range(prompt_start, prompt_stop, STEP):
-        acc, total, top = _seen(q, k_base, v_base, k_slot, v_slot, n, prompt_stop, at, acc, total, top, scale,
+        acc, total, top = seen(q, k_base, v_base, k_slot, v_slot, n, prompt_stop, at, acc, total, top, scale,
                                 False, STEP, D, WIDTH)  # fmt: skip
     for n in tl.range(start, first, STEP):  # a tile begins at whole steps of its segment
-        acc, total, top = _seen(q, k_base, v_base, k_slot, v_slot, n, first, at, acc, total, top, scale,
+        acc, total, top = seen(q, k_base, v_base, k_slot, v_slot, n, first, at, acc, total, top, scale,
                                 False, STEP, D, WIDTH)  # fmt: skip
     for n in tl.range(first, tl.minimum(first + TILE, stop), STEP):
-        acc, total, top = _seen(q, k_base, v_base, k_slot, v_slot, n, stop, at, acc, total, top, scale,
+        acc, total, top = seen(q, k_base, v_base, k_slot, v_slot, n, stop, at, acc, total, top, scale,
                                 True, STEP, D, WIDTH)  # fmt: skip
     columns, inside = tl.arange(0, WIDTH), at < stop
     out = out_ptr + (at[:, None] * HEADS + head) * D + columns[None, :]
@@ -131,7 +131,7 @@ def _d_query_kernel(
 
 
 @triton.jit
-def _toward_key(k, v, q_base, do_base, lse_base, delta_base, q_stride, do_stride, first, stop, at_k, k_stop, dk, dv,
+def _toward_key(k, v, q_base, do_base, lse_base, delta_base, q_stride, do_stride, first, stop, at_k, dk, dv,
                 scale, CAUSAL: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     at_q = first + tl.arange(0, STEP)
     inside = at_q < stop
@@ -170,14 +170,14 @@ def _d_key_kernel(
         q_base, do_base = q_ptr + head * q_head, do_ptr + head * D
         lse_base, delta_base = lse_ptr + head * num_slots, delta_ptr + head * num_slots
         for m in tl.range(first, tl.minimum(first + TILE, stop), STEP):
-            dk, dv = _toward_key(k, v, q_base, do_base, lse_base, delta_base, q_slot, HEADS * D, m, stop, at, stop,
+            dk, dv = _toward_key(k, v, q_base, do_base, lse_base, delta_base, q_slot, HEADS * D, m, stop, at,
                                  dk, dv, scale, True, STEP, D, WIDTH)  # fmt: skip
         for m in tl.range(first + TILE, stop, STEP):
-            dk, dv = _toward_key(k, v, q_base, do_base, lse_base, delta_base, q_slot, HEADS * D, m, stop, at, stop,
+            dk, dv = _toward_key(k, v, q_base, do_base, lse_base, delta_base, q_slot, HEADS * D, m, stop, at,
                                  dk, dv, scale, False, STEP, D, WIDTH)  # fmt: skip
         for m in tl.range(reader_start, reader_stop, STEP):
             dk, dv = _toward_key(k, v, q_base, do_base, lse_base, delta_base, q_slot, HEADS * D, m, reader_stop, at,
-                                 stop, dk, dv, scale, False, STEP, D, WIDTH)  # fmt: skip
+                                 dk, dv, scale, False, STEP, D, WIDTH)  # fmt: skip
     columns = tl.arange(0, WIDTH)
     at_out = (at[:, None] * (HEADS // SHARE) + kv_head) * D + columns[None, :]
     mask = (at < stop)[:, None] & (columns < D)[None, :]
@@ -193,7 +193,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: flo
 
     Args:
         q: `[H, W, D]` with any strides whose last is 1; k and v `[H_kv, W, D]` likewise.
-        tiles: `[N, 7]` int32, see above.
+        tiles: `[N, 7]` int32, made by `gruppo.batch.shared.tiles_of`.
     """
     return _attention(q, k, v, tiles, scale)[0]
 

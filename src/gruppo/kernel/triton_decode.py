@@ -9,24 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634
+from gruppo.kernel.triton_attention import LOG2_E, seen
+
 BLOCK = 1024
 """Logits that one program sums up."""
-
-
-@triton.jit
-def _more(q, k_base, v_base, first, stop, acc, total, top, scale,
-          STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """A block of keys and values, added to the sums of some queries."""
-    at, columns = first + tl.arange(0, STEP), tl.arange(0, WIDTH)
-    inside = (at < stop)[:, None] & (columns < D)[None, :]
-    k = tl.load(k_base + at[:, None] * D + columns[None, :], mask=inside, other=0.0)
-    s = tl.where((at < stop)[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-    higher = tl.maximum(top, tl.max(s, 1))
-    p = tl.exp2(s - higher[:, None])
-    factor = tl.exp2(top - higher)
-    v = tl.load(v_base + at[:, None] * D + columns[None, :], mask=inside, other=0.0)
-    return acc * factor[:, None] + tl.dot(p.to(v.dtype), v), total * factor + tl.sum(p, 1), higher
 
 
 @triton.jit
@@ -56,11 +42,11 @@ def _attention_kernel(
     acc = tl.zeros((16, WIDTH), tl.float32) + v.to(tl.float32)[None, :]
     base = (prompt * kv_heads + kv_head) * width_of_prompts * D
     for n in tl.range(tl.load(first_ptr + prompt), width_of_prompts, STEP):
-        acc, total, top = _more(q, prompt_k_ptr + base, prompt_v_ptr + base, n, width_of_prompts, acc, total, top,
-                                scale, STEP, D, WIDTH)  # fmt: skip
+        acc, total, top = seen(q, prompt_k_ptr + base, prompt_v_ptr + base, D, D, n, width_of_prompts, heads, acc,
+                               total, top, scale, False, STEP, D, WIDTH)  # fmt: skip
     for n in tl.range(0, count, STEP):
-        acc, total, top = _more(q, own_k_ptr + own, own_v_ptr + own, n, count, acc, total, top,
-                                scale, STEP, D, WIDTH)  # fmt: skip
+        acc, total, top = seen(q, own_k_ptr + own, own_v_ptr + own, D, D, n, count, heads, acc,
+                               total, top, scale, False, STEP, D, WIDTH)  # fmt: skip
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 

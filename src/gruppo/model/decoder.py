@@ -137,26 +137,14 @@ class GraphDecoder:
 
     def _hidden(self, **keywords: Any) -> Tensor:
         """Hidden states of the last slot of each row."""
-        head = self.scorer.head
-        assert head is not None
-        found: list[Tensor] = []
-        head.reader = lambda hidden: found.append(hidden[:, -1])
-        try:
-            self.scorer.model(**keywords)
-        finally:
-            head.reader = None
-        return found[0]
+        return self.scorer.read(keywords, lambda hidden: hidden[:, -1], lambda last_ND: last_ND)
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
         """Float32 logits, as the trainer has them."""
         head = self.scorer.head
         assert head is not None
         logits_NV = torch.mm(hidden_ND.to(head.weight.dtype), head.weight.T, out_dtype=torch.float32)  # type: ignore[call-overload]
-        if head.bias is not None:
-            logits_NV = logits_NV + head.bias.float()
-        if head.scale != 1:
-            logits_NV = logits_NV * head.scale
-        return logits_NV if head.soft_cap is None else (logits_NV / head.soft_cap).tanh() * head.soft_cap
+        return head.shaped(logits_NV if head.bias is None else logits_NV + head.bias.float())
 
     def _draw(self, logits_NV: Tensor) -> None:
         if self.temperature == 0:
@@ -181,9 +169,8 @@ def can_decode(scorer: "Scorer") -> bool:
     if not weight.is_cuda or weight.element_size() != 2 or scorer.head is None or refusal(scorer.base) is not None:
         return False
     config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
-    return set(getattr(config, "layer_types", None) or ()) <= {"full_attention"} and not config.to_dict().get(
-        "sliding_window"
-    )
+    has_window = bool(config.to_dict().get("sliding_window"))
+    return set(getattr(config, "layer_types", None) or ()) <= {"full_attention"} and not has_window
 
 
 def rows_that_fit(scorer: "Scorer", max_new_tokens: int) -> int:

@@ -50,7 +50,8 @@ class MasterWeights:
             master = parameter
             if parameter.element_size() < 4 or name in halved:
                 master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-                parameter.data = parameter.data.to(compute) if name in halved else parameter.data
+                if name in halved:
+                    parameter.data = parameter.data.to(compute)
                 self._halves.append((parameter, master))
             self.names.append(name)
             self.parameters.append(master)

@@ -72,7 +72,7 @@ class Scorer:
         if head is None:
             return logps_and_entropy(self.logits(batch), labels_N, temperature)
         read = head.score if self.walks(batch.num_slots) else head.logps_and_entropy
-        return self._run(batch, lambda hidden_ND: read(hidden_ND, labels_N, temperature))
+        return self.read(*self._keywords(batch), lambda hidden_ND: read(hidden_ND, labels_N, temperature))
 
     def loss_of(self, batch: PackedBatch, loss: PolicyLoss, totals: Totals) -> tuple[LossOutput, LossInputs]:
         """The loss of a batch, with its gradient still to be taken, and what it was computed on."""
@@ -87,7 +87,8 @@ class Scorer:
 
         walk = LossWalk(loss, inputs_of, batch.lengths)
         more = (head, walk, batch.labels[batch.scored], self.temperature)
-        total = self._run(batch, lambda hidden_ND: _Walk.apply(hidden_ND, head.weight, head.bias, *more))
+        keywords, take = self._keywords(batch)
+        total = self.read(keywords, take, lambda hidden_ND: _Walk.apply(hidden_ND, head.weight, head.bias, *more))
         inputs, result = walk.inputs, walk.result
         assert result is not None
         output = LossOutput(loss=total, terms=walk.terms, on_policy=inputs.on_policy, rejected=walk.rejected)
@@ -96,7 +97,7 @@ class Scorer:
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits of the scored slots at temperature 1, `[N, V]`, from the hidden states that are scored."""
-        return self._run(batch, None if self.head is None else self.head.logits)
+        return self.read(*self._keywords(batch), None if self.head is None else self.head.logits)
 
     def at(self, temperature: float) -> "Scorer":
         """The same scorer at another temperature."""
@@ -111,9 +112,10 @@ class Scorer:
             return False
         return self.choice == "walk" or num_slots * self.head.out_features > SMALL_LOGITS
 
-    def _run(self, batch: PackedBatch, read: Callable[[Tensor], Any] | None) -> Any:
-        """Call the model; what `read` makes of the scored slots' hidden states, or their logits without a head."""
-        keywords, take = self._keywords(batch)
+    def read(
+        self, keywords: dict[str, Any], take: Callable[[Tensor], Tensor], read: Callable[[Tensor], Any] | None
+    ) -> Any:
+        """Call the model; what `read` makes of the hidden states that `take` chooses. Without a head: their logits."""
         found: list[Any] = []
         if self.head is not None and read is not None:
             self.head.reader = lambda hidden: found.append(read(take(hidden)))
@@ -250,9 +252,12 @@ class LogpHead(nn.Linear):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits as the model makes them, scaled and capped."""
-        logits_NV = nn.functional.linear(hidden_ND.to(self.weight.dtype), self.weight, self.bias)
-        logits_NV = logits_NV * self.scale if self.scale != 1 else logits_NV
-        return logits_NV if self.soft_cap is None else (logits_NV / self.soft_cap).tanh() * self.soft_cap
+        return self.shaped(nn.functional.linear(hidden_ND.to(self.weight.dtype), self.weight, self.bias))
+
+    def shaped(self, logits: Tensor) -> Tensor:
+        """What the model makes of the layer's output: scaled, then capped."""
+        logits = logits * self.scale if self.scale != 1 else logits
+        return logits if self.soft_cap is None else (logits / self.soft_cap).tanh() * self.soft_cap
 
     def walk(self, hidden_ND: Tensor, temperature: float) -> tuple[Head, Tensor]:
         """The walk over windows, and hidden states for it; a bias becomes a column of the weight."""
@@ -340,9 +345,7 @@ def _agrees(model: nn.Module, head: LogpHead) -> bool:
         hook = head.register_forward_hook(blow_up)
         whole = model(input_ids=tokens, use_cache=False).logits
         hook.remove()
-        expected = seen[0] * head.scale
-        if head.soft_cap is not None:
-            expected = (expected / head.soft_cap).tanh() * head.soft_cap
+        expected = head.shaped(seen[0])
         same = same and len(seen) == 1 and whole.shape == expected.shape
         same = same and bool((whole - expected).abs().max() <= tolerance * expected.abs().max())
     model.train(was_training)

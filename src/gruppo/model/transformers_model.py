@@ -16,7 +16,6 @@ from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.metric import Metric, MismatchMetric
-from gruppo.model.blocks import CompiledBlocks
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.plan import Layout, Planner, StepPlan
@@ -117,6 +116,8 @@ class TransformersModel:
         self.ranks = Ranks(process_group)
         self.scorer = Scorer(self.model, temperature=temperature, head=head)
         if compile or (compile is None and self.device.type == "cuda"):
+            from gruppo.model.blocks import CompiledBlocks  # brings the compiler
+
             CompiledBlocks(self.scorer.base)
         self.planner = Planner(
             self.scorer, layout=layout, tokens_per_microbatch=tokens_per_microbatch, ranks=self.ranks

@@ -27,6 +27,8 @@ from gruppo.weights.source import end_tokens_of
 
 logger = logging.getLogger(__name__)
 
+NOT_FINITE = "the model gives NaN for a token: its weights hold numbers that are not finite"
+
 Way = Literal["together", "by length", "recomputed"]
 """With a cache, all prompts padded to one length; with a cache, prompts of one length at a time; without a cache."""
 
@@ -106,12 +108,13 @@ class TorchSampler(Sampler):
 
     def _parts(self, requests: Sequence[SampleRequest], limit: int) -> list[list[int]]:
         """Requests that are decoded together: of one length where that is needed, or up to a limit of rows."""
+        if limit:
+            from gruppo.batch import split_by_tokens  # only here: other samplers run where there is no trainer
+
+            return split_by_tokens([request.num_samples for request in requests], limit)
         parts: dict[int, list[int]] = {}
-        num_rows = 0
         for i, request in enumerate(requests):
-            num_rows += request.num_samples
-            name = len(request.prompt.token_ids) if self.way == "by length" else 0
-            parts.setdefault((num_rows - 1) // limit if limit else name, []).append(i)
+            parts.setdefault(len(request.prompt.token_ids) if self.way == "by length" else 0, []).append(i)
         return list(parts.values())
 
     def load(self, published: Published) -> dict[str, float]:
@@ -155,8 +158,10 @@ class _Decoding:
 
     def run_in_graphs(self) -> list[Samples]:
         """Samples of each request, decoded by the model in CUDA graphs."""
-        params, num_tokens = self.params, self.params.max_new_tokens
-        uniforms = np.stack([row_uniforms(self.keys, step) for step in range(num_tokens)], 1).astype(np.float32)
+        params = self.params
+        uniforms = np.zeros(self.tokens.shape, dtype=np.float32)
+        for step in range(params.max_new_tokens if params.temperature else 0):
+            uniforms[:, step] = row_uniforms(self.keys, step)
         found = self.sampler.model.decode(
             [r.prompt.token_ids for r in self.requests],
             self.owner.tolist(),
@@ -167,6 +172,8 @@ class _Decoding:
         )
         drawn = (found.tokens, found.logps.double(), found.entropies.double(), found.length, found.stopped)
         self.tokens, self.logps, self.entropies, self.length, self.stopped = (x.numpy() for x in drawn)
+        if np.isnan(self.logps).any():
+            raise NumericError(NOT_FINITE)
         for row, length in enumerate(self.length.tolist() if params.stop else []):
             ends = (n for n in range(1, length + 1) if self._ends(row, n))
             self.length[row] = next(ends, length)
@@ -230,7 +237,7 @@ class _Decoding:
             self.entropies[active, step] = entropy_C[home_A].cpu().numpy()
         logps = log_p_CV[home_A, tokens_A].cpu().numpy()
         if np.isnan(logps).any():
-            raise NumericError("the model gives NaN for a token: its weights hold numbers that are not finite")
+            raise NumericError(NOT_FINITE)
         self.logps[active, step] = logps
         tokens = tokens_A.cpu().numpy()
         self.tokens[active, step] = tokens

@@ -89,9 +89,8 @@ def _made(kind: str, name: str, cls: Any, options: dict[str, Any]) -> Any:
 
 
 def build_rewards(options: RewardOptions, objects: Objects, poll: Any = None) -> RewardScorer:
-    specs = objects.rewards or options.rewards
-    weights = options.reward_weights or tuple(1.0 if isinstance(spec, str) else spec.weight for spec in specs)
-    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(specs, weights, strict=True)]
+    weights = options.reward_weights or (1.0,) * len(objects.rewards)
+    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(objects.rewards, weights, strict=True)]
     return RewardScorer(
         rewards,
         workers=options.reward_workers,
@@ -128,7 +127,7 @@ class Prompts:
 def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prompts:
     """Training and held-out prompts."""
     longest = config.max_prompt_tokens
-    context = context_length(config.model if objects.model is None else objects.model)
+    context = context_length(objects.model)
     if context is not None:
         room = context - config.max_new_tokens
         if room < 1:
@@ -142,15 +141,14 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
     options |= {"prompt_column": config.prompt_column, "on_bad_row": config.on_bad_row}
     answers = {} if config.answer_column == "answer" else {config.answer_column: "answer"}
     options["column_map"] = config.column_map | answers
-    train = load_prompts(config.data if objects.data is None else objects.data, tokenizer, **options)
+    train = load_prompts(objects.data, tokenizer, **options)
     num_held_out = config.eval_prompts
     if num_held_out is None:
-        num_held_out = 128 if config.eval_data is not None else min(128, len(train) // 5)
+        num_held_out = 128 if objects.eval_data is not None else min(128, len(train) // 5)
     if not num_held_out:
         held_out = PromptSet(prompts=())
-    elif config.eval_data is not None:
-        source = config.eval_data if objects.eval_data is None else objects.eval_data
-        held_out = load_prompts(source, tokenizer, limit=num_held_out, **options)
+    elif objects.eval_data is not None:
+        held_out = load_prompts(objects.eval_data, tokenizer, limit=num_held_out, **options)
     else:
         if num_held_out >= len(train):
             raise InputError(
@@ -193,7 +191,7 @@ def build_model(config: TrainConfig, objects: Objects, loss: PolicyLoss, tokeniz
     from gruppo.model import TransformersModel
 
     model = TransformersModel(
-        config.model if objects.model is None else objects.model,
+        objects.model,
         lora=_new_adapter(config, objects, config.seed),
         dtype=config.dtype,
         tokens_per_microbatch=config.tokens_per_microbatch,
@@ -235,7 +233,7 @@ def _new_adapter(options: ModelOptions, objects: Objects, seed: int) -> "LoraSpe
 
     own = {"rank": options.lora_rank, "alpha": options.lora_alpha, "targets": options.lora_targets}
     given = {name: value for name, value in own.items() if value is not None}
-    if holds_adapter(options.model) if objects.model is None else lora_of(objects.model):
+    if holds_adapter(objects.model) if isinstance(objects.model, str) else lora_of(objects.model):
         if given:
             name = next(iter(given))
             raise InputError(

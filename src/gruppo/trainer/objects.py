@@ -24,13 +24,14 @@ MARK = "object:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objects:
-    """What a run is given beside its config; None: what the config names."""
+    """Model, rewards and data of a run: the objects that it was given, else what its config names."""
 
-    model: "PreTrainedModel | None" = None
-    tokenizer: "PreTrainedTokenizerBase | None" = None
-    rewards: tuple[str | Reward, ...] | None = None
-    data: Any = None
-    eval_data: Any = None
+    model: "PreTrainedModel | str"
+    tokenizer: "PreTrainedTokenizerBase | None"
+    """None: that of the model."""
+    rewards: tuple[str | Reward, ...]
+    data: Any
+    eval_data: Any
 
 
 def take_objects(
@@ -60,7 +61,10 @@ def take_objects(
         elif value is not None:
             given[name], changes[name] = value, MARK + _described(value)
     if rewards is not None:
-        given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) else rewards))
+        given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) or isinstance(rewards, str) else rewards))
+        weights = [1.0 if isinstance(r, str) else r.weight for r in given["rewards"]]
+        if config.reward_weights is None and any(weight != 1 for weight in weights):
+            changes["reward_weights"] = weights  # where an estimator that compares rewards apart reads them too
         changes["rewards"] = [r if isinstance(r, str) else MARK + r.name for r in given["rewards"]]
     made = TrainConfig.read(config.model_dump() | changes) if changes else config
     missing = [
@@ -74,7 +78,8 @@ def take_objects(
             f"this run was made with Python objects, which its directory cannot hold: {', '.join(missing)}. Go on in "
             "Python: GRPOTrainer(TrainConfig.of_run(directory), resume=True, ...) with the same objects"
         )
-    return made, Objects(**given)
+    named = {name: getattr(made, name) for name in ("model", "rewards", "data", "eval_data")}
+    return made, Objects(**(named | given))
 
 
 def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:

@@ -75,8 +75,13 @@ def test_a_function_of_a_notebook_runs_in_this_process_and_says_so(
         assert rollout.reward == 2 * rollout.rewards["even"] + rollout.rewards["exact_match"]
 
 
+def test_one_name_is_one_reward(run: Make) -> None:
+    assert run(rewards="number_match").config.rewards == ("number_match",)
+
+
 def test_a_reward_brings_its_name_and_weight(run: Make) -> None:
     trainer = run(rewards=[load_reward("exact_match", name="sums", weight=0.25)])
+    assert trainer.config.reward_weights == (0.25,)  # for estimators that weigh rewards themselves
     metrics = trainer.step()
     assert metrics["reward/mean"] == pytest.approx(0.25 * metrics["reward/sums/mean"])
 
