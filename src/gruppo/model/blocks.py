@@ -2,14 +2,16 @@
 
 A block is one graph, its attention included. All blocks of a model have the same code and share their graphs, whatever
 the lengths. What would break a graph stays as it is: transformers' cache, and shared prompts by another route than
-tiles.
+tiles. In training the compiler also chooses which activations a block keeps for its backward.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
@@ -34,39 +36,58 @@ class CompiledBlocks:
     """Blocks of a model with compiled forwards. Those that cannot be compiled run as they are, with a line in the log.
 
     Args:
+        keep: share of a block's activations that is kept for the backward; what is cheapest to compute again is not.
         backend: of `torch.compile`.
     """
 
-    def __init__(self, model: nn.Module, *, backend: str = "inductor") -> None:
+    def __init__(self, model: nn.Module, *, keep: float = 1.0, backend: str = "inductor") -> None:
         self.name = type(model).__name__
+        self.keep = keep
         self.backend = backend
         self.is_on = True
         self.blocks = find_blocks(model)
-        # Training, scoring and decoding are a graph each, and the first block of a model with an adapter is another.
+        # Training, scoring and decoding are a graph each, per layout.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 16)
         if not self.blocks:
             logger.info("%s: no list of equal blocks was found; nothing is compiled", self.name)
+            return
+        if any("forward" in vars(block) for block in self.blocks):
+            logger.info("%s: its blocks have forwards of their own; nothing is compiled", self.name)
+            return
+        self.eager = type(self.blocks[0]).forward
+        self.compiled = torch.compile(self.eager, dynamic=True, backend=backend)
         for i, block in enumerate(self.blocks):
-            block.forward = self._either(i, block)
+            block.forward = _Forward(self, i, block)
 
-    def _either(self, index: int, block: nn.Module) -> Callable[..., Any]:
-        """A forward that runs compiled where it can."""
-        eager = block.forward
-        compiled = torch.compile(eager, dynamic=True, backend=self.backend)
-        window = getattr(getattr(block, "self_attn", None), "sliding_window", None)
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The blocks as they are, for a few tokens that are not worth a graph."""
+        was_on, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = was_on
 
-        def forward(hidden_states: Tensor, *args: Any, decode_rows: Any = None, **keywords: Any) -> Any:
-            if decode_rows is not None:  # tensors instead of a number that each block would be compiled for
-                keywords["decode_kv"] = decode_rows.layer(index)
-            rows = keywords.get("shared_prompts")
-            breaks = rows is not None and best_route(hidden_states, rows, window) != "tiles"
-            if breaks or not self.is_on or keywords.get("past_key_values") is not None:
-                return eager(hidden_states, *args, **keywords)
-            try:
-                return compiled(hidden_states, *args, **keywords)
-            except (TorchDynamoException, InductorError) as error:
-                self.is_on = False
-                logger.warning("%s: its blocks are not compiled: %s", self.name, " ".join(str(error).split())[:300])
-                return eager(hidden_states, *args, **keywords)
 
-        return forward
+class _Forward:
+    """Forward of a block: compiled where it can be. An object, not a closure, so that a copy of a model has its own."""
+
+    def __init__(self, blocks: CompiledBlocks, index: int, block: nn.Module) -> None:
+        self.blocks, self.index, self.block = blocks, index, block
+        self.window = getattr(getattr(block, "self_attn", None), "sliding_window", None)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, decode_rows: Any = None, **keywords: Any) -> Any:
+        blocks = self.blocks
+        if decode_rows is not None:  # tensors instead of a number that each block would be compiled for
+            keywords["decode_kv"] = decode_rows.layer(self.index)
+        rows = keywords.get("shared_prompts")
+        breaks = rows is not None and best_route(hidden_states, rows, self.window) != "tiles"
+        if breaks or not blocks.is_on or keywords.get("past_key_values") is not None:
+            return blocks.eager(self.block, hidden_states, *args, **keywords)
+        try:
+            with torch._functorch.config.patch(activation_memory_budget=blocks.keep):
+                return blocks.compiled(self.block, hidden_states, *args, **keywords)
+        except (TorchDynamoException, InductorError) as error:
+            blocks.is_on = False
+            logger.warning("%s: its blocks are not compiled: %s", blocks.name, " ".join(str(error).split())[:300])
+            return blocks.eager(self.block, hidden_states, *args, **keywords)

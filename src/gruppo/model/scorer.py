@@ -59,6 +59,7 @@ class Scorer:
         self.temperature = temperature
         self.choice: HeadChoice = head
         self.base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
+        self.compiled: CompiledBlocks | None = None
         self.head = install(model)
         if self.head is None:
             logger.info("%s: logits come from the model as it is, not from a head of ours", type(model).__name__)

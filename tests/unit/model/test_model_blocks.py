@@ -10,6 +10,7 @@ import torch
 from tiny_models import actor, gradients, random_features, tiny_model
 from torch._dynamo.utils import counters
 
+from gruppo.loss import GRPOLoss
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.model.blocks import CompiledBlocks, find_blocks
 from gruppo.sampler import SamplingParams, TorchSampler
@@ -99,6 +100,20 @@ def test_a_model_that_does_not_compile_runs_as_it_is_with_one_line(caplog: pytes
         assert torch.equal(mine, theirs)
     lines = [r.getMessage() for r in caplog.records if "not compiled" in r.getMessage()]
     assert len(lines) == 1 and "this backend cannot do it" in lines[0]
+
+
+def test_a_reference_taken_from_compiled_blocks_keeps_its_own_weights() -> None:
+    model = actor("qwen3", layout="padded")
+    features = random_features(num=4, seed=3)
+    expected = model.forward_only(features)["logps"]
+    torch._dynamo.reset()
+    CompiledBlocks(model.scorer.base, backend="aot_eager")
+    model.set_loss(GRPOLoss(beta=0.1))  # freezes the reference
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            parameter.mul_(1.5)
+    for mine, theirs in zip(model.reference_logps(features), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_blocks_are_the_list_of_equal_layers() -> None:
