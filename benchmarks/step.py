@@ -41,7 +41,8 @@ REPEATS = 3
 
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 MIDDLE = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
-COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+LARGE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,8 @@ class Case:
     """Of one forward of gruppo."""
     rows: tuple[int, ...]
     """Of one forward of TRL: each is tried, the fastest counts."""
+    is_long: bool = False
+    """All sequences at their longest; TRL without Liger's kernels and with recomputation, or it does not fit."""
 
 
 CASES = {
@@ -77,14 +80,32 @@ CASES = {
         title="4B, adapter of rank 16",
         sizes=MIDDLE, longest_prompt=1024, longest_completion=1024, groups=4, lora=True, tokens=12288, rows=(4, 8),
     ),
+    "8b-long": Case(
+        title="8B, adapter of rank 16, 20k tokens",
+        sizes=LARGE, longest_prompt=1024, longest_completion=20000, groups=1, lora=True, tokens=21504, rows=(1,),
+        is_long=True,
+    ),
 }  # fmt: skip
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "not compiled": {"compile": False},
+    "keeping 0.5": {"keep_activations": 0.5},
+    "recomputing": {"gradient_checkpointing": True},
+    "recomputing, offloading": {"gradient_checkpointing": True, "offload": True},
+}
 
 
 def make_model(case: Case) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        config = Qwen3Config(**case.sizes, **COMMON, attn_implementation="sdpa")
-        return Qwen3ForCausalLM(config).to(case.dtype)
+        is_tied = case.sizes["hidden_size"] < 4096
+        config = Qwen3Config(**case.sizes, **COMMON, tie_word_embeddings=is_tied, attn_implementation="sdpa")
+        torch.set_default_dtype(case.dtype)
+        try:
+            return Qwen3ForCausalLM(config).to(case.dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def make_step(case: Case) -> tuple[list[InputFeature], list[float]]:
@@ -92,6 +113,7 @@ def make_step(case: Case) -> tuple[list[InputFeature], list[float]]:
     draw = torch.Generator().manual_seed(0)
 
     def tokens(shortest: int, longest: int) -> tuple[int, ...]:
+        shortest = longest if case.is_long else shortest
         length = int(torch.randint(shortest, longest + 1, (1,), generator=draw))
         return tuple(torch.randint(0, COMMON["vocab_size"], (length,), generator=draw).tolist())
 
@@ -153,6 +175,9 @@ class TRL:
 
             config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
             model = get_peft_model(model, config)
+        if case.is_long:
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
         self.model = model.train()
         trainer: Any = object.__new__(GRPOTrainer)
         trainer.epsilon_low = trainer.epsilon_high = 0.2
@@ -224,22 +249,28 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def load_peer() -> bool:
-    """Import TRL and put Liger's kernels under it; False if one of them is not installed."""
+    """Import TRL; False if it or Liger is not installed."""
     missing = [name for name in ("datasets", "pandas", "jmespath", "vllm") if importlib.util.find_spec(name) is None]
     sys.meta_path.append(_Absent(missing))
     try:
+        import liger_kernel.transformers  # noqa: F401
         import trl.trainer.grpo_trainer  # noqa: F401
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
     except ImportError as error:
         print(f"TRL is left out: {error}")
         return False
-    apply_liger_kernel_to_qwen3(
-        rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
-    )
     return True
 
 
-def measure(make: Callable[[], Any]) -> dict[str, float]:
+def use_liger() -> None:
+    """Liger's kernels in every Qwen3 model that is made from now on."""
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+    apply_liger_kernel_to_qwen3(
+        rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
+    )
+
+
+def measure(make: Callable[[], Any], repeats: int = REPEATS) -> dict[str, float]:
     """Milliseconds of the median step, GiB above the weights, seconds of the first step, and the loss."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -248,10 +279,11 @@ def measure(make: Callable[[], Any]) -> dict[str, float]:
         base, start = torch.cuda.memory_allocated(), time.perf_counter()
         contender.step()
         first = time.perf_counter() - start
-        contender.step()
+        if repeats > 1:
+            contender.step()
         torch.cuda.reset_peak_memory_stats()
         times = []
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             torch.cuda.synchronize()
             start = time.perf_counter()
             loss = contender.step()
@@ -280,21 +312,23 @@ def main() -> None:
         print(f"\n{case.title}: {len(features)} sequences, {least / 1e12:.0f} TFLOP", flush=True)
         variants: dict[str, dict[str, Any]] = {"gruppo": {}}
         if given.variants:
-            variants |= {"gruppo, not compiled": {"compile": False}}
-            variants |= {"gruppo, recomputing": {"gradient_checkpointing": True}}
+            variants |= VARIANTS
         results[name] = {"tflop": least / 1e12}
         for label, options in variants.items():
-            results[name][label] = measure(partial(Ours, case, **options))
+            results[name][label] = measure(partial(Ours, case, **options), 1 if case.is_long else REPEATS)
             print_row(label, results[name][label], least)
     if load_peer():
-        for name in given.case or CASES:
+        for name in sorted(given.case or CASES, key=lambda name: not CASES[name].is_long):  # before Liger is put in
             case, tried = CASES[name], {}
             print(f"\n{case.title}", flush=True)
+            if not case.is_long:
+                use_liger()
             for num in case.rows:
-                tried[f"TRL, Liger, {num} rows"] = measure(partial(TRL, case, num))
+                label = f"TRL, {'recomputing' if case.is_long else 'Liger'}, {num} rows"
+                tried[label] = measure(partial(TRL, case, num), 1 if case.is_long else REPEATS)
                 print_row(*list(tried.items())[-1], results[name]["tflop"] * 1e12)
             best = min(row["ms"] for row in tried.values())
-            ours = results[name]["gruppo"]
+            ours = min((row for row in results[name].values() if isinstance(row, dict)), key=lambda row: row["ms"])
             print(f"  gruppo is {best / ours['ms']:.2f} times as fast", flush=True)
             results[name] |= tried
     if given.out:

@@ -44,7 +44,13 @@ class ModelOptions(Options):
     tokens_per_microbatch: Positive | None = None
     """Tokens of one forward pass. It affects memory only, never the result. Unset: the whole step at once."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Keep only the inputs of the decoder blocks and recompute the rest in the backward pass: the least memory, about a
+    third more time."""
+    offload: bool = False
+    """With gradient_checkpointing on a GPU: keep the inputs of the blocks in pinned host memory."""
+    keep_activations: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of its activations that a compiled block keeps for the backward pass; below 1, those that are cheapest to
+    compute again are recomputed."""
 
 
 class DataOptions(Options):

@@ -6,7 +6,7 @@ tiles. In training the compiler also chooses which activations a block keeps for
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 

@@ -10,6 +10,7 @@ compared with them before its first use.
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -235,7 +236,8 @@ def _disagreement(scorer: Scorer, layout: Literal["packed", "shared"]) -> str | 
         other = replace(padded, in_one_row=True)
     else:
         other = pack_shared(features, multiple_of=BLOCK if device.type == "cuda" else 1)
-    logps, expected = (scorer(batch.to(device))[0] for batch in (other, padded))
+    with nullcontext() if scorer.compiled is None else scorer.compiled.left_out():
+        logps, expected = (scorer(batch.to(device))[0] for batch in (other, padded))
     return difference(logps, expected, 0.2 if is_half(scorer) else 1e-3)
 
 

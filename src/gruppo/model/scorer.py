@@ -21,7 +21,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from gruppo.kernel.logps import check_temperature, dense_logps_and_entropy, logp
 from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.model.attention_hook import call_keywords, set_shared_attention
+
+if TYPE_CHECKING:
+    from gruppo.model.blocks import CompiledBlocks
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.metric import Metric, MismatchMetric
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
+from gruppo.model.offload import HostInputs
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.plan import Layout, Planner, StepPlan
 from gruppo.model.reference import Reference
@@ -52,7 +53,10 @@ class TransformersModel:
         device: default: a GPU if there is one.
         tokens_per_microbatch: tokens of one forward; for memory only, no result depends on it. None: all at once.
         temperature: at which tokens were sampled and are scored.
-        gradient_checkpointing: recompute activations in the backward: less memory, more time.
+        gradient_checkpointing: keep the inputs of blocks only and recompute the rest in the backward: least memory.
+        offload: keep those inputs in pinned host memory.
+        keep_activations: share of its activations that a compiled block keeps for the backward; below 1, those that are
+            cheapest to compute again are not kept.
         compile: compile the decoder blocks for scoring and training; None: on a GPU.
         layout: "padded" rows (any model), "packed" into one row (attention that takes boundaries from positions),
             "shared" prompts (each computed once per group), or "auto": shared where that is worth it, else padded. A
@@ -73,6 +77,8 @@ class TransformersModel:
         tokens_per_microbatch: int | None = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        offload: bool = False,
+        keep_activations: float = 1.0,
         compile: bool | None = None,
         layout: Layout = "auto",
         head: HeadChoice = "auto",
@@ -86,6 +92,17 @@ class TransformersModel:
         if layout not in get_args(Layout):
             raise InputError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if offload and not (gradient_checkpointing and self.device.type == "cuda"):
+            raise InputError(
+                "offload=True moves what gradient_checkpointing=True keeps on a GPU to the host, and here there is "
+                + (f"no GPU, device={self.device}" if gradient_checkpointing else "gradient_checkpointing=False")
+            )
+        compiles = self.device.type == "cuda" if compile is None else compile
+        if not 0 < keep_activations <= 1 or (keep_activations < 1 and not compiles):
+            raise InputError(
+                f"keep_activations must be above 0 and at most 1, and below 1 needs compiled blocks (compile=True), "
+                f"got {keep_activations!r} with compile={compiles}; gradient_checkpointing=True recomputes without them"
+            )
         has_bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         # Weights that are sharded over ranks get their precision from what shards them.
         is_auto = dtype == "auto" and has_bf16 and process_group is None
@@ -100,9 +117,13 @@ class TransformersModel:
             model, self.tokenizer = model_id, tokenizer
         if gradient_checkpointing:
             model.gradient_checkpointing_enable()  # type: ignore[operator]  # transformers'
-            model.enable_input_require_grads()  # type: ignore[operator]  # so that a frozen embedding passes gradients on
         if lora is not None:
             model = add_lora(model, lora)  # type: ignore[arg-type]
+        if gradient_checkpointing or compiles:
+            # Recomputation passes no gradient through inputs without one; compiled, the first block would be a graph
+            # of its own.
+            embedding = model.get_input_embeddings()  # type: ignore[operator]  # transformers'
+            embedding.register_forward_hook(lambda _m, _i, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
         _switch_off_dropout(model)
         nn.Module.to(model, self.device)
         self.dtype = compute or _frozen_first(model).dtype
@@ -115,10 +136,11 @@ class TransformersModel:
         """How many optimizer steps the weights have seen."""
         self.ranks = Ranks(process_group)
         self.scorer = Scorer(self.model, temperature=temperature, head=head)
-        if compile or (compile is None and self.device.type == "cuda"):
+        if compiles:
             from gruppo.model.blocks import CompiledBlocks  # brings the compiler
 
-            CompiledBlocks(self.scorer.base)
+            self.scorer.compiled = CompiledBlocks(self.scorer.base, keep=keep_activations)
+        self._host = HostInputs(self.device) if offload else None
         self.planner = Planner(
             self.scorer, layout=layout, tokens_per_microbatch=tokens_per_microbatch, ranks=self.ranks
         )
@@ -316,7 +338,8 @@ class TransformersModel:
             batch = batch.to(self.device)
             if "ref_logps" in self.loss.needs and batch.ref_logps is None:
                 batch = replace(batch, ref_logps=self._reference_logps(batch))
-            output, inputs = self.scorer.loss_of(batch, self.loss, plan.totals)
+            with nullcontext() if self._host is None else self._host.moved():
+                output, inputs = self.scorer.loss_of(batch, self.loss, plan.totals)
             output.loss.backward()
             self.weights.collect_gradients()
             loss = loss + output.loss.detach()

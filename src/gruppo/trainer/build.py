@@ -197,6 +197,8 @@ def build_model(config: TrainConfig, objects: Objects, loss: PolicyLoss, tokeniz
         tokens_per_microbatch=config.tokens_per_microbatch,
         temperature=config.temperature,
         gradient_checkpointing=config.gradient_checkpointing,
+        offload=config.offload,
+        keep_activations=config.keep_activations,
         compile=config.compile,
         layout=config.layout,
         tokenizer=tokenizer,
