@@ -48,9 +48,9 @@ class ModelOptions(Options):
     third more time."""
     offload: bool = False
     """With gradient_checkpointing on a GPU: keep the inputs of the blocks in pinned host memory."""
-    keep_activations: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of its activations that a compiled block keeps for the backward pass; below 1, those that are cheapest to
-    compute again are recomputed."""
+    keep_activations: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of its activations that a compiled block keeps for the backward pass; what is cheapest to compute again is
+    not kept. Unset: 0.9, where norms and activation functions are computed again and no product."""
 
 
 class DataOptions(Options):

@@ -22,6 +22,7 @@ except ImportError:  # run as a script on a machine without pytest
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from gruppo.batch import pack
 from gruppo.kernel.triton_decode import draw_tokens
 from gruppo.loss import GRPOLoss
 from gruppo.model import LoraSpec, TransformersModel
@@ -72,6 +73,62 @@ def test_every_combination_of_options_gives_the_loss_and_gradient_of_float32():
             assert abs(loss - exact) < 5e-3, (options, loss, exact)
             assert error < max(1.5 * plain, 0.02), (options, error, plain)
             print(f"  {layout:7} compile={compiled!s:5} recompute={recomputed!s:5} {error:.2e}", flush=True)
+
+
+def test_what_is_kept_for_the_backward_and_where_changes_no_gradient():
+    torch._dynamo.reset()
+    features, advantages = sequences()
+    _, gradient = loss_and_gradient(features, advantages, dtype="float32", layout="padded", compile=False)
+    for options in (
+        {"keep_activations": 1.0},
+        {"keep_activations": 0.4},
+        {"gradient_checkpointing": True, "offload": True},
+        {"gradient_checkpointing": True, "offload": True, "compile": False},
+    ):
+        for layout in ("padded", "shared"):
+            _, found = loss_and_gradient(features, advantages, layout=layout, **options)
+            error = float((found - gradient).norm() / gradient.norm())
+            print(f"  {layout:7} {options} {error:.2e}", flush=True)
+            assert error < 0.03, (layout, options, error)
+
+
+def test_rows_that_replace_others_draw_what_they_draw_beside_as_many():
+    model = TransformersModel(small_model(), compile=False)
+    prompts = [f.prompt_ids for f in sequences()[0][::4]]
+    owner = [i % len(prompts) for i in range(32)]
+    uniforms = torch.rand(32, 120, generator=torch.Generator().manual_seed(5))
+    options = {"places": 8, "temperature": 1.0, "stop_ids": tuple(range(20)), "poll": lambda: None}
+    with torch.inference_mode():
+        found = model.decode(prompts, owner, uniforms, **options)
+        parts = [model.decode(prompts, owner[i : i + 8], uniforms[i : i + 8], **options) for i in range(0, 32, 8)]
+    assert len(set(found.length.tolist())) > 5
+    for row in range(32):
+        alone, num = parts[row // 8], int(found.length[row])
+        assert int(alone.length[row % 8]) == num
+        assert torch.equal(alone.tokens[row % 8, :num], found.tokens[row, :num])
+        assert torch.equal(alone.logps[row % 8, :num], found.logps[row, :num])
+
+
+def test_the_plan_of_the_memory_is_right_to_ten_percent():
+    from gruppo.trainer.plan import bytes_per_token
+
+    for recomputed in (False, True):
+        model = TransformersModel(small_model(), layout="padded", gradient_checkpointing=recomputed)
+        model.set_loss(GRPOLoss())
+        per_token = bytes_per_token(model, shares=False)
+        peaks = []
+        for num in (4096, 12288):
+            features = [InputFeature(prompt_ids=(1,), completion_ids=tuple(range(num // 16))) for _ in range(16)]
+            features = [
+                InputFeature(prompt_ids=(i, 1), completion_ids=f.completion_ids) for i, f in enumerate(features)
+            ]
+            for _ in range(2):
+                torch.cuda.reset_peak_memory_stats()
+                model.scorer.body(pack(features).to(model.device)).sum().backward()
+            peaks.append(torch.cuda.max_memory_allocated())
+        measured = (peaks[1] - peaks[0]) / 8192
+        print(f"  recompute={recomputed}: planned {per_token:.0f}, measured {measured:.0f} bytes per token", flush=True)
+        assert abs(per_token / measured - 1) < 0.1
 
 
 def test_random_lengths_compile_at_most_three_graphs():

@@ -17,7 +17,7 @@ from gruppo.batch.shared import TILE
 LOG2_E = 1.4426950408889634
 
 FORWARD = {"STEP": 64, "num_warps": 8, "num_stages": 3}
-D_QUERY = {"STEP": 64, "num_warps": 8, "num_stages": 2}
+D_QUERY = {"STEP": 64, "num_warps": 8, "num_stages": 3}
 D_KEY = {"STEP": 64, "num_warps": 8, "num_stages": 2}
 
 

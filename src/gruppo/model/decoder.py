@@ -1,8 +1,10 @@
 """GraphDecoder: decoding on a GPU with the trainer's own model, a CUDA graph per token.
 
 A prompt's keys and values are computed and kept once, whatever the number of its samples; each row has room for its own
-behind them. Drawing is part of the graph: nothing goes to the host until rows have ended. A row's tokens depend on its
-prompt and its random numbers, not on the other rows, but for the rounding of products of another size.
+behind them. Drawing is part of the graph: nothing goes to the host until rows have ended. If there are more rows than
+places in the cache, a row that has ended makes place for the next, so that a long row does not keep the others waiting.
+A row's tokens depend on its prompt and its random numbers, not on the other rows, but for the rounding of products of
+another size.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from gruppo.model.scorer import Scorer
 
 CHECK_EVERY = 16
-"""Tokens between two looks at whether all rows have ended."""
+"""Tokens between two looks at which rows have ended."""
 SHARE_OF_MEMORY = 0.6
 """Of the memory that is free, what the cache may take."""
 
@@ -42,6 +44,7 @@ class GraphDecoder:
         prompts: token ids of each prompt.
         prompt_of: the prompt of each row.
         uniforms: `[N, M]` float32 in [0, 1), one per row and token.
+        places: rows that are decoded at once.
         temperature: 0 takes the likeliest token.
         stop_ids: tokens that end a row.
     """
@@ -53,6 +56,7 @@ class GraphDecoder:
         prompt_of: Sequence[int],
         uniforms: Tensor,
         *,
+        places: int,
         temperature: float,
         stop_ids: Sequence[int],
     ) -> None:
@@ -60,44 +64,60 @@ class GraphDecoder:
         self.device = next(scorer.model.parameters()).device
         set_shared_attention(scorer.base)
         num_rows, self.room = uniforms.shape
-        self.prompt_of = torch.tensor(prompt_of, dtype=torch.int32, device=self.device)
-        self.uniforms = uniforms.to(self.device)
-        self.stop_ids = torch.tensor([*stop_ids, -1], device=self.device)
+        num = min(places, num_rows)
+        self.all_prompt_of, self.all_uniforms = torch.tensor(prompt_of, dtype=torch.int32), uniforms
+        self.found = Decoded(
+            tokens=torch.zeros(num_rows, self.room, dtype=torch.int64),
+            logps=torch.zeros(num_rows, self.room),
+            entropies=torch.zeros(num_rows, self.room),
+            length=torch.zeros(num_rows, dtype=torch.int64),
+            stopped=torch.zeros(num_rows, dtype=torch.bool),
+        )
+        self.row_of = torch.full((num,), -1)
+        """The row in each place, on the host; -1: none."""
+        self.next_row = 0
+
+        def made(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num, *shape, dtype=dtype, device=self.device)
+
+        self.prompt_of, self.count = (made(dtype=torch.int32) for _ in range(2))
+        self.uniforms = made(self.room, dtype=torch.float32)
         # One column more than is read: rows that have ended write there.
-        self.tokens = torch.zeros(num_rows, self.room + 1, dtype=torch.int64, device=self.device)
-        self.logps, self.entropies = (torch.zeros(num_rows, self.room + 1, device=self.device) for _ in range(2))
-        self.last, self.drawn = (torch.zeros(num_rows, dtype=torch.int64, device=self.device) for _ in range(2))
-        self.ended, self.stopped = (torch.zeros(num_rows, dtype=torch.bool, device=self.device) for _ in range(2))
-        self.count = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+        self.tokens = made(self.room + 1, dtype=torch.int64)
+        self.logps, self.entropies = (made(self.room + 1, dtype=torch.float32) for _ in range(2))
+        self.last, self.drawn, self.length = (made(dtype=torch.int64) for _ in range(3))
+        self.ended, self.stopped = (made(dtype=torch.bool) for _ in range(2))
+        self.every_place = torch.arange(num, device=self.device)
+        self.stop_ids = torch.tensor([*stop_ids, -1], device=self.device)
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)  # read by no kernel
         self.layers: list[tuple[Tensor, ...]] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.num_steps = 0
         self._start(prompts)
 
     def run(self, poll: Callable[[], None]) -> Decoded:
         """Decode until all rows have ended."""
-        graph: torch.cuda.CUDAGraph | None = None
-        for step in range(1, self.room):
-            poll()
-            if step % CHECK_EVERY == 0 and bool(self.ended.all()):
-                break
-            if step <= 2:  # kernels are compiled and workspaces made before a graph is captured
-                self._step()
+        self._fill(torch.arange(len(self.row_of)))
+        while True:
+            ended, drawn = self.ended.cpu(), self.drawn.cpu()
+            if bool(ended.any()) and self.next_row < len(self.all_prompt_of):
+                self._collect(ended.nonzero()[:, 0])
+                self._fill(ended.nonzero()[:, 0])
                 continue
-            if graph is None:
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    self._step()
-            graph.replay()
-        found = (self.tokens, self.logps, self.entropies, self.drawn, self.stopped)
-        return Decoded(*(x[:, : self.room].cpu() if x.dim() == 2 else x.cpu() for x in found))
+            if bool(ended.all()):
+                break
+            for _ in range(min(CHECK_EVERY, self.room - int(drawn[~ended].min()))):
+                poll()
+                self._advance()
+        self._collect(torch.arange(len(self.row_of)))
+        return self.found
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """What attention of a layer reads and writes besides queries, keys and values."""
         return self.layers[index]
 
     def _start(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Keys and values of the prompts, padded on the left, and the first token of each row."""
+        """Keys and values of the prompts, padded on the left, and the logits of what follows them."""
         from transformers import DynamicCache
 
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
@@ -116,24 +136,58 @@ class GraphDecoder:
         for layer in cache.layers:
             keys, values = layer.keys, layer.values  # pyright: ignore[reportAttributeAccessIssue]
             assert keys is not None and values is not None
-            shape = len(self.prompt_of), keys.shape[1], self.room, keys.shape[3]
+            shape = len(self.row_of), keys.shape[1], self.room, keys.shape[3]
             own = (torch.empty(shape, dtype=keys.dtype, device=self.device) for _ in range(2))
             prompt = (keys.contiguous(), values.contiguous())
             self.layers.append((*own, *prompt, self.prompt_of, first, self.count))
-        self.length_N = lengths[self.prompt_of]
-        self._draw(self._logits(hidden_PD)[self.prompt_of.long()])
+        self.lengths_P, self.first_PV = lengths, self._logits(hidden_PD)
+
+    def _fill(self, places: Tensor) -> None:
+        """Put the next rows into these places, and draw their first token."""
+        places = places[: len(self.all_prompt_of) - self.next_row]
+        rows = torch.arange(self.next_row, self.next_row + len(places))
+        self.next_row += len(places)
+        self.row_of[places] = rows
+        at = places.to(self.device)
+        prompt_of = self.all_prompt_of[rows].to(self.device)
+        self.prompt_of[at], self.length[at] = prompt_of, self.lengths_P[prompt_of]
+        self.uniforms[at] = self.all_uniforms[rows].to(self.device)
+        for state in (self.drawn, self.ended, self.stopped):
+            state[at] = 0
+        self._draw(self.first_PV[prompt_of], at)
+
+    def _collect(self, places: Tensor) -> None:
+        """Bring the rows in these places to the host; the places are empty then."""
+        places = places[self.row_of[places] >= 0]
+        rows, at, found = self.row_of[places], places.to(self.device), self.found
+        for kept, drawn in ((found.tokens, self.tokens), (found.logps, self.logps), (found.entropies, self.entropies)):
+            kept[rows] = drawn[at, : self.room].cpu()
+        found.length[rows], found.stopped[rows] = self.drawn[at].cpu(), self.stopped[at].cpu()
+        self.row_of[places] = -1
+
+    def _advance(self) -> None:
+        """One more token of each row, by a graph once kernels are compiled and workspaces made."""
+        self.num_steps += 1
+        if self.num_steps <= 2:
+            self._step()
+            return
+        if self.graph is None:
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._step()
+        self.graph.replay()
 
     def _step(self) -> None:
-        """One more token of each row."""
         self.count.copy_(self.drawn - 1)
         hidden_ND = self._hidden(
             input_ids=self.last[:, None],
             attention_mask=self.mask,
-            position_ids=(self.length_N + self.drawn - 1)[:, None],
+            position_ids=(self.length + self.drawn - 1)[:, None],
             decode_rows=self,
             use_cache=False,
         )
-        self._draw(self._logits(hidden_ND))
+        self._draw(self._logits(hidden_ND), self.every_place)
 
     def _hidden(self, **keywords: Any) -> Tensor:
         """Hidden states of the last slot of each row."""
@@ -146,21 +200,23 @@ class GraphDecoder:
         logits_NV = torch.mm(hidden_ND.to(head.weight.dtype), head.weight.T, out_dtype=torch.float32)  # type: ignore[call-overload]
         return head.shaped(logits_NV if head.bias is None else logits_NV + head.bias.float())
 
-    def _draw(self, logits_NV: Tensor) -> None:
+    def _draw(self, logits_NV: Tensor, at_N: Tensor) -> None:
+        """Draw a token for each of the places `at_N`, and note it."""
+        drawn_N, ended_N = self.drawn[at_N], self.ended[at_N]
         if self.temperature == 0:
             token_N = logits_NV.argmax(-1)
             logp_N = logits_NV.log_softmax(-1).gather(1, token_N[:, None])[:, 0]
             entropy_N = torch.zeros_like(logp_N)
         else:
-            u_N = self.uniforms.gather(1, self.drawn.clamp(max=self.room - 1)[:, None])[:, 0]
+            u_N = self.uniforms[at_N, drawn_N.clamp(max=self.room - 1)]
             token_N, logp_N, entropy_N = draw_tokens(logits_NV.contiguous(), u_N, self.temperature)
-        place_N1 = torch.where(self.ended, self.room, self.drawn)[:, None]
+        column_N = torch.where(ended_N, self.room, drawn_N)
         for kept, new in ((self.tokens, token_N), (self.logps, logp_N), (self.entropies, entropy_N)):
-            kept.scatter_(1, place_N1, new[:, None])
-        self.last.copy_(token_N)
-        self.stopped.logical_or_((token_N[:, None] == self.stop_ids).any(1) & ~self.ended)
-        self.drawn.add_((~self.ended).long())
-        self.ended.logical_or_(self.stopped | (self.drawn >= self.room))
+            kept[at_N, column_N] = new
+        stopped_N = self.stopped[at_N] | ((token_N[:, None] == self.stop_ids).any(1) & ~ended_N)
+        drawn_N = drawn_N + (~ended_N).long()
+        self.last[at_N], self.stopped[at_N], self.drawn[at_N] = token_N, stopped_N, drawn_N
+        self.ended[at_N] = ended_N | stopped_N | (drawn_N >= self.room)
 
 
 def can_decode(scorer: "Scorer") -> bool:

@@ -99,6 +99,10 @@ class Scorer:
         old = result.logps if inputs.on_policy else inputs.old_logps
         return output, replace(inputs, logps=result.logps, old_logps=old, entropies=result.entropies)
 
+    def body(self, batch: PackedBatch) -> Tensor:
+        """Hidden states of the scored slots, `[N, D]`, or logits where the head is the model's own."""
+        return self.read(*self._keywords(batch), lambda hidden_ND: hidden_ND)
+
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits of the scored slots at temperature 1, `[N, V]`, from the hidden states that are scored."""
         return self.read(*self._keywords(batch), None if self.head is None else self.head.logits)

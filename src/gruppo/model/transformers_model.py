@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 Sequences = Sequence[Rollout | InputFeature]
 PerSequence = Tensor | Sequence[Any]
+KEEP = 0.9
+"""Share of activations that is kept: all that come from a product, and not what is computed from them in one pass."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,8 +57,8 @@ class TransformersModel:
         temperature: at which tokens were sampled and are scored.
         gradient_checkpointing: keep the inputs of blocks only and recompute the rest in the backward: least memory.
         offload: keep those inputs in pinned host memory.
-        keep_activations: share of its activations that a compiled block keeps for the backward; below 1, those that are
-            cheapest to compute again are not kept.
+        keep_activations: share of its activations that a compiled block keeps for the backward; what is cheapest to
+            compute again is not kept. None: 0.9.
         compile: compile the decoder blocks for scoring and training; None: on a GPU.
         layout: "padded" rows (any model), "packed" into one row (attention that takes boundaries from positions),
             "shared" prompts (each computed once per group), or "auto": shared where that is worth it, else padded. A
@@ -78,7 +80,7 @@ class TransformersModel:
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
         offload: bool = False,
-        keep_activations: float = 1.0,
+        keep_activations: float | None = None,
         compile: bool | None = None,
         layout: Layout = "auto",
         head: HeadChoice = "auto",
@@ -98,10 +100,10 @@ class TransformersModel:
                 + (f"no GPU, device={self.device}" if gradient_checkpointing else "gradient_checkpointing=False")
             )
         compiles = self.device.type == "cuda" if compile is None else compile
-        if not 0 < keep_activations <= 1 or (keep_activations < 1 and not compiles):
+        if keep_activations is not None and not (0 < keep_activations <= 1 and compiles):
             raise InputError(
-                f"keep_activations must be above 0 and at most 1, and below 1 needs compiled blocks (compile=True), "
-                f"got {keep_activations!r} with compile={compiles}; gradient_checkpointing=True recomputes without them"
+                f"keep_activations must be above 0 and at most 1, and needs compiled blocks (compile=True), got "
+                f"{keep_activations!r} with compile={compiles}; gradient_checkpointing=True recomputes without them"
             )
         has_bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         # Weights that are sharded over ranks get their precision from what shards them.
@@ -139,7 +141,7 @@ class TransformersModel:
         if compiles:
             from gruppo.model.blocks import CompiledBlocks  # brings the compiler
 
-            self.scorer.compiled = CompiledBlocks(self.scorer.base, keep=keep_activations)
+            self.scorer.compiled = CompiledBlocks(self.scorer.base, keep=keep_activations or KEEP)
         self._host = HostInputs(self.device) if offload else None
         self.planner = Planner(
             self.scorer, layout=layout, tokens_per_microbatch=tokens_per_microbatch, ranks=self.ranks
@@ -250,6 +252,7 @@ class TransformersModel:
         prompt_of: Sequence[int],
         uniforms: Tensor,
         *,
+        places: int,
         temperature: float,
         stop_ids: Sequence[int],
         poll: Callable[[], None],
@@ -257,11 +260,11 @@ class TransformersModel:
         """Completions drawn on the GPU, see `GraphDecoder`."""
         from gruppo.model.decoder import GraphDecoder
 
-        options = {"temperature": temperature, "stop_ids": stop_ids}
+        options: dict[str, Any] = {"places": places, "temperature": temperature, "stop_ids": stop_ids}
         return GraphDecoder(self.scorer, prompts, prompt_of, uniforms, **options).run(poll)
 
     def rows_at_once(self, max_new_tokens: int) -> int:
-        """Rows that `decode` can take in one call; 0: it cannot run this model."""
+        """Rows that `decode` has places for; 0: it cannot run this model."""
         if self.device.type != "cuda":
             return 0
         from gruppo.model.decoder import can_decode, rows_that_fit

@@ -44,7 +44,7 @@ class DecodedModel(TrainedModel, Protocol):
         ...
 
     def rows_at_once(self, max_new_tokens: int) -> int:
-        """Rows that `decode` takes in one call; 0: it cannot."""
+        """Rows that `decode` has places for; 0: it cannot."""
         ...
 
     def decode(
@@ -53,6 +53,7 @@ class DecodedModel(TrainedModel, Protocol):
         prompt_of: Sequence[int],
         uniforms: Tensor,
         *,
+        places: int,
         temperature: float,
         stop_ids: Sequence[int],
         poll: Poll,
@@ -96,22 +97,20 @@ class TorchSampler(Sampler):
             if requests and self.way is None:  # now that it matters: it costs forwards where attention is not plain
                 self.way = find_way(self.model)
             in_graphs = self.way == "together" and not params.filters
-            limit = self.model.rows_at_once(params.max_new_tokens) if in_graphs else 0
-            for part in self._parts(requests, limit):
+            places = self.model.rows_at_once(params.max_new_tokens) if in_graphs else 0
+            for part in self._parts(requests, places):
                 decoding = _Decoding(self, [requests[i] for i in part], params)
-                samples = decoding.run_in_graphs() if limit else decoding.run()
+                samples = decoding.run_in_graphs(places) if places else decoding.run()
                 for i, drawn in zip(part, samples, strict=True):
                     futures[i].set_result(drawn)
         finally:  # `poll` may have raised
             self.model.model.train(was_training)
         return futures
 
-    def _parts(self, requests: Sequence[SampleRequest], limit: int) -> list[list[int]]:
-        """Requests that are decoded together: of one length where that is needed, or up to a limit of rows."""
-        if limit:
-            from gruppo.batch import split_by_tokens  # only here: other samplers run where there is no trainer
-
-            return split_by_tokens([request.num_samples for request in requests], limit)
+    def _parts(self, requests: Sequence[SampleRequest], places: int) -> list[list[int]]:
+        """Requests that are decoded together: of one length where that is needed, or as many prompts as rows."""
+        if places:
+            return [list(range(i, min(i + places, len(requests)))) for i in range(0, len(requests), places)]
         parts: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             parts.setdefault(len(request.prompt.token_ids) if self.way == "by length" else 0, []).append(i)
@@ -156,7 +155,7 @@ class _Decoding:
         self.stopped = np.zeros(len(self.owner), dtype=bool)
         self.stop_ids = np.fromiter(sampler.stop_ids, dtype=np.int64)
 
-    def run_in_graphs(self) -> list[Samples]:
+    def run_in_graphs(self, places: int) -> list[Samples]:
         """Samples of each request, decoded by the model in CUDA graphs."""
         params = self.params
         uniforms = np.zeros(self.tokens.shape, dtype=np.float32)
@@ -166,6 +165,7 @@ class _Decoding:
             [r.prompt.token_ids for r in self.requests],
             self.owner.tolist(),
             torch.from_numpy(uniforms.clip(max=1 - 2.0**-24)),
+            places=places,
             temperature=params.temperature,
             stop_ids=self.stop_ids.tolist(),
             poll=self.sampler.poll,

@@ -4,16 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from gruppo.batch import pack, pack_shared
 from gruppo.kernel.head import memory_estimate
+from gruppo.model.attention_hook import refusal
 from gruppo.model.plan import WORTH_IT, plan_rows
 from gruppo.model.scorer import SMALL_LOGITS
 from gruppo.trainer.config import TrainConfig
-from gruppo.types import Prompt
+from gruppo.types import InputFeature, Prompt
 
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
 
 MiB = 2**20
+TRIAL_TOKENS = (1024, 3072)
+"""Tokens of the two trial forwards from which a GPU's memory per token is found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +36,8 @@ class Plan:
     parameters: int
     trainable: int
     memory: int
-    """Bytes: weights, gradients, optimizer, reference, one micro-batch's activations. A rough estimate."""
+    """Bytes of training: weights, gradients, optimizer, reference, one micro-batch's activations. On a GPU activations
+    are measured on a few tokens; elsewhere a rough estimate."""
     prompt_copies: int
     """How often the prompt of a group is computed in a step: its completions, or less when they share it."""
     computed_tokens: int
@@ -68,15 +75,18 @@ def make_plan(config: TrainConfig, model: "TransformersModel", prompts: Sequence
     copies = _prompt_copies(config, mean_prompt_tokens, hidden_size, model.device.type == "cuda")
     computed = tokens - int(config.prompts_per_step * (config.group_size - copies) * mean_prompt_tokens)
     micro = computed if config.tokens_per_microbatch is None else min(computed, config.tokens_per_microbatch)
-    # A layer keeps about 16 vectors of the hidden size per token for its backward; with recomputation one.
-    kept = 1 if config.gradient_checkpointing else 16
-    activations = micro * hidden_size * num_layers * kept * bytes_per
+    if model.device.type == "cuda":
+        shares = copies < config.group_size and refusal(model.scorer.base) is None
+        activations = int(micro * bytes_per_token(model, shares=shares))
+    else:  # A layer keeps about 16 vectors of the hidden size per token for its backward; with recomputation one.
+        activations = micro * hidden_size * num_layers * (1 if config.gradient_checkpointing else 16) * bytes_per
     walk = memory_estimate(micro, hidden_size, vocabulary, trained=not config.lora, bytes_per_weight=bytes_per)
     logits = micro * vocabulary * 4 * 3 if micro * vocabulary <= SMALL_LOGITS else sum(walk.values())
     reference = parameters * bytes_per if config.beta and not config.lora else 0
     # Gradient and two moments of Adam, in float32, and a master copy beside half-precision weights.
     masters = trainable * 4 if bytes_per < 4 else 0
-    memory = parameters * bytes_per + masters + trainable * (4 + 8) + reference + activations + logits
+    halves = trainable * bytes_per if bytes_per < 4 else 0  # their gradients, when activations are gone
+    memory = parameters * bytes_per + masters + trainable * (4 + 8) + reference + max(activations + logits, halves)
     return Plan(
         sequences_per_step=sequences,
         tokens_per_step=tokens,
@@ -89,6 +99,31 @@ def make_plan(config: TrainConfig, model: "TransformersModel", prompts: Sequence
         prompt_copies=copies,
         computed_tokens=computed,
     )
+
+
+def bytes_per_token(model: "TransformersModel", *, shares: bool) -> float:
+    """Bytes of a GPU that a token more takes in the forward and backward of the model's body.
+
+    Measured on two small forwards, which also compile what the run will use. Gradients are dropped as they come.
+    """
+    peaks = []
+    trained = [p for p in model.model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
+    try:
+        for num in TRIAL_TOKENS:
+            prompt, half = (0,) * (num // 2), num // 4
+            features = [InputFeature(prompt_ids=prompt, completion_ids=(i,) * half) for i in range(2)]
+            if not shares:
+                features = [InputFeature(prompt_ids=prompt, completion_ids=(0,) * (num - len(prompt)))]
+            batch = (pack_shared(features, multiple_of=128) if shares else pack(features)).to(model.device)
+            for _ in range(2):  # the first may compile
+                torch.cuda.reset_peak_memory_stats(model.device)
+                model.scorer.body(batch).sum().backward()
+            peaks.append(torch.cuda.max_memory_allocated(model.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return (peaks[1] - peaks[0]) / (TRIAL_TOKENS[1] - TRIAL_TOKENS[0])
 
 
 def _prompt_copies(config: TrainConfig, mean_prompt_tokens: float, hidden_size: int, is_cuda: bool) -> int:

@@ -10,6 +10,7 @@ import torch
 from tiny_models import actor, gradients, random_features, tiny_model
 from torch._dynamo.utils import counters
 
+from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.model.blocks import CompiledBlocks, find_blocks
@@ -119,3 +120,17 @@ def test_a_reference_taken_from_compiled_blocks_keeps_its_own_weights() -> None:
 def test_blocks_are_the_list_of_equal_layers() -> None:
     assert len(find_blocks(tiny_model("llama"))) == tiny_model("llama").config.num_hidden_layers
     assert find_blocks(torch.nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": True}, "offload=True moves what gradient_checkpointing=True keeps"),
+        ({"offload": True, "gradient_checkpointing": True}, "there is no GPU, device=cpu"),
+        ({"keep_activations": 0.5}, "needs compiled blocks"),
+        ({"keep_activations": 1.5, "compile": True}, "above 0 and at most 1"),
+    ],
+)
+def test_what_cannot_be_kept_so_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TransformersModel("builtin", device="cpu", **options)

@@ -226,7 +226,7 @@ def plan_of(config: TrainConfig, **sizes: Any) -> Plan:
     device = SimpleNamespace(type="cuda" if sizes.get("is_cuda") else "cpu")
     prompt = Prompt(token_ids=(0,) * int(sizes["mean_prompt_tokens"]))
     dtype = SimpleNamespace(itemsize=sizes.get("bytes_per", 4))
-    model: Any = SimpleNamespace(model=inner, device=device, dtype=dtype)
+    model: Any = SimpleNamespace(model=inner, device=device, dtype=dtype, scorer=SimpleNamespace(base=inner))
     return make_plan(config, model, [prompt] * sizes["num_prompts"])
 
 
@@ -285,8 +285,10 @@ def test_the_plan_in_words() -> None:
     assert lines[2].startswith("1,000,000 of 1,000,000 parameters train; about 20 MiB of memory")
 
 
-def test_the_plan_counts_a_shared_prompt_once() -> None:
+def test_the_plan_counts_a_shared_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 prompts of 1000 tokens, 8 completions of 500: 24,000 tokens repeated, 10,000 shared."""
+    monkeypatch.setattr("gruppo.trainer.plan.bytes_per_token", lambda *_, **__: 1.0)  # measured on a GPU only
+    monkeypatch.setattr("gruppo.trainer.plan.refusal", lambda _: None)
     config = TrainConfig(prompts_per_step=2, group_size=8, max_new_tokens=500, tokens_per_microbatch=6000)
     given = PLAN | {"mean_prompt_tokens": 1000.0, "hidden_size": 1024, "is_cuda": True}
     plan = plan_of(config, **given)
