@@ -310,7 +310,7 @@ def main() -> None:
         features, _ = make_step(case)
         least = flop(case, features)
         print(f"\n{case.title}: {len(features)} sequences, {least / 1e12:.0f} TFLOP", flush=True)
-        variants: dict[str, dict[str, Any]] = {"gruppo": {}}
+        variants: dict[str, dict[str, Any]] = {"gruppo": {"gradient_checkpointing": True} if case.is_long else {}}
         if given.variants:
             variants |= VARIANTS
         results[name] = {"tflop": least / 1e12}

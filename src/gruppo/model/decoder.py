@@ -9,6 +9,7 @@ another size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,16 +167,14 @@ class GraphDecoder:
         self.row_of[places] = -1
 
     def _advance(self) -> None:
-        """One more token of each row, by a graph once kernels are compiled and workspaces made."""
+        """One more token of each row: by a graph, once kernels for so many rows have been compiled and run."""
         self.num_steps += 1
-        if self.num_steps <= 2:
+        if self.num_steps <= 2 and len(self.row_of) not in self.scorer.decoded:
             self._step()
             return
+        self.scorer.decoded.add(len(self.row_of))
         if self.graph is None:
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self._step()
+            self.graph = _captured(self._step, _graph_memory(self.device))
         self.graph.replay()
 
     def _step(self) -> None:
@@ -187,7 +186,7 @@ class GraphDecoder:
             decode_rows=self,
             use_cache=False,
         )
-        self._draw(self._logits(hidden_ND), self.every_place)
+        self._draw(self._logits(hidden_ND), slice(None))
 
     def _hidden(self, **keywords: Any) -> Tensor:
         """Hidden states of the last slot of each row."""
@@ -200,23 +199,48 @@ class GraphDecoder:
         logits_NV = torch.mm(hidden_ND.to(head.weight.dtype), head.weight.T, out_dtype=torch.float32)  # type: ignore[call-overload]
         return head.shaped(logits_NV if head.bias is None else logits_NV + head.bias.float())
 
-    def _draw(self, logits_NV: Tensor, at_N: Tensor) -> None:
-        """Draw a token for each of the places `at_N`, and note it."""
-        drawn_N, ended_N = self.drawn[at_N], self.ended[at_N]
+    def _draw(self, logits_NV: Tensor, at: Tensor | slice) -> None:
+        """Draw a token for each of these places, and note it."""
+        place_N, drawn_N, ended_N = self.every_place[at], self.drawn[at], self.ended[at]
         if self.temperature == 0:
             token_N = logits_NV.argmax(-1)
             logp_N = logits_NV.log_softmax(-1).gather(1, token_N[:, None])[:, 0]
             entropy_N = torch.zeros_like(logp_N)
         else:
-            u_N = self.uniforms[at_N, drawn_N.clamp(max=self.room - 1)]
+            u_N = self.uniforms[place_N, drawn_N.clamp(max=self.room - 1)]
             token_N, logp_N, entropy_N = draw_tokens(logits_NV.contiguous(), u_N, self.temperature)
         column_N = torch.where(ended_N, self.room, drawn_N)
         for kept, new in ((self.tokens, token_N), (self.logps, logp_N), (self.entropies, entropy_N)):
-            kept[at_N, column_N] = new
-        stopped_N = self.stopped[at_N] | ((token_N[:, None] == self.stop_ids).any(1) & ~ended_N)
-        drawn_N = drawn_N + (~ended_N).long()
-        self.last[at_N], self.stopped[at_N], self.drawn[at_N] = token_N, stopped_N, drawn_N
-        self.ended[at_N] = ended_N | stopped_N | (drawn_N >= self.room)
+            kept[place_N, column_N] = new
+        stopped_N = (token_N[:, None] == self.stop_ids).any(1) & ~ended_N
+        num_N = drawn_N + (~ended_N).long()
+        self.last[at], self.drawn[at] = token_N, num_N
+        self.stopped[at] = self.stopped[at] | stopped_N
+        self.ended[at] = ended_N | stopped_N | (num_N >= self.room)
+
+
+def _captured(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of a step. Not by `torch.cuda.graph`, which gives back the memory that the training step takes again."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
+        step()
+        graph.capture_end()
+    torch.cuda.synchronize()
+    return graph
+
+
+@cache
+def _graph_memory(device: torch.device) -> Any:
+    """Memory of graphs; a small graph holds it, so that each graph takes what the last one had."""
+    one = torch.ones(1, device=device)
+    anchor = _captured(lambda: one.add_(1), None)
+    _anchors.append((anchor, one))
+    return anchor.pool()
+
+
+_anchors: list[Any] = []
 
 
 def can_decode(scorer: "Scorer") -> bool:
