@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gruppo.errors import SamplerError
 from gruppo.weights.canary import Canary, Rows, TrainedModel
+from gruppo.weights.files import set_usual_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,6 +147,7 @@ def write(model: TrainedModel, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model.model.save_pretrained(folder, safe_serialization=True)
+    set_usual_mode(folder)  # a server may run as another user
 
 
 def contents(folder: Path) -> Contents:
