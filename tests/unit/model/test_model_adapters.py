@@ -93,7 +93,9 @@ def test_the_reference_of_a_trained_whole_module_is_its_start(tmp_path: Path) ->
 
 
 def test_whole_modules_have_masters_and_resume_to_the_bit(tmp_path: Path) -> None:
-    model, other = (actor(lora=HEAD, dtype="bfloat16") for _ in range(2))
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    options: dict[str, Any] = {"tokenizer": load_tokenizer("builtin"), "dtype": "bfloat16", "device": "cpu"}
+    model, other = (TransformersModel(str(tmp_path / "base"), lora=HEAD, **options) for _ in range(2))
     assert {p.dtype for p in model.model.parameters()} == {torch.bfloat16}
     assert model.weights.named()[WHOLE].dtype == torch.float32
     step(model, lr=1e-5)  # far below what bf16 can hold
@@ -216,9 +218,11 @@ def test_a_4_bit_base_has_the_log_probs_and_gradients_of_its_dequantized_weights
 
 
 @needs_bitsandbytes
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("options", [
     {"dtype": "bfloat16"},
     {"gradient_checkpointing": True},
+    {"compile": True},
     {"layout": "packed"},
     {"layout": "shared"},
     {"tokens_per_microbatch": 8},
