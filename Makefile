@@ -3,6 +3,7 @@
 # make lint   format, lint, types
 # make check  both: lint and test
 # make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
+# make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
 # make quick  the tests without those that train or start processes, in about a minute
 # make bench  measure against peers, in an environment of its own
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick test-lowest test-vllm lint check format bench figures docs clean
+.PHONY: demo test quick test-install test-lowest test-vllm lint check format bench figures docs clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -30,6 +31,9 @@ test-lowest:
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
 	.venv-lowest/bin/python -m pytest -W default -n 2 tests/unit tests/golden tests/api
+
+test-install: $(INSTALLED)
+	$(BIN)/python -m pytest -m install tests/install
 
 test-vllm:
 	PYTHON=$(PYTHON) tests/vllm/setup_env.sh .venv-vllm

@@ -32,6 +32,10 @@ class ModelOptions(Options):
     """The adapter is scaled by lora_alpha / lora_rank. Unset: 16."""
     lora_targets: tuple[str, ...] | None = None
     """Layers that get the adapter. Unset: all linear layers except the head."""
+    lora_modules_to_save: tuple[str, ...] | None = None
+    """Modules that train whole beside the adapter and are saved with it, e.g. lm_head. Unset: none."""
+    quantize: Literal["nf4"] | None = None
+    """Load the base in 4 bits (NF4 of bitsandbytes) and train an adapter on it: QLoRA. Unset: as `dtype` gives it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format the model computes in; `auto` is bfloat16 on a GPU that has it, else float32. Master weights,
     optimizer state, sums of gradients, log-probs and losses are always float32."""

@@ -51,9 +51,10 @@ def flags(short_run: Callable[..., dict[str, Any]]) -> Callable[..., list[str]]:
         found = []
         for name, value in short_run(output, **changes).items():
             flag = name.replace("_", "-")
-            found += (
-                [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-            )
+            if isinstance(value, bool):
+                found += [f"--{flag}" if value else f"--no-{flag}"]
+            else:
+                found += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
         return found
 
     return words

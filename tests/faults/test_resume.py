@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ Flags = Callable[..., list[str]]
 VARIANTS = {
     "full": {},
     "lora": {"lora": True, "lora_rank": 4, "beta": 0.01},
+    "whole": {"lora": True, "lora_modules_to_save": ["norm"], "beta": 0.01, "ref_every": 3},
     "dynamic": {"dynamic_sampling": 2, "retire_solved": 1, "kl_in_reward": 0.01, "kl_target": 0.1, "ref_every": 3},
 }
+if find_spec("bitsandbytes") is not None:
+    VARIANTS["4 bits"] = {"lora": True, "quantize": "nf4", "beta": 0.01}
 
 
 def tensor_hash(folder: Path) -> str:

@@ -42,8 +42,9 @@ def demo(arguments: Sequence[str]) -> int:
     words, folder = take_value(list(arguments), "--rebuild-base")
     if folder is not None:
         from gruppo.task.builtin import rebuild_base
+        from gruppo.weights.files import set_usual_mode
 
-        rebuild_base(folder, log=print)
+        set_usual_mode(rebuild_base(folder, log=print))
         print(f"the base model is in {folder}; train it with: gruppo demo --model {folder}")
         return 0
     config = parse_run(words, verb="demo", description=DEMO_HELP, preset=PRESET)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -171,10 +172,17 @@ def export(arguments: Sequence[str]) -> int:
     if given.merge and not is_adapter:
         raise InputError(f"{folder} holds no adapter to merge; leave out --merge")
     from gruppo.model import TransformersModel
-    from gruppo.model.checkpoint import save_pretrained
 
-    model = TransformersModel(str(folder), device="cpu")
-    inner = model.model.merge_and_unload() if given.merge else model.model  # type: ignore[operator]  # PEFT's
-    save_pretrained(inner, model.tokenizer, given.output)
+    if given.merge:
+        import torch
+
+        from gruppo.model.checkpoint import save_pretrained
+        from gruppo.model.lora import merge
+        from gruppo.weights.source import load_dequantized, load_tokenizer
+
+        adapted: Any = load_dequantized(str(folder), dtype=torch.float32)
+        save_pretrained(merge(adapted), load_tokenizer(str(folder)), given.output)
+    else:
+        TransformersModel(str(folder), device="cpu").save(given.output)
     print(f"{given.output} holds the {'merged model' if given.merge else 'adapter' if is_adapter else 'model'}")
     return 0

@@ -58,8 +58,8 @@ def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """The model (with LoRA the adapter) as transformers, PEFT and vLLM load it."""
+def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path, **facts: Any) -> None:
+    """The model (with LoRA the adapter) as transformers, PEFT and vLLM load it; `facts` go into the manifest."""
 
     def write(aside: Path) -> None:
         model.save_pretrained(aside, safe_serialization=True)  # type: ignore[operator]  # transformers' and PEFT's
@@ -71,7 +71,7 @@ def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         folder.rmdir()
     if folder.exists():
         raise InputError(f"{folder} exists and is not empty; save to a new folder")
-    commit_folder(folder, write, {"kind": "model"})
+    commit_folder(folder, write, {"kind": "model", **facts})
 
 
 def load_pretrained(model: nn.Module, folder: Path) -> None:

@@ -103,8 +103,18 @@ class Reference:
 
 
 def _adds_nothing(model: nn.Module) -> bool:
-    """Whether an adapter leaves its base as it is: plain LoRA whose second factors are all zero."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    second = [p for name, p in trained.items() if ".lora_B." in name]
-    is_plain = all(".lora_A." in name or ".lora_B." in name for name in trained)
-    return is_plain and all(not bool(p.any()) for p in second)
+    """Whether an adapter leaves its base as it is: plain LoRA whose second factors are all zero, and modules that
+    train whole as they were."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad or ".lora_A." in name:
+            continue
+        if ".lora_B." in name:
+            if bool(parameter.any()):
+                return False
+        else:
+            path, _, own = name.partition(".modules_to_save.")
+            before = parameters.get(f"{path}.original_module.{own.partition('.')[2]}")
+            if before is None or not torch.equal(parameter, before.to(parameter.dtype)):
+                return False
+    return True

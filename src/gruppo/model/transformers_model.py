@@ -52,6 +52,8 @@ class TransformersModel:
         dtype: in which the model computes: "float32", "bfloat16", or "auto": bfloat16 on a GPU that has it, else as the
             model object is, else float32. Beside bfloat16 weights and adapters, training keeps float32 masters, sums of
             gradients and optimizer state; log-probs, ratios and reductions are float32 in any case.
+        quantize: "nf4" loads the linear layers of the base in 4 bits, for an adapter to train on (QLoRA). None: as they
+            are, or for an adapter's folder as they were while the adapter trained.
         device: default: a GPU if there is one.
         tokens_per_microbatch: tokens of one forward; for memory only, no result depends on it. None: all at once.
         temperature: at which tokens were sampled and are scored.
@@ -75,6 +77,7 @@ class TransformersModel:
         *,
         lora: LoraSpec | None = None,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        quantize: Literal["nf4"] | None = None,
         device: str | torch.device | None = None,
         tokens_per_microbatch: int | None = None,
         temperature: float = 1.0,
@@ -109,14 +112,32 @@ class TransformersModel:
         # Weights that are sharded over ranks get their precision from what shards them.
         is_auto = dtype == "auto" and has_bf16 and process_group is None
         compute = torch.bfloat16 if is_auto else DTYPES.get(dtype)
+        loaded = compute or torch.float32
+        self.quantized = {} if quantize is None else {"quantize": quantize, "dtype": str(loaded).removeprefix("torch.")}
+        """How the base was quantised here, and from which dtype: a folder with its adapter notes it. {}: not at all."""
         if isinstance(model_id, str):
-            loaded = compute or torch.float32
+            _check_quantize(model_id, quantize, lora, process_group)
+            self.quantized = source.quantization_of(model_id) or self.quantized
             model: nn.Module = source.load_model(
-                model_id, dtype=loaded, attn_implementation=attn_implementation, revision=revision
+                model_id,
+                dtype=loaded,
+                attn_implementation=attn_implementation,
+                revision=revision,
+                quantize=quantize,
+                device=self.device,
             )
             self.tokenizer = tokenizer or source.load_tokenizer(model_id, revision)
         else:
+            if quantize is not None:
+                raise InputError(
+                    f"quantize={quantize!r} is for a model that is loaded by its name; load the object in 4 bits: "
+                    "from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))"
+                )
             model, self.tokenizer = model_id, tokenizer
+        if getattr(model, "is_quantized", False) and lora is None and lora_of(model) is None:
+            raise InputError(
+                "the weights of the model are quantised, and such weights do not train; give lora=LoraSpec()"
+            )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable()  # type: ignore[operator]  # transformers'
         if lora is not None:
@@ -394,7 +415,7 @@ class TransformersModel:
         from gruppo.model.checkpoint import save_pretrained
 
         with self.weights.in_full() if self.lora else nullcontext():
-            save_pretrained(self.model, self.tokenizer, Path(folder))
+            save_pretrained(self.model, self.tokenizer, Path(folder), **self.quantized)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote into this model."""
@@ -440,6 +461,16 @@ class TransformersModel:
             logps_N = self.scorer(batch)[0]
         if len(batch.scored):
             self.mismatch.add(LossInputs.of(batch, logps_N, None, totals))
+
+
+def _check_quantize(model_id: str, quantize: Any, lora: LoraSpec | None, process_group: Any) -> None:
+    """Refuse to quantise where nothing could train, or where weights are sharded."""
+    if quantize not in (None, "nf4"):
+        raise InputError(f"quantize must be 'nf4' or None, got {quantize!r}")
+    if quantize is not None and lora is None and not source.holds_adapter(model_id):
+        raise InputError(f"quantize={quantize!r} needs an adapter, since 4-bit weights do not train; switch lora on")
+    if quantize is not None and process_group is not None:
+        raise InputError(f"quantize={quantize!r} is for one process: 4-bit weights cannot be sharded over ranks")
 
 
 def _with(inputs: Sequences, given: dict[str, PerSequence | None]) -> list[Rollout]:
@@ -495,7 +526,7 @@ def _in_precision(model: nn.Module, compute: torch.dtype) -> MasterWeights | Non
     base = _frozen_first(model).dtype
     halved = set()
     for name, parameter in model.named_parameters():
-        is_chosen = parameter.dtype == base or ".lora_" in name
+        is_chosen = parameter.dtype == base or ".lora_" in name or ".modules_to_save." in name
         if parameter.dtype == compute or not is_chosen or any(part in name for part in kept):
             continue
         if parameter.requires_grad and compute.itemsize < 4:
@@ -506,14 +537,17 @@ def _in_precision(model: nn.Module, compute: torch.dtype) -> MasterWeights | Non
 
 
 def _frozen_first(model: nn.Module) -> nn.Parameter:
-    """A parameter of the base model: one that does not train if there is any, as beside an adapter."""
-    return min(model.parameters(), key=lambda parameter: parameter.requires_grad)
+    """A parameter of the base model: one that does not train if there is any, as beside an adapter. Not a 4-bit one."""
+    return min(model.parameters(), key=lambda p: (not p.is_floating_point(), p.requires_grad))
 
 
 def _switch_off_dropout(model: nn.Module) -> None:
-    """Dropout makes the same weights score the same tokens differently: the ratio would not be 1 on-policy."""
+    """Dropout, and kernels for scoring only, make the same weights score the same tokens differently: the ratio would
+    not be 1 on-policy."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers score in bf16 by it, and train in float32
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

@@ -153,13 +153,13 @@ def sendable(reward: Reward) -> str | Callable[..., Any]:
     except Exception as error:  # pickling runs foreign code and fails in many ways
         raise InputError(
             f"reward {reward.name!r} cannot run in a worker process, because a lambda or a function inside a function "
-            f"has no name to import it by ({error}); move it to a module, or pass isolated=False to run it in this "
-            "process without a time limit"
+            f"has no name to import it by ({error}); move it to a module, or run it in this process without a time "
+            "limit: load_reward(function, isolated=False)"
         ) from error
     if is_in_main(function) and not hasattr(sys.modules["__main__"], "__file__"):
         raise InputError(
             f"reward {reward.name!r} is defined in an interactive session, where a worker process cannot import it; "
-            "move it to a module, or pass isolated=False to run it in this process without a time limit"
+            "move it to a module, or run it in this process without a time limit: load_reward(function, isolated=False)"
         )
     return function
 

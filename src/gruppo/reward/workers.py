@@ -92,7 +92,8 @@ class WorkerPool:
             except Exception as error:
                 raise InputError(
                     f"the arguments of reward {queue[0].function!r} cannot be sent to its "
-                    f"worker: {error}; use plain values in the columns, or isolated=False"
+                    f"worker: {error}; use plain values in the columns, or run it in "
+                    "this process: load_reward(function, isolated=False)"
                 ) from error
             else:
                 queue.popleft()

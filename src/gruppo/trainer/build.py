@@ -194,6 +194,7 @@ def build_model(config: TrainConfig, objects: Objects, loss: PolicyLoss, tokeniz
         objects.model,
         lora=_new_adapter(config, objects, config.seed),
         dtype=config.dtype,
+        quantize=config.quantize,
         tokens_per_microbatch=config.tokens_per_microbatch,
         temperature=config.temperature,
         gradient_checkpointing=config.gradient_checkpointing,
@@ -233,8 +234,8 @@ def _new_adapter(options: ModelOptions, objects: Objects, seed: int) -> "LoraSpe
     from gruppo.model import LoraSpec
     from gruppo.model.lora import lora_of
 
-    own = {"rank": options.lora_rank, "alpha": options.lora_alpha, "targets": options.lora_targets}
-    given = {name: value for name, value in own.items() if value is not None}
+    names = ("rank", "alpha", "targets", "modules_to_save")
+    given = {name: value for name in names if (value := getattr(options, f"lora_{name}")) is not None}
     if holds_adapter(objects.model) if isinstance(objects.model, str) else lora_of(objects.model):
         if given:
             name = next(iter(given))
@@ -244,6 +245,9 @@ def _new_adapter(options: ModelOptions, objects: Objects, seed: int) -> "LoraSpe
             )
         return None
     if not options.lora:
+        if given:
+            name = next(iter(given))
+            raise InputError(f"lora_{name}={given[name]!r} is for an adapter, and lora is off; set lora=true")
         return None
     if given.get("targets") == ("all-linear",):
         given["targets"] = "all-linear"

@@ -52,10 +52,15 @@ ELSEWHERE = {
     "use_peft": "lora",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets",
+    "modules_to_save": "lora_modules_to_save",
+    "load_in_4bit": "quantize: nf4 is 4 bits",
 }
 """Options of other trainers, TRL's above all, and what is meant by them here."""
 
-REFUSED = {"top_p": _FILTER, "top_k": _FILTER, "min_p": _FILTER}
+_DROPOUT = (
+    "with it the same weights score the same tokens otherwise, and the ratio would not be 1 on-policy. Leave it out"
+)
+REFUSED = {"top_p": _FILTER, "top_k": _FILTER, "min_p": _FILTER, "lora_dropout": _DROPOUT}
 """Options that other trainers have and this one refuses, with the reason."""
 
 
@@ -93,6 +98,16 @@ class TrainConfig(
             raise ValueError(
                 f"completions_limit={self.completions_limit} is less than group_size={self.group_size}, and a file "
                 "takes whole groups; raise it, or set completions_every=0"
+            )
+        if self.quantize and self.sampler != "torch":
+            raise ValueError(
+                f"quantize={self.quantize!r} cannot go with sampler={self.sampler!r}: vLLM would sample from the base "
+                "in full precision, another policy than the one that trains. Use sampler=torch, or leave quantize out"
+            )
+        if self.lora_modules_to_save and self.sampler != "torch":
+            raise ValueError(
+                f"lora_modules_to_save={list(self.lora_modules_to_save)} cannot go with sampler={self.sampler!r}: vLLM "
+                "takes adapters without whole modules only. Use sampler=torch, or leave lora_modules_to_save out"
             )
         if self.ref_every and self.lora and self.ref_mix < 1:
             raise ValueError(

@@ -105,11 +105,24 @@ def _adapter(peft_config: Any) -> dict[str, Any]:
             f"lora_dropout={peft_config.lora_dropout}: with dropout the same weights score the same tokens otherwise, "
             "and the ratio would not be 1 on-policy; set it to 0"
         )
-    if peft_config.modules_to_save:
-        raise InputError(f"modules_to_save={peft_config.modules_to_save!r} is not supported; leave it out")
     targets = peft_config.target_modules or "all-linear"
-    targets = [targets] if isinstance(targets, str) else sorted(targets)
-    return {"lora": True, "lora_rank": peft_config.r, "lora_alpha": peft_config.lora_alpha, "lora_targets": targets}
+    given = {
+        "lora_rank": peft_config.r,
+        "lora_alpha": peft_config.lora_alpha,
+        "lora_targets": [targets] if isinstance(targets, str) else sorted(targets),
+        "lora_modules_to_save": peft_config.modules_to_save,
+    }
+    used = {"r", "lora_alpha", "target_modules", "modules_to_save"}
+    notes = {"task_type", "inference_mode", "peft_version", "base_model_name_or_path", "revision"}
+    plain = type(peft_config)()
+    for name, value in vars(peft_config).items():
+        if name not in used | notes and value != getattr(plain, name):
+            raise InputError(
+                f"peft_config has {name}={value!r}, and of a LoraConfig only r, lora_alpha, target_modules and "
+                "modules_to_save are used; leave it out, or give a model that PEFT has adapted already: "
+                "GRPOTrainer(model=get_peft_model(model, peft_config), ...)"
+            )
+    return {"lora": True, **given}
 
 
 def _described(value: Any) -> str:

@@ -28,6 +28,7 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
     try:
         aside.mkdir(parents=True)
         write(aside)
+        set_usual_mode(aside)
         files = {}
         for path in sorted(p for p in aside.rglob("*") if p.is_file()):
             files[path.relative_to(aside).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
@@ -43,6 +44,16 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
             raise
         space = f" ({shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free)" if folder.parent.exists() else ""
         raise CheckpointError(f"could not write {folder}: {error}{space}; nothing was lost") from error
+
+
+def set_usual_mode(folder: Path) -> None:
+    """Give safetensors files the mode that the umask gives other new files; they are created for their owner alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(mode)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -7,10 +7,12 @@ model repository is never run and pickled weights are never read: both can do an
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError, require
+from gruppo.weights.files import MANIFEST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,6 +64,13 @@ def base_of(model_id: str) -> str:
     return base
 
 
+def quantization_of(model_id: str) -> dict[str, str]:
+    """How the base of an adapter's folder was quantised while it trained, and from which dtype; {}: not at all."""
+    file = Path(resolve(model_id)) / MANIFEST
+    noted = json.loads(file.read_text()) if holds_adapter(model_id) and file.is_file() else {}
+    return {name: noted[name] for name in ("quantize", "dtype")} if "quantize" in noted else {}
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a folder that lacks a model, would run its own code, or holds its weights as pickles."""
     if (folder / ADAPTER).is_file():
@@ -87,27 +96,71 @@ def check_folder(folder: Path) -> None:
 
 
 def load_model(
-    model_id: str, *, dtype: Any, attn_implementation: str | None = None, revision: str | None = None
+    model_id: str,
+    *,
+    dtype: Any,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    quantize: str | None = None,
+    device: Any = "cpu",
 ) -> "PreTrainedModel":
-    """The causal language model of `model_id`, on the CPU; for an adapter's folder its base with the adapter on it."""
+    """The causal language model of `model_id`, on the CPU; for an adapter's folder its base with the adapter on it.
+
+    Args:
+        quantize: "nf4" for linear layers in 4 bits. None: as they are; for an adapter as they were while it trained.
+        device: of 4-bit weights, which are made there.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a bar per load would run across gruppo's own
     path = resolve(model_id)
-    if holds_adapter(path):
-        base = load_model(base_of(path), dtype=dtype, attn_implementation=attn_implementation)
-        return _with_adapter(base, path)
-    options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
+    options: dict[str, Any] = {"dtype": dtype}
     given = {"attn_implementation": attn_implementation, "revision": revision}
     options |= {name: value for name, value in given.items() if value is not None}
+    if holds_adapter(path):
+        options.pop("revision", None)
+        # Other weights come out of 4 bits if they were rounded otherwise before.
+        options |= {"quantize": quantize, "device": device} | quantization_of(path)
+        return _with_adapter(load_model(base_of(path), **options), path)
+    if quantize is not None:
+        options |= _quantization(model_id, quantize, dtype) | {"device_map": {"": device}}
     with _refusing(model_id):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, trust_remote_code=False, use_safetensors=True, **options
+        )
     model, report = loaded
     if report["missing_keys"]:  # transformers would fill them with random numbers
         missing = sorted(report["missing_keys"])
         raise InputError(f"the weights of {model_id!r} lack {len(missing)} tensors: {', '.join(missing[:3])}")
     return model
+
+
+def load_dequantized(folder: str, *, dtype: Any) -> "PreTrainedModel":
+    """The adapter of a folder on its base, whose weights are what its 4-bit numbers stand for, if it has such."""
+    options = {"dtype": dtype} | quantization_of(folder)
+    base = load_model(base_of(folder), **options)
+    if getattr(base, "is_quantized", False):
+        with _refusing(base_of(folder)):
+            base = base.dequantize()
+    return _with_adapter(base.to(dtype), folder)
+
+
+def _quantization(model_id: str, quantize: str, dtype: Any) -> dict[str, Any]:
+    """Options of transformers for a model in 4 bits, as in QLoRA (arXiv:2305.14314), which computes in `dtype`."""
+    if find_spec("bitsandbytes") is None:
+        raise require("qlora", "bitsandbytes", f"quantize={quantize!r}")
+    if getattr(load_config(model_id), "quantization_config", None) is not None:
+        raise InputError(f"quantize={quantize!r}: the weights of {model_id!r} are quantised already; leave it out")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantize,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config}
 
 
 def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
@@ -184,16 +237,18 @@ def end_tokens_of(*sources: Any) -> frozenset[int]:
     return frozenset(int(i) for ids in lists for i in ids if i is not None)
 
 
-def linear_layers(model_id: str) -> tuple[str, ...]:
-    """Last names of all linear layers except the head: the targets of "all-linear"."""
+def linear_layers(model: Any) -> tuple[str, ...]:
+    """Last names of all linear layers except the head, by a model's id or the object: the targets of "all-linear"."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(model_id), trust_remote_code=False)
+    if isinstance(model, str):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=False)
     head = model.get_output_embeddings()
     return tuple(sorted({
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
     }))  # fmt: skip

@@ -12,8 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gruppo.errors import SamplerError
+from gruppo.errors import InputError, SamplerError
 from gruppo.weights.canary import Canary, Rows, TrainedModel
+from gruppo.weights.files import set_usual_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +78,12 @@ class WeightStore:
 
     def publish(self, model: TrainedModel) -> Published:
         """Write all weights, or with LoRA the adapter, and score the canary. Raises NotTaken if the files are wrong."""
+        quantized = getattr(model, "quantized", None)
+        if quantized:
+            raise InputError(
+                f"quantize={quantized['quantize']!r}: another process would put the adapter on the base in full "
+                "precision, which is another policy than the one that trains; use sampler=torch"
+            )
         canary = Canary.score(self.rows, model)
         folder, is_adapter = self.folder / f"version-{model.version}", model.lora is not None
         write(model, folder)
@@ -146,6 +153,7 @@ def write(model: TrainedModel, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model.model.save_pretrained(folder, safe_serialization=True)
+    set_usual_mode(folder)  # a server may run as another user
 
 
 def contents(folder: Path) -> Contents:

@@ -18,7 +18,11 @@ from transformers import AutoModelForCausalLM
 from gruppo.cli.main import run as gruppo
 from gruppo.errors import CheckpointError, InputError
 from gruppo.model import LoraSpec, TransformersModel
+from gruppo.model.checkpoint import save_training_state
 from gruppo.task.builtin import builtin_model_path
+from gruppo.weights import WeightStore
+from gruppo.weights.canary import canary_rows
+from gruppo.weights.files import commit_folder
 from gruppo.weights.source import load_tokenizer, resolve
 
 IDS = torch.tensor([[5, 9, 4, 17, 30, 6]])
@@ -112,6 +116,24 @@ def test_the_builtin_model_trained_and_saved_keeps_its_tokenizer(tmp_path: Path)
     assert load_tokenizer(str(tmp_path / "out"))("47+85=")["input_ids"] == BUILTIN_IDS[0].tolist()
 
 
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_weights_can_be_read_by_whom_the_umask_lets_read(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        model, adapter = actor(), actor(lora=LoraSpec(rank=2))
+        model.save(tmp_path / "full")
+        adapter.save(tmp_path / "adapter")
+        commit_folder(
+            tmp_path / "checkpoint", lambda aside: save_training_state(model.weights, model.optimizer, aside), {}
+        )
+        WeightStore(tmp_path / "sync", canary_rows(32)).publish(model)  # type: ignore[arg-type]
+    finally:
+        os.umask(before)
+    files = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert len([path for path in files if path.suffix == ".safetensors"]) == 5
+    assert set(files.values()) == {mode}
+
+
 def test_save_never_overwrites(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
@@ -130,7 +152,6 @@ def test_save_fills_an_empty_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["shape", "missing", "nan", "adapter"])
 def test_load_refuses_what_does_not_fit(what: str, tmp_path: Path) -> None:
     """Re-signed folders: the manifest is right, the content is not."""
-    from gruppo.weights.files import commit_folder
 
     good, bad = tmp_path / "good", tmp_path / "bad"
     actor().save(good)

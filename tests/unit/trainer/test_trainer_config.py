@@ -33,6 +33,11 @@ from gruppo.trainer.config import ELSEWHERE
         ({"temperature": 0}, "run.yaml: temperature=0: Input should be greater than 0"),
         ({"normalization": "std"}, "run.yaml: normalization='std': Input should be 'standard' or 'centered'"),
         ({"dtype": "float16"}, "run.yaml: dtype='float16': Input should be 'auto', 'float32' or 'bfloat16'"),
+        (
+            {"lora_dropout": 0.1},
+            "run.yaml: lora_dropout=0.1 is refused: with it the same weights score the same tokens",
+        ),
+        ({"quantize": "int8"}, "run.yaml: quantize='int8': Input should be 'nf4'"),
         ({"lora": "perhaps"}, "run.yaml: lora='perhaps': Input should be a valid boolean"),
         ({"rewards": "exact_match"}, "run.yaml: rewards='exact_match': Input should be a valid tuple"),
         (

@@ -308,6 +308,8 @@ def test_a_folder_with_an_adapter_goes_on_with_it(lora: bool, adapter: Path, mak
 def test_options_of_a_new_adapter_are_refused_where_a_folder_brings_one(adapter: Path, make_trainer: Make) -> None:
     with pytest.raises(InputError, match=r"lora_rank=8 is for a new adapter, and model .* holds one already"):
         make_trainer(model=str(adapter), lora=True, lora_rank=8)
+    with pytest.raises(InputError, match="lora_rank=8 is for an adapter, and lora is off; set lora=true"):
+        make_trainer(lora_rank=8)
 
 
 def test_a_second_adapter_on_an_adapted_model_is_refused(adapter: Path) -> None:

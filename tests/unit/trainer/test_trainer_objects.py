@@ -109,6 +109,12 @@ def test_a_lora_config_of_peft_is_the_adapter(run: Make, sums: Path) -> None:
     assert {name.split(".")[-4] for name in trainer.model.weights.named()} == {"q_proj", "v_proj"}
     with pytest.raises(InputError, match=r"lora_dropout=0\.1: with dropout.*set it to 0"):
         run("dropout", **objects(sums), peft_config=LoraConfig(lora_dropout=0.1))
+    with pytest.raises(InputError, match=r"peft_config has use_rslora=True.*GRPOTrainer\(model=get_peft_model"):
+        run("rslora", **objects(sums), peft_config=LoraConfig(use_rslora=True))
+    whole = LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
+    trainer = run("whole", **objects(sums), peft_config=whole)
+    assert trainer.config.lora_modules_to_save == ("o_proj",)
+    assert {name.split(".")[-4] for name in trainer.model.weights.named()} == {"q_proj", "o_proj"}
     adapted = objects(sums)
     adapted["model"] = get_peft_model(adapted["model"], LoraConfig(r=5, target_modules=["q_proj"]))
     trainer = run("adapted", **adapted)

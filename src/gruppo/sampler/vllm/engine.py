@@ -162,6 +162,11 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     if lora is not None:  # vLLM needs rank and layers at its start, and wraps no others
+        if lora.modules_to_save:
+            raise InputError(
+                f"modules_to_save={list(lora.modules_to_save)}: vLLM takes adapters without whole modules only; leave "
+                "it out, or use sampler=torch"
+            )
         rank = next((r for r in RANKS if r >= lora.rank), None)
         if rank is None:
             raise InputError(
