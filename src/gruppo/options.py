@@ -4,9 +4,11 @@ Not in the packages that they configure: those import torch, and `gruppo train -
 concern one group are here, those between groups in `trainer/config.py`.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from gruppo.imports import write_spec
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -74,7 +76,8 @@ class RewardOptions(Options):
     """Reward functions, and which of them decides what is right."""
 
     rewards: tuple[str, ...] = ("exact_match",)
-    """Reward functions: built-in names or module:function."""
+    """Reward functions: built-in names, module:function or module:Class, reward models by folder or hub id. Options of
+    a built-in or a class follow its name: number_match:column=solution."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward. Unset: all 1."""
     reward_deadline: Annotated[float, Field(gt=0)] = 10.0
@@ -86,6 +89,14 @@ class RewardOptions(Options):
     correct_at: float = 1.0
     """Lowest value of that reward, before weights and penalties, that counts as correct."""
 
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _read_mappings(cls, rewards: Any) -> Any:
+        """`{number_match: {column: solution}}` of YAML as text."""
+        if not isinstance(rewards, list | tuple):
+            return rewards
+        return [_as_spec(reward) if isinstance(reward, dict) else reward for reward in rewards]
+
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
         if not self.rewards:
@@ -95,6 +106,13 @@ class RewardOptions(Options):
                 f"reward_weights has {len(self.reward_weights)} entries for {len(self.rewards)} rewards; give one each"
             )
         return self
+
+
+def _as_spec(reward: dict[Any, Any]) -> str:
+    name, options = next(iter(reward.items()), ("", None))
+    if len(reward) != 1 or not isinstance(name, str) or not isinstance(options, dict | None):
+        raise ValueError("a reward with options is one name with a mapping: {number_match: {column: solution}}")
+    return write_spec(name, options or {})
 
 
 class RolloutOptions(Options):
