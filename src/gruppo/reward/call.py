@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HOOKS = ("log_extra", "log_metric")
 """Parameters that are functions. They do not cross a process: the arguments of a call hold None under their names."""
 
-PER_STEP = frozenset({"step", "rng_seed", *HOOKS})
+PER_STEP = frozenset({"step", "rng_seed", "trainer_state", *HOOKS})
 """Parameters with one value for all completions."""
 
 STANDARD = PER_STEP | {"prompts", "completions", "completion_ids"}
@@ -41,6 +41,23 @@ FLOAT32_MAX = 3.4028234663852886e38
 _MAX_TRACEBACK = 4000
 _MAX_EXTRA_TEXT = 10_000
 _MAX_SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Position in the run, under TRL's names, for a reward that changes with it. A step is one batch of rollouts.
+
+    Outside of a run it is step 0 of 1, so that `global_step / max_steps` exists.
+    """
+
+    global_step: int = 0
+    """Steps that are complete: 0 in the first one."""
+    max_steps: int = 1
+    """Steps of the whole run."""
+    epoch: float = 0.0
+    """Passes over the prompts that are complete."""
+    num_train_epochs: float = 1.0
+    """Passes over the prompts in the whole run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +112,7 @@ class StepCompletions:
         step: int = 0,
         rng_seed: int = 0,
         group_ids: Sequence[int] | None = None,
+        trainer_state: TrainerState | None = None,
     ) -> None:
         columns = columns or {}
         self.num = len(completions)
@@ -121,6 +139,7 @@ class StepCompletions:
             ],
             "step": step,
             "rng_seed": rng_seed,
+            "trainer_state": trainer_state or TrainerState(),
             **dict.fromkeys(HOOKS),
         }
         if completion_ids is not None:

@@ -72,7 +72,7 @@ def load_reward(
     isolated: bool | None = None,
     **parameters: Any,
 ) -> Reward:
-    """A `Reward` from a built-in's name, from `module:function`, from a folder or hub id of a model, or from a callable.
+    """A `Reward` from a built-in's name, `module:function`, the folder or hub id of a reward model, or a callable.
 
     Options of a built-in or a class may follow its name: `number_match:column=solution,inside=answer`.
 

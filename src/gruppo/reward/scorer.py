@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gruppo.errors import InputError, RewardError
-from gruppo.reward.call import FLOAT32_MAX, Call, CallResult, StepCompletions, call_reward
+from gruppo.reward.call import FLOAT32_MAX, Call, CallResult, StepCompletions, TrainerState, call_reward
 from gruppo.reward.load import Reward, load_reward, number_names, sendable
 from gruppo.reward.workers import WorkerPool
 
@@ -112,6 +112,8 @@ class RewardScorer:
         if self.correct_by not in names:
             raise InputError(f"correct_by={correct_by!r} is not one of the rewards; they are {', '.join(names)}")
         self.correct_at = correct_at
+        self.max_steps, self.steps_per_epoch = 1, 1.0
+        """Length of the run and of a pass over its prompts, for `trainer_state`; a trainer sets them."""
         self._isolated = {reward.name: reward for reward in self.rewards if reward.isolated}
         functions = {name: sendable(reward) for name, reward in self._isolated.items()}
         self._pool = WorkerPool(functions, size=workers, poll=poll)
@@ -177,7 +179,13 @@ class RewardScorer:
                 completion.
             RewardError: a function failed more often than is tolerated.
         """
-        given = StepCompletions(prompts, completions, completion_ids, columns, step, rng_seed, group_ids)
+        state = TrainerState(
+            global_step=step,
+            max_steps=self.max_steps,
+            epoch=step / self.steps_per_epoch,
+            num_train_epochs=self.max_steps / self.steps_per_epoch,
+        )
+        given = StepCompletions(prompts, completions, completion_ids, columns, step, rng_seed, group_ids, state)
         outcomes = {reward.name: Outcome(name=reward.name, values=[None] * given.num) for reward in self.rewards}
         for reward in self.rewards:
             queue: deque[Sequence[int]] = deque([range(given.num)] if given.num and not reward.isolated else [])

@@ -118,6 +118,8 @@ class GRPOTrainer:
             self.scorer = stack.enter_context(build.build_rewards(config, objects, poll=self.stop.poll))
             tokenizer = objects.tokenizer or load_tokenizer(config.model)
             self.prompts = build.build_prompts(config, objects, tokenizer)
+            self.scorer.max_steps = config.steps
+            self.scorer.steps_per_epoch = len(self.prompts.train) / config.prompts_per_step
             build.try_rewards(self.scorer, self.prompts.train.prompts)
             directory = RunDirectory.reopen if resume else partial(RunDirectory.create, config=config.to_yaml())
             self.run = stack.enter_context(directory(config.output))

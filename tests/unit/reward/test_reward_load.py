@@ -117,7 +117,7 @@ def test_yaml_may_give_options_as_a_mapping():
     assert TrainConfig.read(config.model_dump()) == config
     with pytest.raises(InputError, match=r"rewards=.*one name with a mapping: \{number_match: \{column: solution\}\}"):
         TrainConfig.read({"rewards": [{"number_match": "solution"}]})
-    with pytest.raises(InputError, match="cannot be written as name:key=value.*holds ',word='"):
+    with pytest.raises(InputError, match=r"cannot be written as name:key=value.*holds ',word='"):
         TrainConfig.read({"rewards": [{"pattern_match": {"pattern": "x,y=3"}}]})
 
 

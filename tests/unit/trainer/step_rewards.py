@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from gruppo.reward import TrainerState
 from gruppo.trainer import GRPOTrainer
 from gruppo.types import Rollout
 
@@ -27,6 +28,13 @@ def later_half(completions: Sequence[str]) -> list[float]:
 
 def abstains_on_odd_steps(completions: Sequence[str], step: int) -> list[float | None]:
     return [None if step % 2 else float(len(text)) for text in completions]
+
+
+def progress(completions: Sequence[str], trainer_state: TrainerState) -> list[float]:
+    """The share of the run that is done, plus the epoch in hundreds. It runs in a worker."""
+    done = trainer_state.global_step / trainer_state.max_steps
+    epochs = 100 * trainer_state.epoch + 10_000 * trainer_state.num_train_epochs
+    return [done + epochs] * len(completions)
 
 
 def right(completions: Sequence[str]) -> list[float]:

@@ -171,6 +171,14 @@ def test_abstentions_of_a_whole_step_train_nothing_and_are_said(
     assert caplog.text.count(text) == 1 and text in (trainer.run.path / "events.jsonl").read_text()
 
 
+def test_a_reward_sees_how_far_the_run_is(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:progress",), steps=4)
+    epoch = 4 / len(trainer.prompts.train)  # four prompts per step
+    for number in range(3):
+        mean = trainer.step()["reward/mean"]
+        assert mean == pytest.approx(number / 4 + 100 * number * epoch + 10_000 * 4 * epoch)
+
+
 # --- steps without signal -----------------------------------------------------------------------------------------
 
 
