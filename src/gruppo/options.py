@@ -75,9 +75,10 @@ class DataOptions(Options):
 class RewardOptions(Options):
     """Reward functions, and which of them decides what is right."""
 
-    rewards: tuple[str, ...] = ("exact_match",)
+    rewards: tuple[str, ...] | None = None
     """Reward functions: built-in names, module:function or module:Class, reward models by folder or hub id. Options of
-    a built-in or a class follow its name: number_match:column=solution."""
+    a built-in or a class follow its name: number_match:column=solution. Unset: number_match for gsm8k data, the task's
+    own score for reasoning_gym, else exact_match."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward. Unset: all 1."""
     reward_deadline: Annotated[float, Field(gt=0)] = 10.0
@@ -99,13 +100,18 @@ class RewardOptions(Options):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
-        if not self.rewards:
+        if self.rewards == ():
             raise ValueError("rewards needs at least one function, e.g. exact_match")
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+        if self.reward_weights is not None and len(self.reward_weights) != self.num_rewards:
             raise ValueError(
-                f"reward_weights has {len(self.reward_weights)} entries for {len(self.rewards)} rewards; give one each"
+                f"reward_weights has {len(self.reward_weights)} entries for {self.num_rewards} rewards; give one each"
             )
         return self
+
+    @property
+    def num_rewards(self) -> int:
+        """Number of reward functions; the default of a data source is one."""
+        return 1 if self.rewards is None else len(self.rewards)
 
 
 def _as_spec(reward: dict[Any, Any]) -> str:

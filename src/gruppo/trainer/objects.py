@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gruppo.errors import InputError
 from gruppo.reward import Reward, load_reward
 from gruppo.reward.load import sendable
+from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def take_objects(
     eval_data: Any = None,
     peft_config: Any = None,
 ) -> tuple[TrainConfig, Objects]:
-    """The config of a run with these objects, and the objects. Names among them go into the config."""
+    """The config of a run with these objects, and the objects. Names among them go into the config, and so does the
+    reward of the data where none is named."""
     changes: dict[str, Any] = {} if peft_config is None else _adapter(peft_config)
     given: dict[str, Any] = {"tokenizer": tokenizer}
     if model is not None and not isinstance(model, str):
@@ -66,11 +68,13 @@ def take_objects(
         if config.reward_weights is None and any(weight != 1 for weight in weights):
             changes["reward_weights"] = weights  # where an estimator that compares rewards apart reads them too
         changes["rewards"] = [r if isinstance(r, str) else MARK + r.name for r in given["rewards"]]
+    elif config.rewards is None:
+        changes["rewards"] = [default_reward(changes.get("data", config.data))]
     made = TrainConfig.read(config.model_dump() | changes) if changes else config
     missing = [
         f"{name}={text.removeprefix(MARK)!r}"
         for name in ("model", "data", "eval_data", "rewards")
-        for text in (made.rewards if name == "rewards" else [str(getattr(made, name))])
+        for text in (made.rewards or () if name == "rewards" else [str(getattr(made, name))])
         if text.startswith(MARK) and given.get(name) is None
     ]
     if missing:

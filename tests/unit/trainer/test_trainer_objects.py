@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 
+from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.reward import ExactMatch, load_reward
 from gruppo.task.builtin import builtin_model_path
 from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.trainer.objects import take_objects
 from gruppo.weights.source import load_model, load_tokenizer
 
 Make = Callable[..., GRPOTrainer]
@@ -128,3 +130,29 @@ def test_the_result_of_a_run_is_a_short_line(run: Make) -> None:
     assert repr(result) == (
         f"TrainResult(done after step 2, held-out accuracy {result.before.accuracy:.3f} -> {result.after.accuracy:.3f})"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "reward"),
+    [
+        (["--data", "gsm8k:train.jsonl"], "number_match"),
+        (["--data", "gsm8k:hf://openai/gsm8k/main?style=plain"], "number_match"),
+        (["--data", "reasoning_gym:leg_counting?size=5"], "gruppo.task.reasoning_gym:score"),
+        (["--data", "problems.jsonl"], "exact_match"),
+        ([], "exact_match"),
+        (["--data", "gsm8k:train.jsonl", "--rewards", "math_match"], "math_match"),
+        (["--data", "gsm8k:train.jsonl", "--reward-weights", "0.5"], "number_match"),
+    ],
+)
+def test_a_run_that_names_no_reward_takes_that_of_its_data(words: list[str], reward: str) -> None:
+    config, objects = take_objects(parse_run(words, verb="train", description="", preset={}))
+    assert config.rewards == objects.rewards == (reward,)
+    config, objects = take_objects(config)  # as a run that goes on reads it from its directory
+    assert config.rewards == objects.rewards == (reward,)
+
+
+def test_data_given_in_python_bring_their_reward_too() -> None:
+    config, _ = take_objects(TrainConfig(), data="gsm8k:train.jsonl")
+    assert (config.data, config.rewards) == ("gsm8k:train.jsonl", ("number_match",))
+    config, _ = take_objects(TrainConfig(data="gsm8k:train.jsonl"), data=[{"prompt": "1", "answer": "1"}])
+    assert config.rewards == ("exact_match",)
