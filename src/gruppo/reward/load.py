@@ -138,7 +138,7 @@ def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:
         return BUILTIN[found], found, "", options
     if "/" in found or Path(found).is_dir():
         model = import_object(REWARD_MODEL, "reward")
-        return model, Path(found).name or "reward_model", "", {"model": found, **options}
+        return model, Path(found).name or "reward_model", "", {**options, "model": found}
     raise InputError(
         f"no built-in reward is called {found!r}{did_you_mean(found, BUILTIN)}; built-ins are {', '.join(BUILTIN)}, "
         "your own is written module:function, and a reward model is a folder or a hub id like org/name"

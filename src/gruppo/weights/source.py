@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import InputError, require
 
@@ -87,22 +87,28 @@ def check_folder(folder: Path) -> None:
 
 
 def load_model(
-    model_id: str, *, dtype: Any, attn_implementation: str | None = None, revision: str | None = None
+    model_id: str,
+    *,
+    dtype: Any,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    head: Literal["CausalLM", "SequenceClassification"] = "CausalLM",
 ) -> "PreTrainedModel":
-    """The causal language model of `model_id`, on the CPU; for an adapter's folder its base with the adapter on it."""
-    from transformers import AutoModelForCausalLM
+    """The language model of `model_id`, on the CPU; for an adapter's folder its base with the adapter on it."""
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a bar per load would run across gruppo's own
     path = resolve(model_id)
     if holds_adapter(path):
-        base = load_model(base_of(path), dtype=dtype, attn_implementation=attn_implementation)
+        base = load_model(base_of(path), dtype=dtype, attn_implementation=attn_implementation, head=head)
         return _with_adapter(base, path)
     options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
     given = {"attn_implementation": attn_implementation, "revision": revision}
     options |= {name: value for name, value in given.items() if value is not None}
     with _refusing(model_id):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+        auto = getattr(transformers, f"AutoModelFor{head}")
+        loaded: Any = auto.from_pretrained(path, output_loading_info=True, **options)
     model, report = loaded
     if report["missing_keys"]:  # transformers would fill them with random numbers
         missing = sorted(report["missing_keys"])
