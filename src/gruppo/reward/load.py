@@ -46,6 +46,8 @@ class Reward:
     """Factor in the total; 0 means "log only"."""
     isolated: bool = True
     """Run in a worker process that can be killed. False runs it in this process, where a hang hangs the trainer."""
+    is_timed: bool = False
+    """In this process, give a call up at the deadline: for a function that should be isolated and cannot be."""
     source: str = ""
     """`module:function` that a worker imports it from; empty when only the object is known."""
     is_unnamed: bool = False

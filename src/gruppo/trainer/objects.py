@@ -6,7 +6,7 @@ load again by itself.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
@@ -87,7 +87,7 @@ def take_objects(
 
 
 def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:
-    """A reward function that a worker process cannot import runs in this one."""
+    """A reward function that a worker process cannot import runs in this one, with a deadline."""
     if isinstance(spec, str):
         return spec
     reward = load_reward(spec)
@@ -95,8 +95,12 @@ def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:
         try:
             sendable(reward)
         except InputError:
-            logger.warning("reward %r runs in this process, without a time limit: no other can import it", reward.name)
-            return load_reward(spec, isolated=False)
+            logger.warning(
+                "reward %r runs in this process: no other can import it. A call that takes longer than reward_deadline "
+                "is given up, but goes on in the background",
+                reward.name,
+            )
+            return replace(reward, isolated=False, is_timed=True)
     return reward
 
 

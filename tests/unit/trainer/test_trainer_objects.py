@@ -67,7 +67,7 @@ def test_a_function_of_a_notebook_runs_in_this_process_and_says_so(
 
     with caplog.at_level(logging.WARNING):
         trainer = run(rewards=[load_reward(even, weight=2.0), "exact_match"])
-    assert "reward 'even' runs in this process, without a time limit" in caplog.text
+    assert "reward 'even' runs in this process: no other can import it. A call that takes longer" in caplog.text
     trainer.step()
     rollouts = [r for g in trainer.groups for r in g.rollouts]
     assert seen[-16:] == [r.trajectory.text for r in rollouts]
@@ -75,6 +75,24 @@ def test_a_function_of_a_notebook_runs_in_this_process_and_says_so(
         right = rollout.trajectory.text == rollout.trajectory.prompt.columns["answer"]
         assert rollout.rewards == {"even": float(rollout.trajectory.text[-1:] in "02468"), "exact_match": float(right)}
         assert rollout.reward == 2 * rollout.rewards["even"] + rollout.rewards["exact_match"]
+
+
+def test_a_function_of_a_notebook_that_hangs_is_given_up_at_the_deadline(run: Make) -> None:
+    hanging: list[str] = []
+
+    def hangs_on_one_prompt(prompts: list[str], completions: list[str], step: int) -> list[float]:
+        if step == 0:
+            hanging[:] = hanging or prompts[:1]
+            while hanging[0] in prompts:
+                pass
+        return [1.0] * len(completions)
+
+    trainer = run(rewards=[hangs_on_one_prompt], options={"reward_deadline": 0.1})
+    metrics = trainer.step()
+    scores = [(r.trajectory.prompt.text == hanging[0], r.reward) for g in trainer.groups for r in g.rollouts]
+    assert scores.count((True, 0.0)) == 4 and scores.count((False, 1.0)) == 12
+    assert metrics["reward/hangs_on_one_prompt/timeout_frac"] == 4 / 16
+    assert trainer.step()["reward/mean"] == 1.0
 
 
 def test_one_name_is_one_reward(run: Make) -> None:
