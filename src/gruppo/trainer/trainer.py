@@ -188,7 +188,8 @@ class GRPOTrainer:
         groups, metrics = self.source.next(number)
         metrics = self.synced | metrics
         if "reward/mean" not in metrics:
-            text = "every reward function abstained (None) on every completion: the step teaches nothing"
+            text = "every reward function abstained (None) on every completion: the step teaches nothing. Check the "
+            text += "columns that they read with `gruppo reward check`"
             self.recorder.warned(number, "no_reward", text)
         kept = [group for group in groups if group.status == "kept"]
         with self._timed("reward"):

@@ -49,10 +49,22 @@ def logs_and_sometimes_fails(completions: Sequence[str], log_extra: Callable[...
     return [0.0] * len(completions)
 
 
+def fails_on_odd_answers(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+    for text in answer:
+        if text[-1] in "13579":
+            raise ValueError(f"cannot read {text} \x1b[2J")
+    return [float(len(text)) for text in completions]
+
+
+def unsure(completions: Sequence[str]) -> list[None]:
+    return [None] * len(completions)
+
+
 def logs_a_metric(completions: Sequence[str], log_metric: Callable[..., None]) -> list[float]:
     log_metric("own", len(completions))
     return [0.0] * len(completions)
 
 
-for function in (logs_a_metric, constant, by_place, later_half, abstains_on_odd_steps, right, logs_and_sometimes_fails):
+for function in (logs_a_metric, constant, by_place, later_half, abstains_on_odd_steps, right, logs_and_sometimes_fails,
+                 fails_on_odd_answers, unsure):  # fmt: skip
     function.isolated = False  # type: ignore[attr-defined]
