@@ -106,9 +106,9 @@ class Recorder:
             share = f"{sum(name in rollout.errors for rollout in rollouts)} of {len(rollouts)}"
             reason = first.errors[name].rstrip().rpartition("\n")[2][:_MAX_REASON]
             text = (
-                f"reward {name!r} failed on {share} completions: {reason} (traceback in events.jsonl, once; shares in "
+                f"reward {name!r} failed on {share} completions: {reason} (traceback in events.jsonl; later failures "
+                f"are only counted, in reward/{name}/error_frac and timeout_frac)"
             )
-            text += f"reward/{name}/error_frac and timeout_frac)"
             facts = {"completion": first.trajectory.text[:_MAX_REASON], "traceback": first.errors[name]}
             self.warned(step, "reward_failed", text, about=name, **facts)
         if all(rollout.reward is None for rollout in rollouts):
