@@ -1,15 +1,55 @@
-"""Objects by name: `module:name` as the command line and configs write it, and back from a function to its name."""
+"""Objects by name: `module:name` as the command line and configs write it, options after it, and back to the name."""
 
 import difflib
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gruppo.errors import InputError
+
+_WITH_OPTIONS = re.compile(r"(?P<name>.+?):(?P<options>[A-Za-z_]\w*=.*)", re.S)
+_NEXT_OPTION = re.compile(r",\s*(?=[A-Za-z_]\w*=)")
+
+
+def read_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """Name and options of `name:key=value,key=value`. A comma ends a value only where another `key=` follows.
+
+    >>> read_spec("tag_format:tags=plan,answer,prefix=<plan>")
+    ('tag_format', {'tags': 'plan,answer', 'prefix': '<plan>'})
+    >>> read_spec("my.module:function")
+    ('my.module:function', {})
+    """
+    match = _WITH_OPTIONS.fullmatch(spec)
+    if match is None:
+        return spec, {}
+    options: dict[str, str] = {}
+    for option in _NEXT_OPTION.split(match["options"]):
+        key, _, value = option.partition("=")
+        if key in options:
+            raise InputError(f"{spec!r} gives the option {key!r} twice")
+        options[key] = value
+    return match["name"], options
+
+
+def write_spec(name: str, options: Mapping[str, Any]) -> str:
+    """The text that `read_spec` reads as this name with these options.
+
+    >>> write_spec("tag_format", {"tags": ["plan", "answer"]})
+    'tag_format:tags=plan,answer'
+    """
+    texts = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else str(v) for k, v in options.items()}
+    spec = ":".join([name, *filter(None, [",".join(f"{key}={text}" for key, text in texts.items())])])
+    if read_spec(spec) != (name, texts):
+        raise InputError(
+            f"{name!r} with {dict(options)!r} cannot be written as name:key=value, because a key is not a name or a "
+            "value holds ',word='; make the reward in a module of your own and name it module:object"
+        )
+    return spec
 
 
 def import_object(spec: str, what: str) -> Any:

@@ -58,7 +58,13 @@ KEYS = (
     Key("reward/<name>/mean", "values of one reward function, before its weight", SCORED),
     Key("reward/<name>/std", "their spread", SCORED),
     Key("reward/<name>/abstain_frac", "share for which the function gave None", "sampled"),
-    Key("reward/<name>/error_frac", "share for which it raised, gave NaN or died", "sampled"),
+    Key(
+        "reward/<name>/error_frac",
+        "share for which it raised, gave NaN or died",
+        "sampled",
+        healthy=(0.0, 0.05),
+        remedy="mend the function; the first traceback is in events.jsonl, all of them in the completions of a step",
+    ),
     Key("reward/<name>/timeout_frac", "share for which it was killed at its deadline", "sampled"),
     Key("reward/<name>/<metric>", "what the function itself logged with `log_metric`", "sampled"),
     Key(

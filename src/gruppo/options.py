@@ -4,9 +4,11 @@ Not in the packages that they configure: those import torch, and `gruppo train -
 concern one group are here, those between groups in `trainer/config.py`.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from gruppo.imports import write_spec
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -83,8 +85,10 @@ class DataOptions(Options):
 class RewardOptions(Options):
     """Reward functions, and which of them decides what is right."""
 
-    rewards: tuple[str, ...] = ("exact_match",)
-    """Reward functions: built-in names or module:function."""
+    rewards: tuple[str, ...] | None = None
+    """Reward functions: built-in names, module:function or module:Class, reward models by folder or hub id. Options of
+    a built-in or a class follow its name: number_match:column=solution. Unset: number_match for gsm8k data, the task's
+    own score for reasoning_gym, else exact_match."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward. Unset: all 1."""
     reward_deadline: Annotated[float, Field(gt=0)] = 10.0
@@ -96,15 +100,35 @@ class RewardOptions(Options):
     correct_at: float = 1.0
     """Lowest value of that reward, before weights and penalties, that counts as correct."""
 
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _read_mappings(cls, rewards: Any) -> Any:
+        """`{number_match: {column: solution}}` of YAML as text."""
+        if not isinstance(rewards, list | tuple):
+            return rewards
+        return [_as_spec(reward) if isinstance(reward, dict) else reward for reward in rewards]
+
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
-        if not self.rewards:
+        if self.rewards == ():
             raise ValueError("rewards needs at least one function, e.g. exact_match")
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+        if self.reward_weights is not None and len(self.reward_weights) != self.num_rewards:
             raise ValueError(
-                f"reward_weights has {len(self.reward_weights)} entries for {len(self.rewards)} rewards; give one each"
+                f"reward_weights has {len(self.reward_weights)} entries for {self.num_rewards} rewards; give one each"
             )
         return self
+
+    @property
+    def num_rewards(self) -> int:
+        """Number of reward functions; the default of a data source is one."""
+        return 1 if self.rewards is None else len(self.rewards)
+
+
+def _as_spec(reward: dict[Any, Any]) -> str:
+    name, options = next(iter(reward.items()), ("", None))
+    if len(reward) != 1 or not isinstance(name, str) or not isinstance(options, dict | None):
+        raise ValueError("a reward with options is one name with a mapping: {number_match: {column: solution}}")
+    return write_spec(name, options or {})
 
 
 class RolloutOptions(Options):

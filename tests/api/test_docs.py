@@ -184,6 +184,23 @@ def test_advantages_page_lists_every_estimator_with_its_class_and_paper():
         assert paper == "none" or f"arXiv:{paper}" in described, name
 
 
+def test_rewards_page_has_every_option_of_every_builtin_with_its_default_and_an_example():
+    from gruppo.reward.load import BUILTIN
+
+    text = (DOCS / "rewards.md").read_text(encoding="utf-8")
+    built_ins = text.split("\n## Built-ins\n")[1].split("\n## ")[0]
+    listed = set(re.findall(r"^\| `(\w+)` \| (\S+) \| .+ \|$", built_ins, re.M))
+    expected = set()
+    for name, cls in BUILTIN.items():
+        assert f"`{name}`" in built_ins and re.search(rf'\("{name}[":]|\(r"{name}:|"{name}:', built_ins), name
+        for parameter in inspect.signature(cls).parameters.values():
+            default = parameter.default
+            written = ",".join(default) if isinstance(default, tuple) else default
+            written = f"`{written}`" if isinstance(written, str) and written else written
+            expected.add((parameter.name, str(written or (0 if written == 0 else "none"))))
+    assert listed == expected
+
+
 def test_recipes_page_lists_every_recipe_with_its_loss_and_advantage():
     from gruppo.recipes import RECIPES
 

@@ -23,8 +23,8 @@ class EvalArguments:
     """Folder (a full model or an adapter), hub id, or 'builtin'."""
     data: str = "builtin:carries?split=heldout"
     """Prompts, as for `gruppo train`."""
-    rewards: tuple[str, ...] = ("exact_match",)
-    """Reward functions: built-in names or module:function."""
+    rewards: tuple[str, ...] | None = None
+    """Reward functions, as for `gruppo train`."""
     limit: int | None = None
     """Use only the first N prompts."""
     num_samples: int = 0
@@ -54,9 +54,11 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     from gruppo.reward import RewardScorer
     from gruppo.sampler import SamplingParams, TorchSampler
     from gruppo.task import load_prompts, resolve_source
+    from gruppo.task.sources import default_reward
     from gruppo.trainer.evaluate import evaluate
 
-    with RewardScorer(given.rewards, correct_by=given.correct_by, correct_at=given.correct_at) as scorer:
+    rewards = given.rewards or [default_reward(given.data)]
+    with RewardScorer(rewards, correct_by=given.correct_by, correct_at=given.correct_at) as scorer:
         rows = resolve_source(given.data, prompt_column=given.prompt_column)
         sampler = TorchSampler(given.model, temperature=given.temperature)
         assert sampler.tokenizer is not None  # loaded by id, so it has one

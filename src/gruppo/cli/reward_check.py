@@ -1,7 +1,11 @@
 """`gruppo reward check module:function --data FILE`: try a reward on canned completions before a GPU is touched."""
 
+import os
+import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +20,12 @@ from gruppo.errors import GruppoError
 from gruppo.reward import RewardResult, RewardScorer, load_reward
 from gruppo.reward.scorer import statistics
 from gruppo.run.console import printable
-from gruppo.task.dataset import read_rows
+from gruppo.task.sources import resolve_source
 
 MADE_UP_ROW = {"prompt": "What is 6 times 7?", "answer": "42"}
 _HUGE = "1 + 1 = 2, <think> \\boxed{ and so on. " * 2700
+_MAX_PRINTED = 2000
+"""Bytes shown of what a reward prints."""
 _JUNK = "\u202e\u0000\u001b[2J\ud800 \U0001f9ee ４２ Z\u0351\u036b\u0343 [/red] </script> "
 
 
@@ -31,13 +37,15 @@ class RewardCheckArguments:
     """
 
     reward: tyro.conf.Positional[str]
-    """A built-in name, or module:function."""
+    """A reward with its options, as for `gruppo train`."""
     data: str | None = None
-    """Rows to take answers and columns from; without it, one made-up row."""
+    """Rows to take answers and columns from, as for `gruppo train`; without it, one made-up row."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
     answer_column: str = "answer"
-    """The column with the right answer."""
+    """Column with the right answer, which the built-in rewards read as `answer`."""
     template: str = "{answer}"
-    """Form of a right completion, e.g. '#### {answer}'."""
+    """Form of a right completion, e.g. 'So it is {answer}.\\n#### {answer}'; \\n is a new line."""
     num_rows: int = 16
     """Rows of the data to try."""
     deadline: float = 10.0
@@ -65,13 +73,18 @@ class _Trial:
 def check_reward(given: RewardCheckArguments, console: Console | None = None) -> int:
     """Run the reward on canned completions of a few rows and print its scores; 0 when it can be used, 2 when not."""
     console = console or Console(highlight=False)
+    printed: list[str] = []
     try:
-        rows = list(read_rows([MADE_UP_ROW] if given.data is None else given.data))[: given.num_rows]
-        trials = _try_all(given, rows)
+        source = [MADE_UP_ROW] if given.data is None else given.data
+        rows = list(resolve_source(source, prompt_column=given.prompt_column))[: given.num_rows]
+        with _captured(printed):
+            trials = _try_all(given, rows)
     except GruppoError as error:
+        _show_printed(console, printed)
         _say(console, f"unusable: {error}", "bold red")
         return 2
     _show(console, given.reward, len(rows), trials)
+    _show_printed(console, printed)
     problems, warnings = _judge(trials)
     for warning in warnings:
         _say(console, f"warning: {warning}", "yellow")
@@ -87,13 +100,16 @@ def check_reward(given: RewardCheckArguments, console: Console | None = None) ->
 def _try_all(given: RewardCheckArguments, rows: Sequence[Mapping[str, Any]]) -> dict[str, _Trial]:
     """Scores by kind of completion."""
     golds = [str(gold) for row in rows if (gold := row.get(given.answer_column)) is not None]
+    template = given.template.replace("\\n", "\n")
     kinds: dict[str, list[str]] = {}
     if len(golds) == len(rows):
-        kinds["good"] = [given.template.replace("{answer}", gold) for gold in golds]
-        kinds["bad"] = [given.template.replace("{answer}", _wrong(gold, golds)) for gold in golds]
+        kinds["good"] = [template.replace("{answer}", gold) for gold in golds]
+        kinds["bad"] = [template.replace("{answer}", _wrong(gold, golds)) for gold in golds]
     kinds |= {kind: [text] * len(rows) for kind, text in (("empty", ""), ("huge", _HUGE), ("junk", _JUNK))}
     prompts = [row["prompt"] for row in rows]
     columns = {name: [row.get(name) for row in rows] for name in set().union(*rows) - {"prompt"}}
+    if golds:
+        columns.setdefault("answer", [row.get(given.answer_column) for row in rows])
     reward = load_reward(given.reward)
     trials: dict[str, _Trial] = {}
     with RewardScorer([reward], deadline_s=given.deadline, stop_on_failures=False) as scorer:
@@ -160,6 +176,35 @@ def _show(console: Console, spec: str, num_rows: int, trials: Mapping[str, _Tria
     means = statistics([trial.mean for trial in trials.values()])
     if means:
         _say(console, f"std over kinds: {means['std']:.4g}")
+
+
+def _show_printed(console: Console, printed: Sequence[str]) -> None:
+    """What `_captured` kept."""
+    if text := "".join(printed).strip():
+        _say(console, f"it printed:\n{text}")
+
+
+@contextmanager
+def _captured(printed: list[str]) -> Iterator[None]:
+    """Keeps what this process and its workers print from the terminal, and adds its beginning to `printed`."""
+    saved: dict[int, int] = {}
+    with tempfile.TemporaryFile() as file:
+        try:
+            for number in (1, 2):
+                with suppress(OSError):  # closed
+                    saved[number] = os.dup(number)
+                    os.dup2(file.fileno(), number)
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, original in saved.items():
+                os.dup2(original, number)
+                os.close(original)
+            file.seek(0)
+            printed.append(file.read(_MAX_PRINTED).decode(errors="replace"))
+            more = os.fstat(file.fileno()).st_size - _MAX_PRINTED
+            printed += [f"\n... ({more:,} more bytes)"] if more > 0 else []
 
 
 def _say(console: Console, text: str, style: str = "") -> None:

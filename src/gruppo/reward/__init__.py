@@ -3,6 +3,7 @@
 The lower-case names are the built-ins with default parameters; the classes take others: `NumberMatch(column="target")`.
 """
 
+from gruppo.reward.call import TrainerState
 from gruppo.reward.length import LengthPenalty, RewardShape, SoftOverlong, length_penalty, soft_overlong
 from gruppo.reward.load import Reward, load_reward
 from gruppo.reward.math_equal import MathMatch, math_match
@@ -36,6 +37,7 @@ __all__ = [
     "SoftOverlong",
     "TagFormat",
     "ThinkFormat",
+    "TrainerState",
     "Verifier",
     "exact_match",
     "length_penalty",

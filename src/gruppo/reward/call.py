@@ -6,10 +6,15 @@ reward function (a tensor, a lazy proxy) reaches the trainer.
 """
 
 import atexit
+import contextvars
+import ctypes
 import inspect
 import itertools
 import math
+import queue
 import re
+import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 HOOKS = ("log_extra", "log_metric")
 """Parameters that are functions. They do not cross a process: the arguments of a call hold None under their names."""
 
-PER_STEP = frozenset({"step", "rng_seed", *HOOKS})
+PER_STEP = frozenset({"step", "rng_seed", "trainer_state", *HOOKS})
 """Parameters with one value for all completions."""
 
 STANDARD = PER_STEP | {"prompts", "completions", "completion_ids"}
@@ -41,6 +46,24 @@ FLOAT32_MAX = 3.4028234663852886e38
 _MAX_TRACEBACK = 4000
 _MAX_EXTRA_TEXT = 10_000
 _MAX_SHOWN = 200
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Position in the run, under TRL's names, for a reward that changes with it. A step is one batch of rollouts.
+
+    Outside of a run it is step 0 of 1, so that `global_step / max_steps` exists.
+    """
+
+    global_step: int = 0
+    """Steps that are complete: 0 in the first one."""
+    max_steps: int = 1
+    """Steps of the whole run."""
+    epoch: float = 0.0
+    """Passes over the prompts that are complete."""
+    num_train_epochs: float = 1.0
+    """Passes over the prompts in the whole run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +118,7 @@ class StepCompletions:
         step: int = 0,
         rng_seed: int = 0,
         group_ids: Sequence[int] | None = None,
+        trainer_state: TrainerState | None = None,
     ) -> None:
         columns = columns or {}
         self.num = len(completions)
@@ -121,6 +145,7 @@ class StepCompletions:
             ],
             "step": step,
             "rng_seed": rng_seed,
+            "trainer_state": trainer_state or TrainerState(),
             **dict.fromkeys(HOOKS),
         }
         if completion_ids is not None:
@@ -230,6 +255,55 @@ def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str,
     except BaseException as error:  # some libraries derive their timeout from BaseException
         return CallResult(kind="raised", text=short_traceback(error))
     return replace(result, extras=extras, metrics=metrics)
+
+
+def call_within(
+    seconds: float, poll: Callable[[], None] | None, name: str, function: Callable[..., Any], *arguments: Any
+) -> CallResult:
+    """`call_reward` in a thread that is given up after so many seconds.
+
+    A thread cannot be killed. One that runs Python code ends by an exception; one inside a call that does not return
+    stays behind until the program ends.
+    """
+    ended: queue.SimpleQueue[CallResult | BaseException] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            ended.put(call_reward(name, function, *arguments))
+        except BaseException as error:  # MemoryError and KeyboardInterrupt, for the thread that waits
+            ended.put(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=f"reward {name}", daemon=True)
+    thread.start()
+    expires = time.monotonic() + seconds
+    while (left := expires - time.monotonic()) > 0:
+        try:
+            result = ended.get(timeout=min(left, _POLL_S))
+        except queue.Empty:
+            if poll is not None:
+                poll()
+            continue
+        if isinstance(result, BaseException):
+            raise result
+        return result
+    _give_up(thread)
+    return CallResult(kind="timeout", text=f"no answer within {seconds:g} s; the call was given up")
+
+
+def _give_up(thread: threading.Thread) -> None:
+    """End the call in a thread: a coroutine is cancelled, Python code gets an exception."""
+    is_awaiting = _runner.cache_info().currsize and _runner().get_loop().is_running()
+    if is_awaiting:
+        import asyncio
+
+        loop = _runner().get_loop()
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        thread.join(_POLL_S)
+    if thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        if is_awaiting:  # its loop may run for ever; the next call gets another
+            atexit.unregister(_runner().close)
+            _runner.cache_clear()
 
 
 def check_returned(name: str, returned: Any, num: int) -> CallResult:

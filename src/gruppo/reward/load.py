@@ -1,17 +1,18 @@
-"""Reward: a function with its weight, loaded from a built-in's name, from `module:function`, or from a callable."""
+"""Reward: a function with its weight, loaded from a name with options (docs/rewards.md), or from a callable."""
 
 import importlib.util
 import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from pathlib import Path
+from typing import Any, get_origin
 
 from gruppo.errors import InputError, require
-from gruppo.imports import did_you_mean, import_name, import_object
+from gruppo.imports import did_you_mean, import_name, import_object, read_spec
 from gruppo.reward.call import Parameters, name_of, parameters_of
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.math_equal import MathMatch
@@ -30,6 +31,9 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "pattern_match": PatternMatch,
 }
 
+REWARD_MODEL = "gruppo.model.reward_model:RewardModel"
+"""By name, since the package of models comes after this one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
@@ -42,6 +46,8 @@ class Reward:
     """Factor in the total; 0 means "log only"."""
     isolated: bool = True
     """Run in a worker process that can be killed. False runs it in this process, where a hang hangs the trainer."""
+    is_timed: bool = False
+    """In this process, give a call up at the deadline: for a function that should be isolated and cannot be."""
     source: str = ""
     """`module:function` that a worker imports it from; empty when only the object is known."""
     is_unnamed: bool = False
@@ -68,7 +74,9 @@ def load_reward(
     isolated: bool | None = None,
     **parameters: Any,
 ) -> Reward:
-    """A `Reward` from a built-in's name, from `module:function`, or from a callable.
+    """A `Reward` from a built-in's name, `module:function`, the folder or hub id of a reward model, or a callable.
+
+    Options of a built-in or a class may follow its name: `number_match:column=solution,inside=answer`.
 
     A function runs in a worker process unless `isolated=False`, or unless it has an attribute `isolated` that is False,
     as most built-ins do. Without a `name` it has that of the built-in or the function, which a `RewardScorer` numbers
@@ -77,34 +85,30 @@ def load_reward(
     Args:
         parameters: arguments of a built-in, or of a class named by `module:Class`.
 
-    >>> load_reward("exact_match", weight=0.5, column="target").function
+    >>> load_reward("exact_match:column=target", weight=0.5).function
+    ExactMatch(column='target', inside='')
+    >>> load_reward("exact_match", column="target").function
     ExactMatch(column='target', inside='')
     """
     if isinstance(spec, Reward):
         changes = {"name": name, "weight": weight, "isolated": isolated, "is_unnamed": None if name is None else False}
         return replace(spec, **{key: value for key, value in changes.items() if value is not None})
-    source = ""
-    if not isinstance(spec, str):
-        target, default_name = spec, name_of(spec)
-    elif ":" in spec:
-        target, default_name, source = import_object(spec, "reward"), spec.rpartition(":")[2].rpartition(".")[2], spec
-    elif spec in BUILTIN:
-        target, default_name = BUILTIN[spec], spec
+    source, options = "", {}
+    if isinstance(spec, str):
+        target, default_name, source, options = _find(spec)
     else:
-        raise InputError(
-            f"no built-in reward is called {spec!r}{did_you_mean(spec, BUILTIN)}; built-ins are "
-            f"{', '.join(BUILTIN)}, and your own is written module:function"
-        )
+        target, default_name = spec, name_of(spec)
     if inspect.isclass(target):
         source = ""  # a worker needs the parameters too: send the object
+        parameters = _typed(target, default_name, options) | parameters
         try:
             target = target(**parameters)
         except TypeError as error:
             raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {error}") from error
-    elif parameters:
+    elif parameters or options:
         raise InputError(
-            f"{spec!r} is a function and takes no parameters, got {', '.join(parameters)}; make it a class with a "
-            "__call__ method, or pass the values as columns"
+            f"{spec!r} is a function and takes no parameters, got {', '.join([*options, *parameters])}; make it a "
+            "class with a __call__ method, or pass the values as columns"
         )
     if isinstance(target, MathMatch) and importlib.util.find_spec("math_verify") is None:
         raise require("math", "math-verify", "math_match")
@@ -116,8 +120,61 @@ def load_reward(
         weight=1.0 if weight is None else weight,
         isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
         source=source,
-        is_unnamed=name is None and (bool(source) or not isinstance(spec, str)),
+        is_unnamed=name is None and (bool(source or options) or not isinstance(spec, str)),
     )
+
+
+def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:
+    """The object that a spec names, its name, its `module:name` if it has one, and the options of the spec."""
+    found, options = read_spec(spec)
+    is_hub = found.startswith(("hf://", "ms://"))
+    if ":" in found and not is_hub:
+        builtin = found.partition(":")[0]
+        try:
+            target = import_object(found, "reward")
+        except InputError as error:
+            hint = f"; options of the built-in are written {builtin}:key=value" if builtin in BUILTIN else ""
+            raise InputError(f"{error}{hint}") from error
+        return target, found.rpartition(":")[2].rpartition(".")[2], found, options
+    if found in BUILTIN:
+        return BUILTIN[found], found, "", options
+    if "/" in found or Path(found).is_dir():
+        model = import_object(REWARD_MODEL, "reward")
+        return model, Path(found).name or "reward_model", "", {**options, "model": found}
+    raise InputError(
+        f"no built-in reward is called {found!r}{did_you_mean(found, BUILTIN)}; built-ins are {', '.join(BUILTIN)}, "
+        "your own is written module:function, and a reward model is a folder or a hub id like org/name"
+    )
+
+
+def _typed(cls: type, name: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """Options of a spec as the types that the constructor declares: by annotation, else by default value."""
+    if not options:
+        return {}
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+    try:
+        parameters = inspect.signature(cls, eval_str=True).parameters
+    except NameError:  # an annotation that exists for type checkers only
+        parameters = inspect.signature(cls).parameters
+    known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    values: dict[str, Any] = {}
+    for key, text in options.items():
+        if key not in known and not takes_all:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise InputError(f"reward {name!r} has no option {key!r}{did_you_mean(key, known)}; {has}")
+        parameter = parameters.get(key)
+        kind = str if parameter is None else parameter.annotation
+        if kind is inspect.Parameter.empty and parameter is not None:
+            kind = type(parameter.default) if isinstance(parameter.default, bool | int | float) else str
+        given = text.split(",") if (get_origin(kind) or kind) in (tuple, list, set, frozenset, Sequence) else text
+        try:
+            values[key] = TypeAdapter(kind).validate_python(given)
+        except (ValidationError, PydanticUserError) as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "text cannot give it"
+            raise InputError(f"option {key}={text!r} of reward {name!r} cannot be used: {reason}") from None
+    return values
 
 
 def number_names(rewards: Sequence[Reward]) -> tuple[Reward, ...]:

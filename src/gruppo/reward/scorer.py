@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gruppo.errors import InputError, RewardError
-from gruppo.reward.call import FLOAT32_MAX, Call, CallResult, StepCompletions, call_reward
+from gruppo.reward.call import FLOAT32_MAX, Call, CallResult, StepCompletions, TrainerState, call_reward, call_within
 from gruppo.reward.load import Reward, load_reward, number_names, sendable
 from gruppo.reward.workers import WorkerPool
 
@@ -88,7 +88,8 @@ class RewardScorer:
         """Nothing is started here; workers start with the first `score` that needs them, or with `start`.
 
         Args:
-            deadline_s: wall-clock time for one call in a worker. A completion that alone takes longer has failed.
+            deadline_s: wall-clock time for one call in a worker, or of a timed function in this process. A completion
+                that alone takes longer has failed.
             failure_score: value of a completion whose verification timed out or killed the worker. It should be the
                 least that the functions give, or the policy gains by breaking them.
             stop_on_failures: raise when a function fails too often; at step 0, when it fails on every completion.
@@ -112,9 +113,12 @@ class RewardScorer:
         if self.correct_by not in names:
             raise InputError(f"correct_by={correct_by!r} is not one of the rewards; they are {', '.join(names)}")
         self.correct_at = correct_at
+        self.max_steps, self.steps_per_epoch = 1, 1.0
+        """Length of the run and of a pass over its prompts, for `trainer_state`; a trainer sets them."""
         self._isolated = {reward.name: reward for reward in self.rewards if reward.isolated}
         functions = {name: sendable(reward) for name, reward in self._isolated.items()}
         self._pool = WorkerPool(functions, size=workers, poll=poll)
+        self._poll = poll
         self._deadline_s = deadline_s
         self._failure_score = float(failure_score)
         self._stop_on_failures = stop_on_failures
@@ -177,16 +181,31 @@ class RewardScorer:
                 completion.
             RewardError: a function failed more often than is tolerated.
         """
-        given = StepCompletions(prompts, completions, completion_ids, columns, step, rng_seed, group_ids)
+        state = TrainerState(
+            global_step=step,
+            max_steps=self.max_steps,
+            epoch=step / self.steps_per_epoch,
+            num_train_epochs=self.max_steps / self.steps_per_epoch,
+        )
+        given = StepCompletions(prompts, completions, completion_ids, columns, step, rng_seed, group_ids, state)
         outcomes = {reward.name: Outcome(name=reward.name, values=[None] * given.num) for reward in self.rewards}
+        late: set[str] = set()
+        singles = [range(index, index + 1) for index in range(given.num)]
         for reward in self.rewards:
-            queue: deque[Sequence[int]] = deque([range(given.num)] if given.num and not reward.isolated else [])
+            if reward.isolated or not given.num:
+                continue
+            queue = deque[Sequence[int]](singles if reward.name in self._one_at_a_time else [range(given.num)])
             while queue:
                 indices = queue.popleft()
-                result = call_reward(reward.name, reward.function, given.arguments(reward, indices), len(indices))
+                call = (reward.name, reward.function, given.arguments(reward, indices), len(indices))
+                result = call_within(self._deadline_s, self._poll, *call) if reward.is_timed else call_reward(*call)
+                if result.kind == "timeout" and len(indices) > 1:
+                    late.add(reward.name)
                 queue.extend(self._record(outcomes[reward.name], given, indices, result))
         if self._isolated and given.num:
-            self._score_in_workers(given, outcomes)
+            late |= self._score_in_workers(given, outcomes)
+        if late:
+            self._slow_down(late, outcomes)
         self._num_completions += given.num
         for outcome in outcomes.values():
             self._num_errors[outcome.name] += outcome.failures["raised"]
@@ -198,7 +217,8 @@ class RewardScorer:
                 raise _too_many(outcome, given, limit)
         return self._combine(list(outcomes.values()))
 
-    def _score_in_workers(self, given: StepCompletions, outcomes: Mapping[str, "Outcome"]) -> None:
+    def _score_in_workers(self, given: StepCompletions, outcomes: Mapping[str, "Outcome"]) -> set[str]:
+        """Enter the values of the isolated functions; the names of those that were late with several completions."""
         self.start()
         queue: deque[Call] = deque()
 
@@ -225,6 +245,10 @@ class RewardScorer:
                     late.add(call.function)
                 for indices in self._record(outcomes[call.function], given, call.indices, result):
                     add(call.function, indices)
+        return late
+
+    def _slow_down(self, late: set[str], outcomes: Mapping[str, "Outcome"]) -> None:
+        """From now on one completion at a time for functions that were late with several, but with none alone."""
         for name in late:
             if not outcomes[name].failures["timeout"]:
                 self._one_at_a_time.add(name)

@@ -21,7 +21,8 @@ def advice(recent: Sequence[Mapping[str, float]]) -> list[str]:
     elif dead > 0.95 and mean["reward/mean"] <= 0:
         sentences.append(
             "all groups are dead at reward 0: no completion earns anything, so nothing can be learned. If the reward "
-            "was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task is too hard as it is"
+            "was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task is too hard as it is, "
+            "or the reward does not read the form of the completions: try `gruppo reward check`"
         )
     elif dead > 0.8 and mean.get("group/all_right_frac", 0.0) < 0.5:
         sentences.append(

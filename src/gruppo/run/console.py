@@ -89,6 +89,7 @@ class RunConsole:
 def step_line(step: int, total: int, metrics: Mapping[str, float], seconds: float) -> str:
     """The state of a step in plain words."""
     parts = [shown(key, metrics) for key in SHOWN if key.name in metrics or key.name in ALWAYS]
+    parts[0] += by_reward(metrics)
     return "  ".join([f"step {step:>{len(str(total))}}/{total}", *parts, readable_time(seconds)])
 
 
@@ -96,6 +97,19 @@ def shown(key: Key, metrics: Mapping[str, float]) -> str:
     """A metric with its word."""
     value = metrics.get(key.name)
     return f"{key.line.partition(' {')[0]} none" if value is None else key.line.format(value, rest=1 - value)
+
+
+def by_reward(metrics: Mapping[str, float]) -> str:
+    """The mean of each reward function in parentheses, where there are several.
+
+    >>> by_reward({"reward/a/abstain_frac": 0.0, "reward/a/mean": 0.25, "reward/b/abstain_frac": 1.0})
+    ' (a 0.250, b none)'
+    """
+    names = [name.split("/")[1] for name in metrics if name.startswith("reward/") and name.endswith("/abstain_frac")]
+    if len(names) < 2:
+        return ""
+    means = {name: metrics.get(f"reward/{name}/mean") for name in names}
+    return f" ({', '.join(f'{name} none' if mean is None else f'{name} {mean:.3f}' for name, mean in means.items())})"
 
 
 def readable_time(seconds: float) -> str:

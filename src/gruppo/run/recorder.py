@@ -4,17 +4,21 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from gruppo.run.advice import advice
-from gruppo.run.console import RunConsole
+from gruppo.run.console import RunConsole, printable
 from gruppo.run.directory import RunDirectory
 from gruppo.run.trackers import Trackers
-from gruppo.types import Group
+from gruppo.types import Group, Rollout
 
 logger = logging.getLogger(__name__)
 
 ADVICE_EVERY = 20
 """Steps after which the numbers of as many steps are looked at."""
+
+_MAX_REASON = 300
+"""Characters of an exception, or of a completion, in a warning."""
 
 
 @dataclass(eq=False)
@@ -35,6 +39,7 @@ class Recorder:
     _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
     _kept: list[Group] = field(default_factory=list)
     _has_said_limit: bool = False
+    _warned: set[tuple[str, str]] = field(default_factory=set)
 
     def started(self, step: int) -> None:
         """The run begins, or goes on, after `step`."""
@@ -49,6 +54,7 @@ class Recorder:
 
     def sampled(self, step: int, groups: Sequence[Group]) -> None:
         """All groups of a step, with what it made of them."""
+        self._check_rewards(step, [rollout for group in groups for rollout in group.rollouts])
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
         if not self.writes_completions(step):
@@ -85,10 +91,32 @@ class Recorder:
         if self._kept and (step == 1 or step % max(self.steps // 4, 1) == 0):
             self._console.completions(f"step {step}: best and worst of some groups", self._kept, limit=3)
 
-    def warned(self, step: int, kind: str, text: str) -> None:
-        """A warning that does not stop the run."""
-        self.run.log_event(kind, step=step, text=text)
-        logger.warning("step %d: %s", step, text)
+    def warned(self, step: int, kind: str, text: str, about: str = "", **facts: Any) -> None:
+        """A warning that does not stop the run, once for each kind and what it is about; `facts` go to the event."""
+        if (kind, about) in self._warned:
+            return
+        self._warned.add((kind, about))
+        self.run.log_event(kind, step=step, text=text, **facts)
+        logger.warning("step %d: %s", step, printable(text))
+
+    def _check_rewards(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Warn of reward functions that failed on some completions, or gave no value to any while others did."""
+        failed = {name: rollout for rollout in reversed(rollouts) for name in rollout.errors}
+        for name, first in failed.items():
+            share = f"{sum(name in rollout.errors for rollout in rollouts)} of {len(rollouts)}"
+            reason = first.errors[name].rstrip().rpartition("\n")[2][:_MAX_REASON]
+            text = (
+                f"reward {name!r} failed on {share} completions: {reason} (traceback in events.jsonl; later failures "
+                f"are only counted, in reward/{name}/error_frac and timeout_frac)"
+            )
+            facts = {"completion": first.trajectory.text[:_MAX_REASON], "traceback": first.errors[name]}
+            self.warned(step, "reward_failed", text, about=name, **facts)
+        if all(rollout.reward is None for rollout in rollouts):
+            return  # the whole step is without a reward, which has a warning of its own
+        for name in rollouts[0].rewards:
+            if name not in failed and all(rollout.rewards.get(name) is None for rollout in rollouts):
+                text = f"reward {name!r} gave None to all {len(rollouts)} completions of the step"
+                self.warned(step, "reward_abstained", f"{text}, so it counts for nothing", about=name)
 
     def stopped(self, step: int, signal: str) -> None:
         """A signal ended the run, which was saved."""

@@ -12,7 +12,19 @@ from gruppo.task.reasoning_gym import reasoning_gym_rows
 
 GSM8K_INSTRUCTION = "Solve the problem step by step. End with a line that holds only #### and the final number."
 
+REWARDS = {"gsm8k": "number_match", "reasoning_gym": "gruppo.task.reasoning_gym:score"}
+"""Rewards that read the answers of a source; those of other sources are compared as text."""
+
 Style = Literal["chat", "plain"]
+
+
+def default_reward(spec: Any) -> str:
+    """The reward of a source, for a run that names none.
+
+    >>> default_reward("gsm8k:train.jsonl"), default_reward("problems.jsonl")
+    ('number_match', 'exact_match')
+    """
+    return REWARDS.get(spec.partition(":")[0], "exact_match") if isinstance(spec, str) else "exact_match"
 
 
 def resolve_source(

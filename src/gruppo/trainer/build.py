@@ -261,7 +261,7 @@ def build_advantage(config: TrainConfig) -> Advantage:
     own: dict[str, Any] = {
         "normalization": config.normalization or "standard",
         "correct_at": config.correct_at,
-        "weights": config.reward_weights or (1.0,) * len(config.rewards),
+        "weights": config.reward_weights or (1.0,) * config.num_rewards,
     }
     options = {name: value for name, value in own.items() if name in parameters} | dict(config.advantage_options)
     estimate = _made("advantage", config.advantage, cls, options)
@@ -275,7 +275,7 @@ def build_advantage(config: TrainConfig) -> Advantage:
         more[name] = inputs[name]
     rewards: list[Any] = [float(is_right) for is_right in right]
     if getattr(estimate, "per_reward", False):
-        rewards = [[reward] * len(config.rewards) for reward in rewards]
+        rewards = [[reward] * config.num_rewards for reward in rewards]
     result = estimate(rewards, group_ids=[0] * num, **more)
     if tuple(getattr(result, "shape", ())) != (num,):
         raise InputError(f"advantage={config.advantage!r} must give a tensor with one value per reward, got {result!r}")

@@ -6,12 +6,13 @@ load again by itself.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
 from gruppo.reward import Reward, load_reward
 from gruppo.reward.load import sendable
+from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def take_objects(
     eval_data: Any = None,
     peft_config: Any = None,
 ) -> tuple[TrainConfig, Objects]:
-    """The config of a run with these objects, and the objects. Names among them go into the config."""
+    """The config of a run with these objects, and the objects. Names among them go into the config, and so does the
+    reward of the data where none is named."""
     changes: dict[str, Any] = {} if peft_config is None else _adapter(peft_config)
     given: dict[str, Any] = {"tokenizer": tokenizer}
     if model is not None and not isinstance(model, str):
@@ -66,11 +68,13 @@ def take_objects(
         if config.reward_weights is None and any(weight != 1 for weight in weights):
             changes["reward_weights"] = weights  # where an estimator that compares rewards apart reads them too
         changes["rewards"] = [r if isinstance(r, str) else MARK + r.name for r in given["rewards"]]
+    elif config.rewards is None:
+        changes["rewards"] = [default_reward(changes.get("data", config.data))]
     made = TrainConfig.read(config.model_dump() | changes) if changes else config
     missing = [
         f"{name}={text.removeprefix(MARK)!r}"
         for name in ("model", "data", "eval_data", "rewards")
-        for text in (made.rewards if name == "rewards" else [str(getattr(made, name))])
+        for text in (made.rewards or () if name == "rewards" else [str(getattr(made, name))])
         if text.startswith(MARK) and given.get(name) is None
     ]
     if missing:
@@ -83,7 +87,7 @@ def take_objects(
 
 
 def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:
-    """A reward function that a worker process cannot import runs in this one."""
+    """A reward function that a worker process cannot import runs in this one, with a deadline."""
     if isinstance(spec, str):
         return spec
     reward = load_reward(spec)
@@ -91,8 +95,12 @@ def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:
         try:
             sendable(reward)
         except InputError:
-            logger.warning("reward %r runs in this process, without a time limit: no other can import it", reward.name)
-            return load_reward(spec, isolated=False)
+            logger.warning(
+                "reward %r runs in this process: no other can import it. A call that takes longer than reward_deadline "
+                "is given up, but goes on in the background",
+                reward.name,
+            )
+            return replace(reward, isolated=False, is_timed=True)
     return reward
 
 

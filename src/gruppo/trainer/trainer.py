@@ -67,7 +67,8 @@ class GRPOTrainer:
     Args:
         config: the options; what follows stands for what they name.
         model: a transformers or PEFT model with its `tokenizer`, or a name.
-        rewards: functions, `Reward`s and names. A function that a worker process cannot import runs in this one.
+        rewards: functions, `Reward`s and names. A function that a worker process cannot import runs in this one, and a
+            call of it is given up at `reward_deadline`.
         data: a list of rows, a `datasets.Dataset`, or a name; `eval_data` likewise.
         peft_config: a `LoraConfig` of PEFT.
         callbacks: called after each step with (trainer, step, metrics); returning True ends the run.
@@ -118,6 +119,8 @@ class GRPOTrainer:
             self.scorer = stack.enter_context(build.build_rewards(config, objects, poll=self.stop.poll))
             tokenizer = objects.tokenizer or load_tokenizer(config.model)
             self.prompts = build.build_prompts(config, objects, tokenizer)
+            self.scorer.max_steps = config.steps
+            self.scorer.steps_per_epoch = len(self.prompts.train) / config.prompts_per_step
             build.try_rewards(self.scorer, self.prompts.train.prompts)
             directory = RunDirectory.reopen if resume else partial(RunDirectory.create, config=config.to_yaml())
             self.run = stack.enter_context(directory(config.output))
@@ -185,7 +188,8 @@ class GRPOTrainer:
         groups, metrics = self.source.next(number)
         metrics = self.synced | metrics
         if "reward/mean" not in metrics:
-            text = "every reward function abstained (None) on every completion: the step teaches nothing"
+            text = "every reward function abstained (None) on every completion: the step teaches nothing. Check the "
+            text += "columns that they read with `gruppo reward check`"
             self.recorder.warned(number, "no_reward", text)
         kept = [group for group in groups if group.status == "kept"]
         with self._timed("reward"):

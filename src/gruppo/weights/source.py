@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import InputError, require
 from gruppo.weights.files import MANIFEST
@@ -103,14 +103,15 @@ def load_model(
     revision: str | None = None,
     quantize: str | None = None,
     device: Any = "cpu",
+    head: Literal["CausalLM", "SequenceClassification"] = "CausalLM",
 ) -> "PreTrainedModel":
-    """The causal language model of `model_id`, on the CPU; for an adapter's folder its base with the adapter on it.
+    """The language model of `model_id`, on the CPU; for an adapter's folder its base with the adapter on it.
 
     Args:
         quantize: "nf4" for linear layers in 4 bits. None: as they are; for an adapter as they were while it trained.
         device: of 4-bit weights, which are made there.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a bar per load would run across gruppo's own
@@ -122,11 +123,12 @@ def load_model(
         options.pop("revision", None)
         # Other weights come out of 4 bits if they were rounded otherwise before.
         options |= {"quantize": quantize, "device": device} | quantization_of(path)
-        return _with_adapter(load_model(base_of(path), **options), path)
+        return _with_adapter(load_model(base_of(path), head=head, **options), path)
     if quantize is not None:
         options |= _quantization(model_id, quantize, dtype) | {"device_map": {"": device}}
     with _refusing(model_id):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        auto = getattr(transformers, f"AutoModelFor{head}")
+        loaded: Any = auto.from_pretrained(
             path, output_loading_info=True, trust_remote_code=False, use_safetensors=True, **options
         )
     model, report = loaded

@@ -205,3 +205,14 @@ class Scaled:
 named_lambda = lambda completions, **kwargs: [2.0] * len(completions)  # noqa: E731
 
 not_callable = 3
+
+
+class Within:
+    """1 for a length in a range; its options are of several types, one of them by its default alone."""
+
+    def __init__(self, low: int, high: float = 10.0, *, words: tuple[str, ...] = (), inverted=False):
+        self.given = (low, high, words, inverted)
+
+    def __call__(self, completions, **kwargs):
+        low, high, _, inverted = self.given
+        return [float((low <= len(text) <= high) != inverted) for text in completions]

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.reward import Reward, RewardScorer, load_reward
+from gruppo.reward import Reward, RewardScorer, TrainerState, load_reward
 from gruppo.reward.call import StepCompletions, parameters_of
 
 
@@ -42,6 +42,7 @@ def test_a_function_with_kwargs_gets_everything():
         "answer": ["x"],
         "step": 7,
         "rng_seed": 9,
+        "trainer_state": TrainerState(global_step=7, max_steps=1, epoch=7.0, num_train_epochs=1.0),
     }
     assert {name for name, value in seen.items() if callable(value)} == {"log_extra", "log_metric"}
 

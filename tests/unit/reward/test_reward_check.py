@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -120,3 +123,58 @@ def test_control_characters_and_markup_of_a_traceback_do_not_reach_the_terminal(
     assert code == 2
     assert "\x1b" not in text and "\u202e" not in text
     assert "[/red]" in text
+
+
+CORRECTNESS = """
+def correctness(prompts, completions, answer, **kwargs):
+    for prompt, text, gold in zip(prompts, completions, answer):
+        print(f"Question: {prompt}\\nAnswer: {gold}\\nResponse: {text}")
+    return [float(text == gold) for text, gold in zip(completions, answer)]
+
+def here(completions, answer, **kwargs):
+    return correctness(completions, completions, answer)
+here.isolated = False
+"""
+
+
+@pytest.mark.parametrize("name", ["correctness", "here"])
+def test_what_a_reward_prints_is_shown_in_part_and_without_control_characters(tmp_path, name):
+    (tmp_path / "talkative.py").write_text(CORRECTNESS)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    command = [sys.executable, "-m", "gruppo", "reward", "check", f"talkative:{name}", "--data", "rows.jsonl"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8:surrogateescape"}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == b""  # without the filter 200 kB, with sequences that clear the screen
+    text = ran.stdout.decode()
+    assert "it printed:" in text and "Response: " in text and " more bytes)" in text
+    assert len(text) < 5000 and "\x1b" not in text and "\u202e" not in text
+
+
+def test_every_source_of_train_is_a_source_here(tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    rows = [{"question": f"{n} and 1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}"} for n in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text = check("number_match", f"gsm8k:{path}")
+    assert (code, cells(text)["good"][0], cells(text)["bad"][0]) == (0, "1", "0")
+    code, text = check("exact_match", "builtin:carries?split=heldout")
+    assert (code, cells(text)["good"][0], cells(text)["bad"][0]) == (0, "1", "0")
+    assert "unusable: no such file: absent.jsonl" in check("exact_match", "gsm8k:absent.jsonl")[1]
+
+
+def test_columns_are_named_as_in_train(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("problem,solution\n6*7=,42\n2*9=,18\n")
+    code, text = check("number_match", str(path), prompt_column="problem", answer_column="solution")
+    assert (code, cells(text)["good"][0], cells(text)["bad"][0]) == (0, "1", "0")
+    code, text = check("number_match:column=solution", str(path), prompt_column="problem", answer_column="solution")
+    assert (code, cells(text)["good"][0], cells(text)["bad"][0]) == (0, "1", "0")
+
+
+def test_a_template_has_lines(tmp_path, monkeypatch):
+    (tmp_path / "lined.py").write_text(
+        "def f(completions, answer, **_):\n"
+        "    return [float(text == f'So:\\n{gold}') for text, gold in zip(completions, answer)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cells(check("lined:f", template=r"So:\n{answer}")[1])["good"][0] == "1"

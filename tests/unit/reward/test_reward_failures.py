@@ -1,5 +1,10 @@
 """R-15 and R-16 without processes: when failures are tolerated and when they stop the run."""
 
+import asyncio
+import threading
+import time
+from dataclasses import replace
+
 import pytest
 
 from gruppo.errors import InputError, RewardError
@@ -87,6 +92,86 @@ def test_sys_exit_in_a_reward_does_not_end_the_trainer():
 
     with RewardScorer([load_reward(leaves, isolated=False)]) as rewards:
         assert rewards.score(["p"], ["a"], step=1).totals == [None]
+
+
+# --- in this process, with a deadline ------------------------------------------------------------------------------
+
+
+def loops(completions):
+    while "bad" in completions:
+        pass
+    return [1.0] * len(completions)
+
+
+def sleeps(completions):
+    if "bad" in completions:
+        time.sleep(30)
+    return [1.0] * len(completions)
+
+
+async def awaits(completions):
+    if "bad" in completions:
+        await asyncio.sleep(30)
+    return [1.0] * len(completions)
+
+
+def timed(function, **options):
+    return RewardScorer([replace(load_reward(function, isolated=False), is_timed=True)], **options)
+
+
+@pytest.mark.parametrize("function", [loops, sleeps, awaits])
+def test_a_call_in_this_process_is_given_up_at_its_deadline(function):
+    started = time.monotonic()
+    with timed(function, deadline_s=0.2, failure_score=-1.0) as rewards:
+        result = rewards.score(["p"] * 4, ["good", "bad", "good", "good"], step=1)
+        assert result.totals == [1.0, -1.0, 1.0, 1.0]
+        assert result.metrics[f"reward/{function.__name__}/timeout_frac"] == 0.25
+        assert "no answer within 0.2 s; the call was given up" in result.tracebacks[function.__name__]
+        assert rewards.score(["p"] * 2, ["good"] * 2, step=2).totals == [1.0, 1.0]
+    assert time.monotonic() - started < 5
+
+
+def test_a_loop_that_was_given_up_ends():
+    with timed(loops, deadline_s=0.1) as rewards:
+        rewards.score(["p"] * 2, ["bad", "good"], step=1)
+    for _ in range(50):
+        if not any(thread.name == "reward loops" for thread in threading.enumerate()):
+            return
+        time.sleep(0.1)
+    pytest.fail("the thread still runs")
+
+
+def test_a_call_that_is_late_as_a_whole_is_made_one_completion_at_a_time_from_then_on(caplog):
+    sizes = []
+
+    def slow(completions):
+        sizes.append(len(completions))
+        time.sleep(0.1 * len(completions))
+        return [1.0] * len(completions)
+
+    with timed(slow, deadline_s=0.35) as rewards:
+        for _ in range(2):
+            assert rewards.score(["p"] * 4, ["a"] * 4, step=1).totals == [1.0] * 4
+    assert sizes == [4, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert "reward 'slow' takes longer than deadline_s=0.35 for a whole call" in caplog.text
+
+
+def test_waiting_for_a_call_in_this_process_can_be_stopped():
+    def stop():
+        raise InterruptedError("Ctrl-C")
+
+    started = time.monotonic()
+    with timed(sleeps, poll=stop) as rewards, pytest.raises(InterruptedError, match="Ctrl-C"):
+        rewards.score(["p"], ["bad"])
+    assert time.monotonic() - started < 5
+
+
+def test_running_out_of_memory_in_this_process_ends_the_run():
+    def greedy(completions):
+        raise MemoryError("full")
+
+    with timed(greedy) as rewards, pytest.raises(MemoryError, match="full"):
+        rewards.score(["p"], ["a"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from gruppo.cli.listing import formula
 from gruppo.errors import InputError, MissingExtraError
+from gruppo.imports import read_spec, write_spec
 from gruppo.reward import (
     ExactMatch,
     MathMatch,
@@ -17,6 +18,7 @@ from gruppo.reward import (
     Reward,
     RewardScorer,
     SoftOverlong,
+    TagFormat,
     exact_match,
     load_reward,
 )
@@ -50,6 +52,78 @@ def test_a_class_is_made_with_its_parameters():
     reward = load_reward("hostile_rewards:Scaled", factor=3)
     assert reward.function(completions=["ab"]) == [6]
     assert load_reward(exact_match).name == "exact_match"
+
+
+@pytest.mark.parametrize(
+    ("spec", "function"),
+    [
+        ("number_match:column=solution", NumberMatch(column="solution")),
+        ("number_match:column=solution,inside=answer", NumberMatch(column="solution", inside="answer")),
+        ("number_match:column=solution, inside=answer", NumberMatch(column="solution", inside="answer")),
+        ("soft_overlong:max_length=100,cache=10", SoftOverlong(max_length=100, cache=10)),
+        ("tag_format:tags=plan,answer,prefix=<plan>", TagFormat(tags=("plan", "answer"), prefix="<plan>")),
+        (r"pattern_match:pattern=^\d{1,3}: a=b$,max_chars=9", PatternMatch(pattern=r"^\d{1,3}: a=b$", max_chars=9)),
+        ("pattern_match:pattern=a,b", PatternMatch(pattern="a,b")),
+    ],
+)
+def test_options_after_a_name_are_the_parameters_of_the_constructor(spec, function):
+    reward = load_reward(spec, weight=0.5)
+    assert (reward.function, reward.weight) == (function, 0.5)
+    assert reward.isolated is type(function).isolated
+
+
+def test_a_class_of_ones_own_takes_options_in_the_types_it_declares():
+    reward = load_reward("hostile_rewards:Within:low=2,high=3,words=a,b,inverted=yes")
+    assert reward.function.given == (2, 3.0, ("a", "b"), True)
+    assert [type(value) for value in reward.function.given] == [int, float, tuple, bool]
+    with RewardScorer([reward, "hostile_rewards:Within:low=4"], workers=1) as scorer:
+        result = scorer.score(["p"] * 3, ["a", "ab", "abcd"])
+    assert result.values == {"Within": [1.0, 0.0, 1.0], "Within_2": [0.0, 0.0, 1.0]}
+
+
+def test_one_builtin_with_two_options_is_two_rewards():
+    with RewardScorer(["number_match:column=a", "number_match", "number_match:column=b"]) as scorer:
+        result = scorer.score(["p"], ["3"], columns={"a": ["3"], "b": ["4"], "answer": [None]})
+    assert result.values == {"number_match_2": [1.0], "number_match": [None], "number_match_3": [0.0]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (
+            "number_match:colum=a",
+            "^reward 'number_match' has no option 'colum' .did you mean 'column'.*; it has column, inside$",
+        ),
+        ("length_penalty:weight=1", "^reward 'length_penalty' has no option 'weight'; it has target, scale$"),
+        ("soft_overlong:cache=many", "^option cache='many' of reward 'soft_overlong' cannot be used: .*valid integer"),
+        ("soft_overlong:cache=0", "cache must be in 1..max_length=20480, got 0"),
+        ("exact_match:column=a,column=b", "gives the option 'column' twice"),
+        ("number_match:solution", "no module 'number_match'.*options of the built-in are written number_match:key="),
+        ("hostile_rewards:length:factor=3", "'hostile_rewards:length:factor=3' is a function and takes no parameters"),
+        ("hostile_rewards:Within:high=3", "cannot be made with parameters.*'low'"),
+        ("hostile_rewards:Within:lo=3", "has no option 'lo' .did you mean 'low'.*; it has low, high, words, inverted$"),
+    ],
+)
+def test_an_option_that_does_not_exist_or_has_another_type_is_refused(spec, text):
+    with pytest.raises(InputError, match=text):
+        load_reward(spec)
+
+
+def test_yaml_may_give_options_as_a_mapping():
+    rewards = [{"number_match": {"column": "solution"}}, "think_format", {"tag_format": {"tags": ["a", "b"]}}]
+    config = TrainConfig.read({"rewards": rewards, "reward_weights": [1, 0.5, 0.25]})
+    assert config.rewards == ("number_match:column=solution", "think_format", "tag_format:tags=a,b")
+    assert load_reward(config.rewards[2]).function == TagFormat(tags=("a", "b"))
+    assert TrainConfig.read(config.model_dump()) == config
+    with pytest.raises(InputError, match=r"rewards=.*one name with a mapping: \{number_match: \{column: solution\}\}"):
+        TrainConfig.read({"rewards": [{"number_match": "solution"}]})
+    with pytest.raises(InputError, match=r"cannot be written as name:key=value.*holds ',word='"):
+        TrainConfig.read({"rewards": [{"pattern_match": {"pattern": "x,y=3"}}]})
+
+
+def test_a_spec_is_read_back_as_it_was_written():
+    for name, options in [("a", {}), ("m:C", {"x": "1"}), ("org/name", {"x": "a:b=c", "y": ""}), ("a", {"x": "1,2"})]:
+        assert read_spec(write_spec(name, options)) == (name, options)
 
 
 def test_a_reward_passes_through_with_changes():

@@ -147,3 +147,16 @@ def test_the_line_of_a_step_has_the_keys_that_the_registry_marks() -> None:
     shown = ["reward/mean", "eval/accuracy", "group/dead_frac", "optim/grad_norm", "live/clip_ratio"]
     assert [key.name for key in SHOWN] == [*shown, "rollout/entropy", "completion/len_mean"]
     assert {key.name for key in KEYS if key.line} == {key.name for key in SHOWN}
+
+
+def test_several_rewards_are_shown_apart() -> None:
+    several = METRICS | {
+        "reward/number_match/abstain_frac": 0.0,
+        "reward/number_match/mean": 0.25,
+        "reward/think_format/abstain_frac": 0.5,
+        "reward/think_format/mean": 0.75,
+        "reward/judge/abstain_frac": 1.0,
+        "reward/number_match/own": 7.0,
+    }
+    line = step_line(7, 120, several, 0.042)
+    assert "  reward 0.438 (number_match 0.250, think_format 0.750, judge none)  signal" in line

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from gruppo.reward import TrainerState
 from gruppo.trainer import GRPOTrainer
 from gruppo.types import Rollout
 
@@ -29,6 +30,13 @@ def abstains_on_odd_steps(completions: Sequence[str], step: int) -> list[float |
     return [None if step % 2 else float(len(text)) for text in completions]
 
 
+def progress(completions: Sequence[str], trainer_state: TrainerState) -> list[float]:
+    """The share of the run that is done, plus the epoch in hundreds. It runs in a worker."""
+    done = trainer_state.global_step / trainer_state.max_steps
+    epochs = 100 * trainer_state.epoch + 10_000 * trainer_state.num_train_epochs
+    return [done + epochs] * len(completions)
+
+
 def right(completions: Sequence[str]) -> list[float]:
     """Everybody is right."""
     return [1.0] * len(completions)
@@ -41,10 +49,22 @@ def logs_and_sometimes_fails(completions: Sequence[str], log_extra: Callable[...
     return [0.0] * len(completions)
 
 
+def fails_on_odd_answers(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+    for text in answer:
+        if text[-1] in "13579":
+            raise ValueError(f"cannot read {text} \x1b[2J")
+    return [float(len(text)) for text in completions]
+
+
+def unsure(completions: Sequence[str]) -> list[None]:
+    return [None] * len(completions)
+
+
 def logs_a_metric(completions: Sequence[str], log_metric: Callable[..., None]) -> list[float]:
     log_metric("own", len(completions))
     return [0.0] * len(completions)
 
 
-for function in (logs_a_metric, constant, by_place, later_half, abstains_on_odd_steps, right, logs_and_sometimes_fails):
+for function in (logs_a_metric, constant, by_place, later_half, abstains_on_odd_steps, right, logs_and_sometimes_fails,
+                 fails_on_odd_answers, unsure):  # fmt: skip
     function.isolated = False  # type: ignore[attr-defined]

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 
+from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.reward import ExactMatch, load_reward
 from gruppo.task.builtin import builtin_model_path
 from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.trainer.objects import take_objects
 from gruppo.weights.source import load_model, load_tokenizer
 
 Make = Callable[..., GRPOTrainer]
@@ -65,7 +67,7 @@ def test_a_function_of_a_notebook_runs_in_this_process_and_says_so(
 
     with caplog.at_level(logging.WARNING):
         trainer = run(rewards=[load_reward(even, weight=2.0), "exact_match"])
-    assert "reward 'even' runs in this process, without a time limit" in caplog.text
+    assert "reward 'even' runs in this process: no other can import it. A call that takes longer" in caplog.text
     trainer.step()
     rollouts = [r for g in trainer.groups for r in g.rollouts]
     assert seen[-16:] == [r.trajectory.text for r in rollouts]
@@ -73,6 +75,24 @@ def test_a_function_of_a_notebook_runs_in_this_process_and_says_so(
         right = rollout.trajectory.text == rollout.trajectory.prompt.columns["answer"]
         assert rollout.rewards == {"even": float(rollout.trajectory.text[-1:] in "02468"), "exact_match": float(right)}
         assert rollout.reward == 2 * rollout.rewards["even"] + rollout.rewards["exact_match"]
+
+
+def test_a_function_of_a_notebook_that_hangs_is_given_up_at_the_deadline(run: Make) -> None:
+    hanging: list[str] = []
+
+    def hangs_on_one_prompt(prompts: list[str], completions: list[str], step: int) -> list[float]:
+        if step == 0:
+            hanging[:] = hanging or prompts[:1]
+            while hanging[0] in prompts:
+                pass
+        return [1.0] * len(completions)
+
+    trainer = run(rewards=[hangs_on_one_prompt], options={"reward_deadline": 0.1})
+    metrics = trainer.step()
+    scores = [(r.trajectory.prompt.text == hanging[0], r.reward) for g in trainer.groups for r in g.rollouts]
+    assert scores.count((True, 0.0)) == 4 and scores.count((False, 1.0)) == 12
+    assert metrics["reward/hangs_on_one_prompt/timeout_frac"] == 4 / 16
+    assert trainer.step()["reward/mean"] == 1.0
 
 
 def test_one_name_is_one_reward(run: Make) -> None:
@@ -134,3 +154,29 @@ def test_the_result_of_a_run_is_a_short_line(run: Make) -> None:
     assert repr(result) == (
         f"TrainResult(done after step 2, held-out accuracy {result.before.accuracy:.3f} -> {result.after.accuracy:.3f})"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "reward"),
+    [
+        (["--data", "gsm8k:train.jsonl"], "number_match"),
+        (["--data", "gsm8k:hf://openai/gsm8k/main?style=plain"], "number_match"),
+        (["--data", "reasoning_gym:leg_counting?size=5"], "gruppo.task.reasoning_gym:score"),
+        (["--data", "problems.jsonl"], "exact_match"),
+        ([], "exact_match"),
+        (["--data", "gsm8k:train.jsonl", "--rewards", "math_match"], "math_match"),
+        (["--data", "gsm8k:train.jsonl", "--reward-weights", "0.5"], "number_match"),
+    ],
+)
+def test_a_run_that_names_no_reward_takes_that_of_its_data(words: list[str], reward: str) -> None:
+    config, objects = take_objects(parse_run(words, verb="train", description="", preset={}))
+    assert config.rewards == objects.rewards == (reward,)
+    config, objects = take_objects(config)  # as a run that goes on reads it from its directory
+    assert config.rewards == objects.rewards == (reward,)
+
+
+def test_data_given_in_python_bring_their_reward_too() -> None:
+    config, _ = take_objects(TrainConfig(), data="gsm8k:train.jsonl")
+    assert (config.data, config.rewards) == ("gsm8k:train.jsonl", ("number_match",))
+    config, _ = take_objects(TrainConfig(data="gsm8k:train.jsonl"), data=[{"prompt": "1", "answer": "1"}])
+    assert config.rewards == ("exact_match",)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -169,6 +170,49 @@ def test_abstentions_of_a_whole_step_train_nothing_and_are_said(
     assert unchanged(trainer, before)
     text = "every reward function abstained (None) on every completion"
     assert caplog.text.count(text) == 1 and text in (trainer.run.path / "events.jsonl").read_text()
+
+
+def test_steps_without_any_reward_are_warned_of_once(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(rewards=("step_rewards:unsure",), steps=3)
+    trainer.train()
+    text = "every reward function abstained (None) on every completion"
+    assert caplog.text.count(text) == 1
+    assert [(e["event"], e["step"]) for e in trainer.run.events() if "text" in e] == [("no_reward", 1)]
+
+
+def test_one_reward_without_values_is_warned_of_once(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(rewards=("exact_match", "step_rewards:unsure"), steps=3)
+    trainer.train()
+    text = "reward 'unsure' gave None to all 16 completions of the step, so it counts for nothing"
+    assert caplog.text.count(text) == 1
+    [event] = [e for e in trainer.run.events() if e["event"] == "reward_abstained"]
+    assert (event["step"], event["text"]) == (1, text)
+
+
+def test_failures_below_the_limit_are_shown_once_and_their_traceback_is_kept(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(rewards=("exact_match", "step_rewards:fails_on_odd_answers"), steps=3, prompts_per_step=3)
+    trainer.train()
+    warnings = [record.message for record in caplog.records if "fails_on_odd_answers" in record.message]
+    share = trainer.run.metrics()[0]["reward/fails_on_odd_answers/error_frac"]
+    assert 0 < share < 1
+    assert len(warnings) == 1 and "\x1b" not in warnings[0]
+    expected = (
+        rf"step 1: reward 'fails_on_odd_answers' failed on {12 * share:.0f} of 12 completions: ValueError: cannot read"
+    )
+    assert re.match(expected + r" \d+ \\x1b\[2J \(traceback in events.jsonl", warnings[0])
+    [event] = [e for e in trainer.run.events() if e["event"] == "reward_failed"]
+    assert event["step"] == 1
+    assert event["traceback"].startswith("Traceback") and 'step_rewards.py", line' in event["traceback"]
+
+
+def test_a_reward_sees_how_far_the_run_is(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:progress",), steps=4)
+    epoch = 4 / len(trainer.prompts.train)  # four prompts per step
+    for number in range(3):
+        mean = trainer.step()["reward/mean"]
+        assert mean == pytest.approx(number / 4 + 100 * number * epoch + 10_000 * 4 * epoch)
 
 
 # --- steps without signal -----------------------------------------------------------------------------------------
