@@ -5,13 +5,15 @@
 # make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
 # make quick  the tests without those that train or start processes, in about a minute
+# make docs   write the generated pages and tables of docs/ from the code
+# make site   build the documentation into site/, in an environment of its own
 # make bench  measure against peers, in an environment of its own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick test-lowest test-vllm lint check format bench figures docs clean
+.PHONY: demo test quick test-lowest test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -49,6 +51,12 @@ bench: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate.py
 
+site:
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --requirement constraints-docs.txt
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	@echo "site/index.html is the documentation; with search: $(PYTHON) -m http.server --directory site"
+
 figures: $(INSTALLED)
 	$(BIN)/python docs/figures/draw.py
 
@@ -59,4 +67,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-lowest .venv-vllm .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-lowest .venv-vllm site .pytest_cache .ruff_cache .hypothesis
