@@ -155,7 +155,7 @@ def shown(default: str) -> str:
 
 CONFIG_HEADER = """# Options of a run
 
-Generated from `gruppo/options.py` by `make docs`. Every option is a flag (`--group-size 8`), a line of a YAML file
+Generated from `options.py` by `make docs`. Every option is a flag (`--group-size 8`), a line of a YAML file
 (`group_size: 8`) and an argument of `TrainConfig`. Flags win over the file, the file over a recipe. An unknown name, a
 value out of range and options that contradict each other are refused before anything is loaded.
 
