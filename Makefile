@@ -54,7 +54,7 @@ docs: $(INSTALLED)
 site:
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --requirement constraints-docs.txt
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 	@echo "site/index.html is the documentation; with search: $(PYTHON) -m http.server --directory site"
 
 figures: $(INSTALLED)

@@ -66,6 +66,19 @@ def test_python_blocks_print_what_the_page_shows(page, given):
         assert printed.getvalue() == (shown[1] if shown else ""), f"docs/{page}, block at line {line}"
 
 
+YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [name for name in ALL if YAML_BLOCK.search((DOCS / name).read_text(encoding="utf-8"))])
+def test_yaml_blocks_are_options_of_a_run(page):
+    import yaml
+
+    from gruppo.trainer import TrainConfig
+
+    for block in YAML_BLOCK.findall((DOCS / page).read_text(encoding="utf-8")):
+        TrainConfig.read(yaml.safe_load(block), where=page)
+
+
 @pytest.mark.parametrize("page", ALL)
 def test_links_and_figures_lead_somewhere(page):
     text = (DOCS / page).read_text(encoding="utf-8")
