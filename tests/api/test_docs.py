@@ -66,6 +66,16 @@ def test_python_blocks_print_what_the_page_shows(page, given):
         assert printed.getvalue() == (shown[1] if shown else ""), f"docs/{page}, block at line {line}"
 
 
+@pytest.mark.parametrize(
+    "path", [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
+)
+def test_every_block_is_of_a_kind_that_a_test_reads(path):
+    """python, sh and yaml are run or read, text is compared with what a block printed, math is TeX."""
+    fences = re.findall(r"^```(.*)$", path.read_text(encoding="utf-8"), re.M)
+    assert set(fences[1::2]) <= {""}  # the closing ones
+    assert {opening.split(" ")[0] for opening in fences[::2]} <= {"python", "sh", "yaml", "text", "math"}
+
+
 YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.M | re.S)
 
 
