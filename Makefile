@@ -6,13 +6,15 @@
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
 # make quick  the tests without those that train or start processes, in about a minute
+# make docs   write the generated pages and tables of docs/ from the code
+# make site   build the documentation into site/, in an environment of its own
 # make bench  measure against peers, in an environment of its own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick test-install test-lowest test-vllm lint check format bench figures docs clean
+.PHONY: demo test quick test-install test-lowest test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -53,6 +55,12 @@ bench: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate.py
 
+site:
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --requirement constraints-docs.txt
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+	@echo "site/index.html is the documentation; with search: $(PYTHON) -m http.server --directory site"
+
 figures: $(INSTALLED)
 	$(BIN)/python docs/figures/draw.py
 
@@ -63,4 +71,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-lowest .venv-vllm .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-lowest .venv-vllm site .pytest_cache .ruff_cache .hypothesis

@@ -1,15 +1,31 @@
 """Writes the generated parts of the documentation; `make docs` runs it and a test holds the pages to it.
 
 docs/map.md       every module with the first sentence of its docstring
-docs/metrics.md   the tables between `<!-- keys: ... -->` and `<!-- end -->`, from `gruppo.keys`
+docs/config.md    every option of a run with its type, default and sentence
+docs/cli.md       every verb with its help and options
+docs/loss_list.md every named loss with its formula
+and tables between `<!-- NAME -->` and `<!-- end -->`: the keys of docs/metrics.md, the exit codes of
+docs/run_directory.md, the names of TRL's options in docs/from_trl.md
 """
 
 import ast
+import importlib
+import inspect
 import re
-from collections.abc import Iterable
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
+from gruppo import errors
+from gruppo.cli.demo import DEMO_HELP
+from gruppo.cli.main import VERBS
+from gruppo.cli.train import STOPPED, TRAIN_HELP
 from gruppo.keys import KEYS, Key
+from gruppo.loss import LOSSES
+from gruppo.trainer.config import ELSEWHERE, REFUSED, TrainConfig
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gruppo"
@@ -57,20 +73,190 @@ def formula_table(prefix: str, shown_as: str) -> str:
 
 
 def metrics_page() -> str:
-    tables = {
-        "run": run_table(),
-        "train": formula_table("live/", "train/"),
-        "sampler": formula_table("sampler/", "sampler/"),
-    }
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    for name, made in tables.items():
-        pattern = rf"(<!-- keys: {name} -->\n).*?(<!-- end -->)"
-        text, found = re.subn(pattern, lambda m, made=made: f"{m[1]}\n{made}\n{m[2]}", text, flags=re.S)
-        assert found == 1, name
+    text = filled(text, "keys: run", run_table())
+    text = filled(text, "keys: train", formula_table("live/", "train/"))
+    return filled(text, "keys: sampler", formula_table("sampler/", "sampler/"))
+
+
+def filled(text: str, name: str, made: str) -> str:
+    """A page with a generated table at its place."""
+    text, found = re.subn(
+        rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{made}\n{m[2]}", text, flags=re.S
+    )
+    assert found == 1, name
     return text
 
 
-PAGES = {"map.md": map_page, "metrics.md": metrics_page}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A field of a class as its source has it."""
+
+    name: str
+    kind: str
+    default: str
+    """Empty: there is none."""
+    what: str
+
+    @property
+    def values(self) -> str:
+        """The type in words for a cell of a table.
+
+        >>> Option(name="lr", kind="Annotated[float, Field(gt=0)] | None", default="None", what="").values
+        'float > 0'
+        """
+        text = re.sub(r"^tyro\.conf\.Positional\[(.*)\]$", r"\1", self.kind)
+        text = text.replace("Positive", "int ≥ 1").replace("Count", "int ≥ 0")
+        text = re.sub(r"Annotated\[([^,]+), Field\((.*?)\)\]", lambda m: f"{m[1]} {bounds(m[2])}", text)
+        text = re.sub(r"Annotated\[([^,]+), tyro.*\]", r"\1", text)
+        text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", ""), text)
+        text = re.sub(r"tuple\[(\w+), \.\.\.\]", r"list of \1", text).replace("tuple[float, float]", "two floats")
+        text = re.sub(r"dict\[.*\]", "names with values", text)
+        return text.removesuffix(" | None").replace(" | ", " or ")
+
+
+def bounds(field: str) -> str:
+    """`ge=0, le=1` in words."""
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    return ", ".join(f"{signs[part[:2]]} {part[3:]}" for part in field.split(", "))
+
+
+HELP = re.compile(r"""help=(['"])(.*?)\1""")
+
+
+def options_of(cls: type) -> Iterator[Option]:
+    """Fields of a class and its bases, with the string under each."""
+    for owner in reversed(cls.__mro__[:-1]):
+        if not owner.__module__.startswith("gruppo"):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(definition, ast.ClassDef)
+        for line, after in zip(definition.body, [*definition.body[1:], None], strict=True):
+            if not isinstance(line, ast.AnnAssign):
+                continue
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            said = str(after.value.value) if is_text else "".join(m[1] for m in HELP.findall(ast.unparse(line)))
+            default = "" if line.value is None else ast.unparse(line.value)
+            default = {"Field(default_factory=dict)": "{}", "field(default_factory=dict)": "{}"}.get(default, default)
+            kind = ast.unparse(line.annotation)
+            alias = getattr(sys.modules[owner.__module__], kind, None)  # a name for a Literal
+            kind = f"Literal[{', '.join(get_args(alias))}]" if get_origin(alias) is Literal else kind
+            yield Option(name=ast.unparse(line.target), kind=kind, default=default, what=cell(said))
+
+
+def cell(text: str) -> str:
+    """Text for a cell of a table."""
+    return " ".join(text.split()).replace("|", "&#124;")
+
+
+def shown(default: str) -> str:
+    return {"": "", "None": "unset", "()": "none", "{}": "none"}.get(default, f"`{default}`".replace("'", '"'))
+
+
+CONFIG_HEADER = """# Options of a run
+
+Generated from `options.py` by `make docs`. Every option is a flag (`--group-size 8`), a line of a YAML file
+(`group_size: 8`) and an argument of `TrainConfig`. Flags win over the file, the file over a recipe. An unknown name, a
+value out of range and options that contradict each other are refused before anything is loaded.
+
+```python
+from gruppo.trainer import TrainConfig
+
+config = TrainConfig(model="builtin", group_size=16, loss="gspo", clip_range=(3e-4, 4e-4))
+print(config.to_yaml().splitlines()[0], config.prompts_per_step * config.group_size)
+```
+
+```text
+model: builtin 512
+```
+"""
+
+
+def config_page() -> str:
+    parts = [CONFIG_HEADER]
+    for group in reversed(TrainConfig.__bases__):
+        rows = (f"`{o.name}` | {o.values} | {shown(o.default)} | {o.what}" for o in options_of(group))
+        parts.append(f"\n## {group.__name__.removesuffix('Options')}\n\n{inspect.getdoc(group)}\n\n")
+        parts.append(table("option | values | default | what it is", rows))
+    return "".join(parts)
+
+
+CLI_HEADER = """# Command line
+
+Generated from the help texts by `make docs`. `gruppo VERB --help` prints the same. Exit codes are in
+[the run directory](run_directory.md#exit-codes).
+"""
+
+
+def cli_page() -> str:
+    parts = [CLI_HEADER]
+    for words, (module, function) in VERBS.items():
+        made = importlib.import_module(module)
+        kind = re.search(r"parse\((\w+Arguments),", inspect.getsource(getattr(made, function)))
+        cls = getattr(made, kind[1]) if kind else TrainConfig
+        help_text = {"train": TRAIN_HELP, "demo": DEMO_HELP}.get(words[0]) or inspect.cleandoc(cls.__doc__ or "")
+        commands = re.findall(r"^ *(gruppo .*)$", help_text, re.M)
+        prose = re.sub(r"^ *gruppo .*\n?", "", help_text, flags=re.M).replace("\n\n\n", "\n\n").strip()
+        parts.append(f"\n## gruppo {' '.join(words)}\n\n{prose}\n")
+        if commands:
+            parts.append(
+                "\n```sh\n" + "".join(f"{re.sub(r'  +', '   # ', line, count=1)}\n" for line in commands) + "```\n"
+            )
+        if cls is TrainConfig:
+            parts.append("\nOptions: all of [a run's](config.md), each as a flag.\n")
+        else:
+            rows = (f"{flag(o)} | {o.values} | {shown(o.default)} | {o.what}" for o in options_of(cls))
+            parts.append("\n" + table("option | values | default | what it is", rows))
+    return "".join(parts)
+
+
+def flag(option: Option) -> str:
+    is_place = "Positional" in option.kind
+    return f"`{option.name.upper()}`" if is_place else f"`--{option.name.replace('_', '-')}`"
+
+
+LOSS_HEADER = """# Losses, one by one
+
+Generated from the code by `make docs`: what `gruppo losses NAME` prints, with the default options of each.
+[Losses](losses.md) has the formulas in print, where peers differ, and which options go together.
+"""
+
+
+def loss_page() -> str:
+    parts = [LOSS_HEADER]
+    for name, cls in LOSSES.items():
+        said = cell(inspect.cleandoc(cls.__doc__ or "").replace("\n\n", " "))
+        parts.append(f"\n## {name}\n\n{said}\n\n```text\n{cls()!r}\n```\n")
+    return "".join(parts)
+
+
+def run_directory_page() -> str:
+    codes = {0: ["done"]}
+    for _, error in inspect.getmembers(errors, inspect.isclass):
+        codes.setdefault(error.exit_code, []).append(f"`{error.__name__}`: {cell(error.__doc__ or '')}")
+    codes[1] = ["a Python traceback: a bug of gruppo or of a function of yours"]
+    codes[STOPPED] = ["stopped by a signal and saved; `gruppo resume` goes on"]
+    codes[130] = ["Ctrl-C before training began, or while another verb ran"]
+    rows = (f"{code} | {' '.join(said)}" for code, said in sorted(codes.items()))
+    return filled((DOCS / "run_directory.md").read_text(encoding="utf-8"), "exit codes", table("code | meaning", rows))
+
+
+def from_trl_page() -> str:
+    rows = [f"`{name}` | `{own.partition(': ')[0]}` | {own.partition(': ')[2]}" for name, own in ELSEWHERE.items()]
+    rows += [f"{', '.join(f'`{name}`' for name in REFUSED)} | refused in training | use `temperature`"]
+    text = (DOCS / "from_trl.md").read_text(encoding="utf-8")
+    return filled(text, "elsewhere", table("TRL | here | note", rows))
+
+
+PAGES = {
+    "map.md": map_page,
+    "metrics.md": metrics_page,
+    "config.md": config_page,
+    "cli.md": cli_page,
+    "loss_list.md": loss_page,
+    "run_directory.md": run_directory_page,
+    "from_trl.md": from_trl_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -1,9 +1,10 @@
-"""Draw the figures of docs/losses.md and docs/tutorial.md with the losses themselves: `python docs/figures/draw.py`.
+"""Draw the figures of docs/losses.md, tutorial.md and training.md from the code: `python docs/figures/draw.py`.
 
 surrogates.png      loss and gradient of each variant against the ratio, for A = +1 and A = -1
 kl.png              k1, k2, k3 against delta = logp - ref, value and gradient
 tutorial_ratio.png  how far a clipped loss gets, with the ratio over the reference and over the last policy
 tutorial_kl.png     k3 against delta, with its two regions
+signal.png          share of groups with signal against the success rate, for several group sizes
 """
 
 import copy
@@ -315,8 +316,31 @@ def draw_tutorial_kl() -> None:
     )
 
 
+def draw_signal() -> None:
+    """A group has signal unless all of its answers are right or all are wrong: 1 − p^G − (1 − p)^G."""
+    rate = torch.linspace(0, 1, 201, dtype=torch.float64)
+    colors = {"4": ORANGE, "8": BLUE, "32": GREEN}
+    data = [row for size in colors for row in rows(rate, 1 - rate ** int(size) - (1 - rate) ** int(size), size)]
+    curve = panel(
+        data,
+        colors,
+        ("share of right answers to a prompt", [0, 1], [0, 0.05, 0.2, 0.4, 0.6, 0.8, 1]),
+        ("chance that a group has signal", [0, 1.05], [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        [(0.1, 0.93, "32", GREEN), (0.17, 0.72, "8", BLUE), (0.24, 0.55, "group of 4", ORANGE)],
+        rule=0.05,
+        size=(560, 240),
+    )
+    finish(
+        alt.hconcat(curve),
+        "Large groups find signal on hard prompts",
+        ["A prompt that is solved one time in twenty (the line) teaches something in 19, 34 or 81 % of its visits."],
+        "signal.png",
+    )
+
+
 if __name__ == "__main__":
     draw_surrogates()
     draw_kl()
     draw_tutorial_ratio()
     draw_tutorial_kl()
+    draw_signal()

@@ -17,28 +17,44 @@ from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [
-    "losses.md",
-    "extending.md",
-    "advantages.md",
-    "metrics.md",
-    "dataflow.md",
-    "recipes.md",
-    "shared_prompts.md",
-    "tutorial.md",
-    "rewards.md",
-    "data.md",
-]
-
+ALL = sorted(path.name for path in DOCS.glob("*.md"))
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
+PAGES = [name for name in ALL if PYTHON_BLOCK.search((DOCS / name).read_text(encoding="utf-8"))]
+PAGES.remove("from_trl.md")  # whole scripts, run by test_from_trl.py
 OUTPUT_BLOCK = re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S)
 
 
+@pytest.fixture
+def given(page, tmp_path, monkeypatch):
+    """What a page takes for granted, in a directory of its own: a run, or a sampler and the model that is trained."""
+    monkeypatch.chdir(tmp_path)
+    with contextlib.ExitStack() as stack:
+        namespace = {"__name__": "__docs__"}
+        if page == "run_directory.md":
+            from gruppo.trainer import GRPOTrainer, TrainConfig
+
+            sizes = {"max_new_tokens": 4, "steps": 1, "prompts_per_step": 2, "group_size": 2, "eval_prompts": 0}
+            GRPOTrainer(TrainConfig(output="runs/first", **sizes), quiet=True).train()
+        if page == "vllm.md":
+            monkeypatch.syspath_prepend(str(ROOT / "tests/unit/sampler"))
+            from stub_vllm import StubServer
+
+            from gruppo.model import TransformersModel
+            from gruppo.sampler import vLLMSampler
+
+            server = stack.enter_context(contextlib.closing(StubServer()))
+            sampler = vLLMSampler("builtin", servers=[server.address], max_model_len=24)
+            stack.callback(sampler.close)
+            namespace |= {"sampler": sampler, "actor": TransformersModel("builtin", device="cpu")}
+        yield namespace
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_print_what_the_page_shows(page):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what starts a worker process
+def test_python_blocks_print_what_the_page_shows(page, given):
     """The blocks of a page share one namespace, in order. A ```text block after one is its whole output."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    namespace = {"__name__": "__docs__"}
+    namespace = given
     blocks = list(PYTHON_BLOCK.finditer(text))
     assert blocks
     for block in blocks:
@@ -50,10 +66,34 @@ def test_python_blocks_print_what_the_page_shows(page):
         assert printed.getvalue() == (shown[1] if shown else ""), f"docs/{page}, block at line {line}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "path", [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
+)
+def test_every_block_is_of_a_kind_that_a_test_reads(path):
+    """python, sh and yaml are run or read, text is compared with what a block printed, math is TeX."""
+    fences = re.findall(r"^```(.*)$", path.read_text(encoding="utf-8"), re.M)
+    assert set(fences[1::2]) <= {""}  # the closing ones
+    assert {opening.split(" ")[0] for opening in fences[::2]} <= {"python", "sh", "yaml", "text", "math"}
+
+
+YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [name for name in ALL if YAML_BLOCK.search((DOCS / name).read_text(encoding="utf-8"))])
+def test_yaml_blocks_are_options_of_a_run(page):
+    import yaml
+
+    from gruppo.trainer import TrainConfig
+
+    for block in YAML_BLOCK.findall((DOCS / page).read_text(encoding="utf-8")):
+        TrainConfig.read(yaml.safe_load(block), where=page)
+
+
+@pytest.mark.parametrize("page", ALL)
 def test_links_and_figures_lead_somewhere(page):
     text = (DOCS / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if target.startswith("http"):
             continue
         name, _, anchor = target.partition("#")
@@ -69,7 +109,7 @@ def anchors(file: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [name for name in ALL if name != "map.md"])  # its files are grouped by folder
 def test_files_named_on_the_page_exist(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     for name in re.findall(r"`([\w/]+\.py)`", text):
@@ -217,7 +257,7 @@ def test_advantages_page_lists_every_number_of_dynamic_sampling():
     assert listed == [*dynamic_metrics([], 0), "dynamic/prompts_retired"]
 
 
-@pytest.mark.parametrize("figure", ["surrogates.png", "kl.png", "tutorial_ratio.png", "tutorial_kl.png"])
+@pytest.mark.parametrize("figure", ["surrogates.png", "kl.png", "tutorial_ratio.png", "tutorial_kl.png", "signal.png"])
 def test_figures_are_small_png_files(figure):
     data = (DOCS / "figures" / figure).read_bytes()
     assert data.startswith(b"\x89PNG\r\n") and len(data) < 200_000

@@ -17,7 +17,7 @@ def generated():
     return module.PAGES
 
 
-@pytest.mark.parametrize("name", ["map.md", "metrics.md"])
+@pytest.mark.parametrize("name", list(generated()))
 def test_generated_pages_are_current(name):
     """`make docs` writes them."""
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generated()[name]()
@@ -28,6 +28,14 @@ def test_the_table_names_every_package():
     source = ROOT / "src" / "gruppo"
     there = {p.name for p in source.iterdir() if (p / "__init__.py").is_file()}
     assert there - named == set()
+
+
+def test_it_is_short():
+    """15 lines of Python and 5 of shell for a run of one's own, counted without blank lines."""
+    assert len(README.splitlines()) < 120
+    python, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    shell = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)[1]
+    assert len([line for line in python.splitlines() if line]) <= 15 and len(shell.splitlines()) == 5
 
 
 def test_files_and_links_that_it_names_exist():

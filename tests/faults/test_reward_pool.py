@@ -361,6 +361,21 @@ def test_a_reward_of_the_script_itself_works_with_a_main_guard(tmp_path):
     assert (process.returncode, out) == (0, "[6.0]\n"), err
 
 
+def test_a_reward_of_a_script_without_a_main_guard_is_refused_before_the_script_runs_twice(tmp_path):
+    process, out, err = run_script(
+        tmp_path,
+        """
+        from gruppo.reward import RewardScorer
+        def mine(completions, **kwargs):
+            return [2.0 * len(text) for text in completions]
+        print("top")
+        RewardScorer([mine]).score(["p"], ["abc"])
+        """,
+    )
+    assert (process.returncode, out) == (1, "top\n")
+    assert "reward 'mine' is defined in the script that runs" in err and "if __name__ == '__main__':" in err
+
+
 @pytest.mark.parametrize(
     ("name", "text"), [("length", "a"), ("c_call", "bad"), ("sleep", "bad"), ("stray_thread", "bad")]
 )

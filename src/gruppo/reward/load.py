@@ -1,10 +1,12 @@
 """Reward: a function with its weight, loaded from a name with options (docs/rewards.md), or from a callable."""
 
+import ast
 import importlib.util
 import inspect
 import itertools
 import math
 import sys
+import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
@@ -218,9 +220,25 @@ def sendable(reward: Reward) -> str | Callable[..., Any]:
             f"reward {reward.name!r} is defined in an interactive session, where a worker process cannot import it; "
             "move it to a module, or run it in this process without a time limit: load_reward(function, isolated=False)"
         )
+    if is_in_main(function) and not _has_main_guard():
+        raise InputError(
+            f"reward {reward.name!r} is defined in the script that runs, and a worker process would run all of it once "
+            "more to import the reward; put the rest of the script under `if __name__ == '__main__':`, move the reward "
+            "to a module, or run it in this process without a time limit: load_reward(function, isolated=False)"
+        )
     return function
 
 
 def is_in_main(function: Any) -> bool:
     """True when the function, or its class, is defined in the script that runs."""
     return "__main__" in (getattr(function, "__module__", ""), type(function).__module__)
+
+
+def _has_main_guard() -> bool:
+    """True when the script that runs tests `__name__`, so that importing it does not run it again."""
+    try:
+        with tokenize.open(str(sys.modules["__main__"].__file__)) as file:
+            script = ast.parse(file.read())
+    except (OSError, SyntaxError):  # no source to read: a compiled program
+        return True
+    return any(isinstance(line, ast.If) and "__name__" in ast.dump(line.test) for line in script.body)

@@ -1,0 +1,188 @@
+"""Commands of README and docs: `gruppo ...` runs for real, made small; the rest names files, targets, extras."""
+
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tyro
+
+from gruppo.cli.main import VERBS, run
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL_BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.M | re.S)
+FOLLOWED = {"extending.md"}  # literally, by tests/integration/test_extending.py
+
+PARSED = {
+    r"--sampler[ =]vllm": "needs vLLM",
+    r"hf://|ms://": "needs a network",
+    r"reasoning_gym:": "needs the extra tasks",
+    r"--rebuild-base": "trains the base for minutes; tests/unit/task has it",
+    r"--wandb|--trackio": "needs an account or the extra",
+}
+"""Commands that only the real parser sees, and why."""
+
+OUTSIDE = {"vllm", "tensorboard", "cd", "git", "export", "kill"}
+"""Programs of others."""
+
+SIZES = {
+    "--steps": "2",
+    "--prompts-per-step": "4",
+    "--minibatches": "2",
+    "--group-size": "4",
+    "--max-new-tokens": "4",
+    "--eval-prompts": "4",
+    "--eval-every": "0",
+    "--overlong-cache": "0",
+    "--threads": "1",
+}
+LIMITS = {
+    "resume": {"--steps": "3"},
+    "eval": {"--max-new-tokens": "4", "--limit": "4"},
+    "sample": {"--max-new-tokens": "4"},
+}
+
+FILES = {
+    "problems.jsonl": "".join(
+        f'{{"prompt": "{a}+{b}=", "answer": "{a + b:03}"}}\n' for a in range(10, 40) for b in range(10, 13)
+    ),
+    "heldout.jsonl": "".join(f'{{"prompt": "{a}+{a}=", "answer": "{a + a:03}"}}\n' for a in range(50, 60)),
+    "tulu.jsonl": '{"messages": [{"role": "user", "content": "1+1="}], "ground_truth": "2", "dataset": "math"}\n',
+    "run.yaml": "model: builtin\ndata: problems.jsonl\nrewards: [number_match]\nmax_new_tokens: 4\n",
+    "my_rewards.py": (
+        "def right(completions, answer, **_):\n"
+        "    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]\n"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    page: str
+    line: int
+    words: tuple[str, ...]
+    target: str = ""
+    """File that its output goes to."""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {shlex.join(self.words)}"
+
+
+def commands(page: Path) -> Iterator[Command]:
+    text = page.read_text(encoding="utf-8")
+    for block in SHELL_BLOCK.finditer(text):
+        first = text.count("\n", 0, block.start()) + 2
+        for number, line in enumerate(re.sub(r"\\\n", " ", block[1]).splitlines()):
+            words = shlex.split(line, comments=True)
+            target = words[words.index(">") + 1] if ">" in words else ""
+            words = words[: words.index(">")] if target else words
+            while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                words = words[1:]
+            if words:
+                yield Command(page.name, first + number, tuple(words), target)
+
+
+ALL = [command for page in PAGES for command in commands(page) if page.name not in FOLLOWED]
+OF_PAGE = {page.name: [c for c in ALL if c.page == page.name and c.words[0] == "gruppo"] for page in PAGES}
+OF_PAGE = {name: found for name, found in OF_PAGE.items() if found}
+
+
+@pytest.fixture(scope="module")
+def finished_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs that a page may speak of without having made them: `runs/lora` has an adapter, any other all weights."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+    for name, options in {"full": [], "lora": ["--lora"]}.items():
+        made[name] = folder / name
+        sizes = [word for pair in SIZES.items() for word in pair]
+        assert run(["demo", *sizes, *options, "--completions-every", "1", "--output", str(made[name])]) == 0
+    return made
+
+
+def smaller(words: list[str]) -> list[str]:
+    """The same command at a size for a test: few tokens and steps, and the embedded model for one of a hub."""
+    words = ["builtin" if re.match(r"Qwen/", word) else word for word in words]
+    sizes = SIZES if words[0] in ("train", "demo") else LIMITS.get(words[0], {})
+    for flag, value in sizes.items():
+        if flag in words:
+            words[words.index(flag) + 1] = value
+        else:
+            words += [flag, value]
+    return words
+
+
+class Parsed(Exception):
+    """Raised once the real parser has accepted the words."""
+
+
+def parse_only(words: list[str]) -> None:
+    real = tyro.cli
+
+    def stop_after_parsing(*args, **kwargs):
+        real(*args, **kwargs)
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tyro, "cli", stop_after_parsing)
+        if "--rebuild-base" in words:  # taken out before the parser
+            return
+        with pytest.raises(Parsed):
+            run(words)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what starts a worker process
+@pytest.mark.parametrize("page", OF_PAGE)
+def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, finished_runs):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    for command in OF_PAGE[page]:
+        words = list(command.words[1:])
+        if any(re.search(pattern, shlex.join(words)) for pattern in PARSED):
+            parse_only(words)
+            continue
+        if words[0] not in ("train", "demo"):
+            for folder in re.findall(r"runs/[\w-]+", shlex.join(words)):
+                if not Path(folder).exists():
+                    shutil.copytree(finished_runs["lora" if "lora" in folder else "full"], folder)
+        if command.target:
+            with open(command.target, "w") as file, redirect_stdout(file):
+                assert run(words) == 0, str(command)
+        else:
+            assert run(smaller(words)) == 0, str(command)
+
+
+@pytest.mark.parametrize("command", [c for c in ALL if c.words[0] != "gruppo"], ids=str)
+def test_other_commands_name_what_exists(command):
+    program, *rest = command.words
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert rest and set(rest) <= set(targets)
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert rest[0] == "install"
+        for word in rest[1:]:
+            assert set(re.findall(r"\w+", "".join(re.findall(r"\[(.*)\]", word)))) <= extras.keys()
+            assert not word.endswith(".txt") or (ROOT / word).is_file()
+    elif program.endswith(("python", ".sh")):
+        script = program if program.endswith(".sh") else rest[0]
+        if script == "-m":
+            return
+        source = (ROOT / script).read_text(encoding="utf-8")
+        assert all(word in source for word in rest if word.startswith("--"))
+    else:
+        assert program in OUTSIDE
+
+
+def test_every_verb_is_shown_and_run():
+    shown = {
+        words for found in OF_PAGE.values() for c in found for words in VERBS if c.words[1 : len(words) + 1] == words
+    }
+    assert shown == set(VERBS)

@@ -1,0 +1,140 @@
+"""The site: it builds without a warning and fetches nothing. Reference pages list what the code has."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gruppo.cli.main import VERBS, run
+from gruppo.keys import find
+from gruppo.trainer import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def builder() -> str | None:
+    """A Python that has mkdocs: this one, or that of `make site`."""
+    needed = ("mkdocs", "material", "latex2mathml")
+    if all(importlib.util.find_spec(name) for name in needed):
+        return sys.executable
+    other = ROOT / ".venv-docs" / "bin" / "python"
+    return str(other) if other.is_file() else None
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    python = builder()
+    if python is None:
+        pytest.skip("needs the extra docs, or .venv-docs of `make site`")
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [python, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert built.returncode == 0 and "WARNING" not in built.stderr, (
+        built.stderr
+    )  # --quiet would hide them from --strict
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_fetches_nothing(site):
+    assert {path.stem for path in site.glob("*.html")} - {"404"} == {path.stem for path in DOCS.glob("*.md")}
+    for path in site.glob("*.html"):
+        page = path.read_text(encoding="utf-8")
+        assert re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=\"?https?://[^>]*>", page) == [], (
+            path.name
+        )
+        assert not re.search(r"googleapis|gstatic", page)
+
+
+@pytest.mark.slow
+def test_formulas_are_mathml_and_no_tex_is_left(site):
+    for name in ("losses", "tutorial", "advantages"):
+        page = (site / f"{name}.html").read_text(encoding="utf-8")
+        prose = re.sub(r"<(code|annotation|title)\b.*?</\1>", "", page, flags=re.S)
+        assert page.count("<math ") >= 3 and "\\frac" not in prose and "\\text" not in prose
+
+
+@pytest.mark.slow
+def test_the_two_columns_of_the_trl_page_are_code_in_a_table(site):
+    page = (site / "from_trl.html").read_text(encoding="utf-8")
+    cells = re.findall(r"<td>(?:(?!</td>).)*?class=\"highlight\"(?:(?!</td>).)*</td>", page, re.S)
+    assert len(cells) == 4
+
+
+def test_the_options_page_lists_every_option_with_its_default():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.+?) \| (.*?) \| (.+) \|$", (DOCS / "config.md").read_text(encoding="utf-8"), re.M
+    )
+    assert [name for name, *_ in rows] == list(TrainConfig.model_fields)
+    words = {"unset": None, "none": ((), {}), "`True`": True, "`False`": False}
+    for name, _, default, said in rows:
+        real = TrainConfig.model_fields[name].get_default(call_default_factory=True)
+        if default == "none":
+            assert real in words["none"], name
+        elif default in words:
+            assert real is words[default], name
+        else:
+            assert default.strip("`").replace("_", "") == repr(real).replace("'", '"').replace("_", ""), name
+        assert len(said) > 5
+
+
+@pytest.mark.parametrize("words", [words for words in VERBS if words not in (("train",), ("demo",))], ids=" ".join)
+def test_the_command_page_lists_the_flags_that_help_prints(words, capsys):
+    with pytest.raises(SystemExit):
+        run([*words, "--help"])
+    help_text = capsys.readouterr().out
+    printed = {flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", help_text) if not flag.startswith("--no-")}
+    section = (
+        (DOCS / "cli.md").read_text(encoding="utf-8").split(f"\n## gruppo {' '.join(words)}\n")[1].split("\n## ")[0]
+    )
+    assert set(re.findall(r"^\| `(--[\w-]+)` \|", section, re.M)) <= printed
+    assert {flag for flag in printed if flag not in section} <= {"--help"}
+
+
+KNOWN = {"gpu_memory_utilization", "enable_thinking", "rows_left_out"}
+
+
+@pytest.mark.parametrize("page", ["debugging.md", "training.md", "memory.md", "resume.md"])
+def test_options_and_keys_of_a_guide_exist(page):
+    """Names in backticks: `stage/key` is a metric, a name with an underscore an option, a loss, a reward, ..."""
+    from gruppo.advantage import ADVANTAGES
+    from gruppo.loss import LOSSES
+    from gruppo.reward.load import BUILTIN
+    from gruppo.run.completions import SCHEMA
+
+    text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    names = re.findall(r"`([^`]+)`", text)
+    columns = {"error/<name>", "extra/<name>"}
+    stages = (
+        "reward/",
+        "group/",
+        "completion/",
+        "live/",
+        "policy/",
+        "optim/",
+        "rollout/",
+        "sampler/",
+        "sync/",
+        "eval/",
+    )
+    keys = [
+        name for name in names if name.startswith((*stages, "dynamic/")) and name not in columns and "…" not in name
+    ]
+    assert [key for key in keys if find(key) is None] == []
+    options = {name.split()[0] for name in names if re.match(r"[a-z]+_[a-z_]+(?: |$)", name)}
+    known = (
+        TrainConfig.model_fields.keys() | LOSSES.keys() | ADVANTAGES.keys() | BUILTIN.keys() | set(SCHEMA.names) | KNOWN
+    )
+    assert options - known == set()
