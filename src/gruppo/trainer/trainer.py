@@ -1,5 +1,6 @@
 """GRPOTrainer: the algorithm, one method per stage."""
 
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gruppo.errors import InputError
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
@@ -32,6 +34,8 @@ from gruppo.weights.source import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
 """Called after each step with (trainer, step, metrics); returning True ends the run."""
@@ -71,7 +75,8 @@ class GRPOTrainer:
         data: a list of rows, a `datasets.Dataset`, or a name; `eval_data` likewise.
         peft_config: a `LoraConfig` of PEFT.
         callbacks: called after each step with (trainer, step, metrics); returning True ends the run.
-        resume: go on with the run in `config.output`.
+        resume: go on with the run in `config.output`; one without a checkpoint starts over.
+        overwrite: start over in the place of a run that `config.output` holds.
         quiet: print nothing.
     """
 
@@ -87,6 +92,7 @@ class GRPOTrainer:
         peft_config: Any = None,
         callbacks: Sequence[Callback] = (),
         resume: bool = False,
+        overwrite: bool = False,
         quiet: bool = False,
     ) -> None:
         config, objects = take_objects(
@@ -119,8 +125,8 @@ class GRPOTrainer:
             tokenizer = objects.tokenizer or load_tokenizer(config.model)
             self.prompts = build.build_prompts(config, objects, tokenizer)
             build.try_rewards(self.scorer, self.prompts.train.prompts)
-            directory = RunDirectory.reopen if resume else partial(RunDirectory.create, config=config.to_yaml())
-            self.run = stack.enter_context(directory(config.output))
+            create = partial(RunDirectory.create, config=config.to_yaml(), overwrite=overwrite)
+            self.run = stack.enter_context((RunDirectory.reopen if resume else create)(config.output))
             self.scorer.start()
             self.model = build.build_model(config, objects, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
@@ -311,6 +317,17 @@ class GRPOTrainer:
 
     def _restore(self) -> None:
         self.step_number, self.unfinished = self.snapshots.load_newest()
+        if self.config.steps < self.step_number:
+            raise InputError(
+                f"steps={self.config.steps} is behind the run, which is at step {self.step_number}; give a higher number"
+            )
+        if not self.step_number and self.run.model.exists():
+            raise InputError(
+                f"{self.run.path} has a model and no checkpoint to go on from; train on from the model with "
+                f"--model {self.run.model} and another output"
+            )
+        if not self.step_number and self.unfinished is None:
+            logger.warning("%s was not saved after a step; it starts over", self.run.path)
         # The first evaluation is made again too, if there was no step after it.
         redo_line = self.step_number == 0 or self.unfinished is not None
         self.run.go_on_after(self.step_number, self.config.to_yaml(), redo_line=redo_line)

@@ -28,6 +28,7 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
     try:
         aside.mkdir(parents=True)
         write(aside)
+        apply_umask(aside)
         files = {}
         for path in sorted(p for p in aside.rglob("*") if p.is_file()):
             files[path.relative_to(aside).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
@@ -42,7 +43,20 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
         if not isinstance(error, OSError | SafetensorError):  # safetensors has its own error for a full disk
             raise
         space = f" ({shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free)" if folder.parent.exists() else ""
-        raise CheckpointError(f"could not write {folder}: {error}{space}; nothing was lost") from error
+        raise CheckpointError(
+            f"could not write {folder}: {error}{space}; what was saved before is untouched"
+        ) from error
+
+
+def apply_umask(folder: Path) -> None:
+    """Modes of the files below a folder as the umask has them. safetensors makes files for their owner alone."""
+    probe = folder / ".umask"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777  # os.umask() tells it only by changing it, for all threads
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
