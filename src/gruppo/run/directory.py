@@ -110,8 +110,8 @@ class RunDirectory(RunReader):
             self._has_begun = True  # the other one has, and stays
             output = str(self.path)
             raise InputError(
-                f"output={output!r} exists already; nothing was touched. Go on with `gruppo resume {output}`, start over "
-                "in its place with --overwrite (in Python overwrite=True), or choose another output"
+                f"output={output!r} exists already; nothing was touched. Go on with `gruppo resume {output}`, start "
+                "over in its place with --overwrite (in Python overwrite=True), or choose another output"
             )
         if not is_saved:
             logger.warning("%s holds a run that ended before its first checkpoint; it starts over", self.path)

@@ -66,7 +66,7 @@ def take_objects(
         if config.reward_weights is None and any(weight != 1 for weight in weights):
             changes["reward_weights"] = weights  # where an estimator that compares rewards apart reads them too
         changes["rewards"] = [r if isinstance(r, str) else MARK + r.name for r in given["rewards"]]
-    made = TrainConfig.read(config.model_dump() | changes) if changes else config
+    made = TrainConfig.read(config.model_dump(exclude_unset=True) | changes) if changes else config
     missing = [
         f"{name}={text.removeprefix(MARK)!r}"
         for name in ("model", "data", "eval_data", "rewards")

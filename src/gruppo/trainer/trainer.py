@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gruppo.errors import InputError
+from gruppo.output import unhindered
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
@@ -95,6 +96,7 @@ class GRPOTrainer:
         overwrite: bool = False,
         quiet: bool = False,
     ) -> None:
+        build.check_alone()
         config, objects = take_objects(
             config or TrainConfig(),
             model=model,
@@ -104,7 +106,7 @@ class GRPOTrainer:
             eval_data=eval_data,
             peft_config=peft_config,
         )
-        self.config = config
+        self.config = config = build.fit_context(config, objects)
         self.callbacks = list(callbacks)
         self.stop = StopFlag()
         self.step_number = 0
@@ -231,9 +233,17 @@ class GRPOTrainer:
 
     def train(self) -> TrainResult:
         """Run to the last step (or a stop), save the model, return how it went."""
+        with unhindered():
+            return self._train()
+
+    def _train(self) -> TrainResult:
         first, recorder = self.step_number, self.recorder
         result = TrainResult(first)
         recorder.started(first)
+        for line in [] if recorder.quiet else self.plan().lines(self.config):
+            recorder.say(line)
+        if first:
+            recorder.say(f"resuming after step {first}")
         if text := self.prompts.train.left_out():
             recorder.warned(first, "rows_left_out", text)
         try:
@@ -275,6 +285,8 @@ class GRPOTrainer:
             result.after = self.evaluate()
             metrics |= result.after.metrics if result.after else {}
         is_over = self._is_over(number, metrics)
+        if config.keep_best and "eval/accuracy" in metrics:
+            self._save_best(number, metrics["eval/accuracy"])
         recorder.step(number, metrics)
         self.unfinished = None
         if number % config.save_every == 0 or is_last or is_over:
@@ -319,7 +331,7 @@ class GRPOTrainer:
         self.step_number, self.unfinished = self.snapshots.load_newest()
         if self.config.steps < self.step_number:
             raise InputError(
-                f"steps={self.config.steps} is behind the run, which is at step {self.step_number}; give a higher number"
+                f"steps={self.config.steps} is behind the run, which is at step {self.step_number}; give a higher one"
             )
         if not self.step_number and self.run.model.exists():
             raise InputError(
@@ -340,14 +352,29 @@ class GRPOTrainer:
             self.model.save(folder)
 
     def _is_over(self, number: int, metrics: dict[str, float]) -> bool:
-        """Whether a callback ended the run, or `stop_at_score` is reached."""
+        """Whether a callback ended the run, `stop_at_score` is reached, or `patience` is at its end."""
         asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
-        target = self.config.stop_at_score
+        target, patience = self.config.stop_at_score, self.config.patience
+        if patience and "eval/accuracy" in metrics:
+            # From the records, so that a run that was stopped in between ends where it would have ended.
+            scores = [*self._scores(), metrics["eval/accuracy"]]
+            asked.append(len(scores) - 1 - scores.index(max(scores)) >= patience)
         return any(asked) or (target is not None and metrics.get("eval/accuracy", target - 1) >= target)
+
+    def _scores(self) -> list[float]:
+        """Held-out accuracies of the run so far, that of the start first."""
+        return [line["eval/accuracy"] for line in self.run.metrics() if "eval/accuracy" in line]
+
+    def _save_best(self, number: int, accuracy: float) -> None:
+        """Save the model as the best so far, if it is better than at all evaluations before."""
+        if accuracy > max(self._scores(), default=-1.0):
+            shutil.rmtree(self.run.best, ignore_errors=True)
+            self.model.save(self.run.best)
+            self.recorder.best(number, accuracy)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
+        self.recorder.stage, started = name, time.monotonic()
         try:
             yield
         finally:

@@ -28,7 +28,7 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
     try:
         aside.mkdir(parents=True)
         write(aside)
-        apply_umask(aside)
+        set_usual_mode(aside)
         files = {}
         for path in sorted(p for p in aside.rglob("*") if p.is_file()):
             files[path.relative_to(aside).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
@@ -48,15 +48,14 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
         ) from error
 
 
-def apply_umask(folder: Path) -> None:
-    """Modes of the files below a folder as the umask has them. safetensors makes files for their owner alone."""
-    probe = folder / ".umask"
+def set_usual_mode(folder: Path) -> None:
+    """Give safetensors files the mode that the umask gives other new files; they are created for their owner alone."""
+    probe = folder / ".mode"
     probe.touch()
-    mode = probe.stat().st_mode & 0o777  # os.umask() tells it only by changing it, for all threads
+    mode = probe.stat().st_mode & 0o777
     probe.unlink()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(mode)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gruppo.errors import SamplerError
 from gruppo.weights.canary import Canary, Rows, TrainedModel
-from gruppo.weights.files import apply_umask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,7 +146,6 @@ def write(model: TrainedModel, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model.model.save_pretrained(folder, safe_serialization=True)
-    apply_umask(folder)
 
 
 def contents(folder: Path) -> Contents:

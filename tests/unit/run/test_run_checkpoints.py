@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gruppo.errors import CheckpointError, InputError
+from gruppo.errors import CheckpointError
 from gruppo.run.checkpoints import Checkpoints
 
 
