@@ -11,6 +11,8 @@ from typing import TextIO
 
 HELD = 2**20
 """Most bytes that wait for a reader; text beyond them is dropped."""
+PROMPT_S = 0.05
+"""Seconds in which a reader takes a text. After a slower one, `write` does not wait until it has caught up."""
 LAST_WORDS_S = 2.0
 """Seconds that the end of a command waits for a reader."""
 
@@ -28,6 +30,7 @@ class Output(io.TextIOBase):
         self._descriptor = stream.fileno()
         self._waiting: deque[bytes] = deque()
         self._size = 0
+        self._is_slow = False
         self._changed = threading.Condition()
         threading.Thread(target=self._write_all, name="gruppo-output", daemon=True).start()
 
@@ -51,6 +54,9 @@ class Output(io.TextIOBase):
                 self._waiting.append(data)
                 self._size += len(data)
                 self._changed.notify_all()
+                # Written before what another writer, or a crash, brings next.
+                if not self._is_slow:
+                    self._is_slow = not self._changed.wait_for(lambda: not self._size, PROMPT_S)
         return len(text)
 
     def flush(self) -> None:
@@ -72,6 +78,7 @@ class Output(io.TextIOBase):
                     left = left[os.write(self._descriptor, left) :]
             with self._changed:
                 self._size -= len(data)
+                self._is_slow = self._is_slow and bool(self._size)
                 self._changed.notify_all()
 
 
