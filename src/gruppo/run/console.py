@@ -1,7 +1,9 @@
-"""RunConsole: a bar with the stage and the time left, and one line per step; plain lines without a terminal. Model text
-is shown without control characters or markup."""
+"""RunConsole: a bar with the stage and the time left, and one line per step, on a terminal and in a notebook; elsewhere
+plain lines. Model text is shown without control characters or markup."""
 
+import io
 import textwrap
+import threading
 import time
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +69,32 @@ class _Stage(ProgressColumn):
         return Text(f"{STAGES.get(name, name)} {readable_time(seconds)}" if seconds > 2 else STAGES.get(name, name))
 
 
+class _NotebookBar:
+    """A bar in one output of a notebook, which is replaced as the run goes on."""
+
+    def __init__(self, progress: Progress) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]  # there in every notebook
+
+        self.progress = progress
+        self.handle = display(self._drawn(), raw=True, display_id=True)
+        self.is_over = threading.Event()
+        threading.Thread(target=self._refresh, name="gruppo-bar", daemon=True).start()
+
+    def _refresh(self) -> None:
+        while not self.is_over.wait(0.5):
+            self.handle.update(self._drawn(), raw=True)
+
+    def _drawn(self) -> dict[str, str]:
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
+        with console.capture() as captured:
+            console.print(self.progress.get_renderable())
+        return {"text/plain": captured.get().rstrip()}
+
+    def stop(self) -> None:
+        self.is_over.set()
+        self.handle.update(self._drawn(), raw=True)
+
+
 class RunConsole:
     """Reports a run.
 
@@ -82,11 +110,15 @@ class RunConsole:
         stage: Callable[[], str] = lambda: "",
     ) -> None:
         self.console = console or Console(highlight=False)
+        is_notebook = self.console.is_jupyter
+        if is_notebook:
+            self.console = Console(highlight=False, force_jupyter=False, width=WIDTH)  # lines of text, not outputs
         self.total = total_steps
         self.first = first_step
         self.started = time.monotonic()
         self.progress: Progress | None = None
-        if self.console.is_terminal:
+        self._bar: Progress | _NotebookBar | None = None
+        if self.console.is_terminal or is_notebook:
             self.progress = Progress(
                 SpinnerColumn(),
                 _Stage(stage),
@@ -99,7 +131,11 @@ class RunConsole:
                 transient=True,
             )
             self.task = self.progress.add_task("training", total=total_steps, completed=first_step, state="")
-            self.progress.start()
+            if is_notebook:
+                self._bar = _NotebookBar(self.progress)
+            else:
+                self._bar = self.progress
+                self.progress.start()
 
     @property
     def width(self) -> int:
@@ -151,8 +187,8 @@ class RunConsole:
         self.console.print(table, width=self.width)
 
     def close(self) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def step_line(
