@@ -95,7 +95,7 @@ def run(
 
         console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)  # paths, printed as they are
         if opening:
-            console.print(opening)
+            console.print(opening, soft_wrap=False)
         trainer = GRPOTrainer(config, resume=resume, overwrite=overwrite)
         result = trainer.train()
         if result.status == "stopped":

@@ -143,13 +143,13 @@ class RunConsole:
         return min(self.console.width, WIDTH) if self.console.is_terminal else WIDTH
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """One readable line; on a terminal every twentieth of the run, since the bar shows the rest."""
+        """One readable line; on a terminal for each twentieth of the run and each evaluation, as the bar has the rest."""
         if self.progress is None:
             left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
             self._print(step_line(step, self.total, metrics, seconds, left=left, width=self.width))
             return
         self.progress.update(self.task, completed=step, state=shown(SHOWN[0], metrics))
-        if step % max(self.total // 20, 1) == 0 or step == self.total:
+        if step % max(self.total // 20, 1) == 0 or step == self.total or "eval/accuracy" in metrics:
             self._print(step_line(step, self.total, metrics, seconds, width=self.width))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:

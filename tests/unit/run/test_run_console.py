@@ -79,6 +79,15 @@ def test_the_bar_names_the_stage_and_how_long_it_takes(monkeypatch: pytest.Monke
     ]
 
 
+def test_a_terminal_has_a_line_for_every_evaluation() -> None:
+    console, raw = printed(force_terminal=True, color_system=None, width=100)
+    report = RunConsole(100, console)
+    for step in range(1, 11):
+        report.step(step, METRICS | ({"eval/accuracy": 0.5} if step == 7 else {}), 0.01)
+    report.close()
+    assert re.findall(r"step +(\d+)/100", raw.getvalue().decode()) == ["5", "7", "10"]
+
+
 def test_the_score_of_the_start_is_a_line_once_it_is_there() -> None:
     console, raw = printed(width=80)
     RunConsole(200, console).evaluated(0, {"eval/accuracy": 0.299})
