@@ -143,7 +143,7 @@ class RunConsole:
         return min(self.console.width, WIDTH) if self.console.is_terminal else WIDTH
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """One readable line; on a terminal for each twentieth of the run and each evaluation, as the bar has the rest."""
+        """One readable line; on a terminal for each twentieth of a run and each evaluation: the bar has the rest."""
         if self.progress is None:
             left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
             self._print(step_line(step, self.total, metrics, seconds, left=left, width=self.width))
