@@ -9,7 +9,6 @@ worth having; it shows that the whole path works before a GPU is rented.
 """
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from gruppo.trainer import GRPOTrainer, TrainConfig
@@ -91,12 +90,10 @@ def make_byte_model(folder: Path) -> None:
 
 if __name__ == "__main__":
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        if given.tiny:
-            config = tiny(given.data, given.output, Path(scratch) / "model")
-        else:
-            config = one_gpu(given.data, given.model, given.output)
-        trainer = GRPOTrainer(config)
-        print("\n".join(trainer.plan().lines(config)))
-        result = trainer.train()
+    if given.tiny:
+        # Beside the run, and not in a temporary folder: the adapter names its base by this path.
+        config = tiny(given.data, given.output, Path(f"{given.output}-base"))
+    else:
+        config = one_gpu(given.data, given.model, given.output)
+    result = GRPOTrainer(config).train()
     print(f"finished step {result.step}; the run is in {given.output}")

@@ -80,7 +80,7 @@ KEYS = (
         "share of groups that teach nothing: all advantages are 0, or left out for having no signal",
         GROUPS,
         expect="below 0.8; else most of the sampling is wasted",
-        line="signal {rest:.0%} of groups",
+        line="signal {rest:.0%}",
     ),
     Key("group/all_right_frac", "share of groups whose answers are all right", GROUPS),
     Key("group/all_wrong_frac", "share of groups whose answers are all wrong", GROUPS),

@@ -4,37 +4,42 @@ Not in the packages that they configure: those import torch, and `gruppo train -
 concern one group are here, those between groups in `trainer/config.py`.
 """
 
+from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from gruppo.imports import write_spec
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Place = Annotated[str, AfterValidator(lambda text: _at_home(text))]
+"""A path, or a name of something elsewhere; ~ is the home folder."""
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""Several names; in YAML and Python one name does for a list of one."""
 Plain = bool | int | float | str  # in this order: a flag's "False" is a truth value before it is a text
 
 
 class Options(BaseModel):
-    """Frozen values; unknown names, NaN and infinity are refused."""
+    """Frozen values; unknown names, NaN and infinity are refused. The text below a field is its help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelOptions(Options):
     """The model, and how it computes."""
 
-    model: str = "builtin"
-    """Folder, hf://org/name, ms://org/name, hub id, or 'builtin' (0.15 M parameters, adds two numbers, badly)."""
+    model: Place = "builtin"
+    """Folder, hf://org/name, ms://org/name, hub id, or 'builtin' (0.17 M parameters, adds two numbers, badly)."""
     lora: bool = False
     """Train an adapter instead of the weights. A model folder that holds an adapter continues with that one."""
     lora_rank: Positive | None = None
     """Rank of the adapter. Unset: 8."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """The adapter is scaled by lora_alpha / lora_rank. Unset: 16."""
-    lora_targets: tuple[str, ...] | None = None
+    lora_targets: Names | None = None
     """Layers that get the adapter. Unset: all linear layers except the head."""
-    lora_modules_to_save: tuple[str, ...] | None = None
+    lora_modules_to_save: Names | None = None
     """Modules that train whole beside the adapter and are saved with it, e.g. lm_head. Unset: none."""
     quantize: Literal["nf4"] | None = None
     """Load the base in 4 bits (NF4 of bitsandbytes) and train an adapter on it: QLoRA. Unset: as `dtype` gives it."""
@@ -62,9 +67,9 @@ class ModelOptions(Options):
 class DataOptions(Options):
     """Prompts."""
 
-    data: str = "builtin:carries"
+    data: Place = "builtin:carries"
     """Prompts: a .jsonl, .csv or .parquet file, hf://org/name, gsm8k:FILE, reasoning_gym:NAME, builtin:carries."""
-    eval_data: str | None = None
+    eval_data: Place | None = None
     """Prompts to evaluate on. Unset: `eval_prompts` prompts are held out of `data`."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
@@ -85,7 +90,7 @@ class DataOptions(Options):
 class RewardOptions(Options):
     """Reward functions, and which of them decides what is right."""
 
-    rewards: tuple[str, ...] | None = None
+    rewards: Names | None = None
     """Reward functions: built-in names, module:function or module:Class, reward models by folder or hub id. Options of
     a built-in or a class follow its name: number_match:column=solution. Unset: number_match for gsm8k data, the task's
     own score for reasoning_gym, else exact_match."""
@@ -141,8 +146,8 @@ class RolloutOptions(Options):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of sampling, and of scoring what was sampled."""
     max_new_tokens: Positive = 256
-    """Token limit of a completion."""
-    stop: tuple[str, ...] = ()
+    """Token limit of a completion. Unset: 256, or a quarter of a context that is shorter than 1024."""
+    stop: Names = ()
     """Texts that end a completion."""
     dynamic_sampling: Count = 0
     """Dynamic sampling: replace groups with identical rewards, sampling at most this many batches of prompts per step.
@@ -265,19 +270,31 @@ class EvalOptions(Options):
     """Sampled completions per held-out prompt, for pass@k. 0: the greedy completion only."""
     stop_at_score: float | None = None
     """Stop early once the held-out accuracy reaches this value."""
+    patience: Count = 0
+    """Stop early after this many evaluations in a row without a better held-out accuracy. 0 disables it."""
+    keep_best: bool = False
+    """Also save the model with the best held-out accuracy so far, as `best` in the run directory."""
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> Self:
         if self.eval_samples and self.eval_prompts == 0:
             raise ValueError("eval_samples needs eval_prompts of at least 1")
+        for given in (
+            *([f"patience={self.patience}"] if self.patience else []),
+            *(["keep_best"] if self.keep_best else []),
+        ):
+            if self.eval_prompts == 0:
+                raise ValueError(f"{given} needs eval_prompts of at least 1")
+            if not self.eval_every:
+                raise ValueError(f"{given} needs eval_every of at least 1: nothing is evaluated on the way")
         return self
 
 
 class RunOptions(Options):
     """What a run leaves behind, and what makes it repeatable."""
 
-    output: str = "runs/run"
-    """Run directory: config, metrics, completions, checkpoints, the model. It must not exist."""
+    output: Place = "runs/run"
+    """Run directory: config, metrics, completions, checkpoints, the model. It must not hold a run that was saved."""
     seed: Count = 0
     """Seed of everything random: prompts, samples, a new adapter."""
     threads: Count = 0
@@ -290,7 +307,7 @@ class RunOptions(Options):
     """Write the completions of every Nth step to Parquet. 0 disables it."""
     completions_limit: Positive = 4096
     """Most completions in the file of one step: whole groups, those that are trained on before others."""
-    metrics: tuple[str, ...] = ()
+    metrics: Names = ()
     """Metrics of your own, your.module:YourMetric (docs/extending.md), beside those that every run reports."""
     tensorboard: bool = True
     """Write a TensorBoard file into the run directory."""
@@ -320,3 +337,9 @@ def read_sampler(sampler: str) -> tuple[str, tuple[str, ...]]:
             f"sampler={sampler!r} is unknown; use torch, vllm, vllm:start or vllm:http://host:port[,http://...]"
         )
     return kind, addresses
+
+
+def _at_home(place: str) -> str:
+    """The place with ~ written out, also after the kind of a source: `gsm8k:~/train.jsonl`."""
+    kind, colon, path = place.rpartition(":")
+    return f"{kind}{colon}{expanduser(path)}" if path.startswith("~") else place

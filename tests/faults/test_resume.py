@@ -240,15 +240,60 @@ def test_with_no_whole_checkpoint_resume_exits_6_and_changes_nothing(
     assert tree_hash(run) == before
 
 
-def test_a_run_that_stopped_before_its_first_checkpoint_does_not_start_over_silently(
+@pytest.mark.parametrize("verb", ["resume", "train"])
+def test_a_run_killed_before_its_first_checkpoint_starts_over_under_its_name(
+    verb: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert start(["train", *flags(run)], "kill", 3).wait() == -signal.SIGKILL
+    assert not (run / "checkpoints").exists() and (run / "lock").exists()
+    again = start(["resume", str(run)] if verb == "resume" else ["train", *flags(run)])
+    assert again.wait() == 0, again.output
+    assert "it starts over" in again.output
+    assert product(run) == product(whole["full"])
+
+
+def test_a_run_whose_reward_failed_at_its_first_step_can_be_started_again(
+    flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_late_reward.py").write_text(
+        "def score(completions, **columns):\n"
+        "    if set(completions) - {'', '0'}: raise RuntimeError('not yet')\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    words = ["train", *flags(tmp_path / "run", steps=2, eval_prompts=0)]
+    assert exit_code([*words, "--rewards", "my_late_reward:score"]) == 4
+    assert "my_late_reward" in capsys.readouterr().err
+    assert exit_code([*words, "--rewards", "number_match"]) == 0
+    assert json.loads((tmp_path / "run" / "status.json").read_text()) == {"status": "done", "step": 2}
+
+
+def test_a_run_whose_checkpoints_were_deleted_keeps_its_model(
+    whole: dict[str, Path], flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole["full"], run)
+    shutil.rmtree(run / "checkpoints")
+    before = tree_hash(run)
+    assert exit_code(["resume", str(run), "--steps", "30"]) == 2
+    assert f"has a model and no checkpoint to go on from; train on from the model with --model {run}/model" in (
+        capsys.readouterr().err
+    )
+    assert exit_code(["train", *flags(run)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert tree_hash(run) == before
+
+
+def test_a_last_step_behind_the_run_is_refused_and_changes_nothing(
     stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(stopped, run)
-    shutil.rmtree(run / "checkpoints")
     before = tree_hash(run)
-    assert exit_code(["resume", str(run)]) == 2
-    assert "has no checkpoint to resume from" in capsys.readouterr().err
+    assert exit_code(["resume", str(run), "--steps", "3"]) == 2
+    assert "steps=3 is behind the run, which is at step" in capsys.readouterr().err
     assert tree_hash(run) == before
 
 
@@ -269,6 +314,7 @@ def test_a_full_disk_at_a_checkpoint_exits_6_and_keeps_the_one_before(
     assert exit_code(["resume", str(run)]) == 6
     message = capsys.readouterr().err
     assert "could not write" in message and "No space left on device" in message and "MiB free" in message
+    assert f"the steps after 10 are lost; then go on from it: gruppo resume {run}" in message
     assert {p.name: tree_hash(p) for p in (run / "checkpoints").iterdir()} == checkpoints
     assert json.loads((run / "status.json").read_text())["status"] == "failed"
 
@@ -285,7 +331,7 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_taken_over(
     assert exit_code(["resume", str(run)]) == 2
     assert f"is in use by process {first.process.pid}" in capsys.readouterr().err
     assert exit_code(["train", *flags(run)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert f"is in use by process {first.process.pid}" in capsys.readouterr().err
     assert first.process.is_alive()
     first.kill()
     first.wait()

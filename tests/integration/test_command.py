@@ -1,11 +1,15 @@
 """R-51: the command as a process: quick help, light imports, closed pipes, odd terminals."""
 
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,21 +87,139 @@ def test_a_narrow_terminal_in_the_c_locale_sees_the_whole_run(tmp_path: Path) ->
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "done"
 
 
-def test_a_run_whose_reader_leaves_ends_without_a_traceback(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            "bash",
-            "-c",
-            f'"$0" -m gruppo train --steps 500 {TINY} --output "$1" | head -8',
-            sys.executable,
-            str(tmp_path / "run"),
-        ],
+# --- printing never stops or delays a run -----------------------------------------------------------------------------
+
+
+def in_shell(line: str, *words: str, **changes: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["bash", "-c", line, sys.executable, *words],
         capture_output=True,
         text=True,
-        env=environment(),
+        env=environment(**changes),
         timeout=120,
     )
-    assert "Traceback" not in done.stderr
+
+
+def ended(run: Path) -> dict[str, Any]:
+    assert not (run / "lock").exists()
+    return json.loads((run / "status.json").read_text())
+
+
+def test_a_run_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = in_shell(
+        f'"$0" -m gruppo train --steps 60 {TINY} --output "$1" | head -8; exit "${{PIPESTATUS[0]}}"', str(run)
+    )
+    assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 8
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
-    assert not (tmp_path / "run" / "lock").exists()
+    assert ended(run) == {"status": "done", "step": 60} and (run / "model").is_dir()
+
+
+def test_a_run_in_python_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    program = (
+        "from gruppo.trainer import GRPOTrainer, TrainConfig\n"
+        f"GRPOTrainer(TrainConfig(output={str(run)!r}, steps=60, prompts_per_step=2, group_size=2, max_new_tokens=4,\n"
+        "    eval_prompts=4, tensorboard=False, threads=1)).train()\n"
+    )
+    done = in_shell('"$0" -c "$1" | head -3; exit "${PIPESTATUS[0]}"', program)
+    assert "Traceback" not in done.stderr
+    assert ended(run) == {"status": "done", "step": 60}
+
+
+def test_a_run_whose_log_is_on_a_full_disk_goes_on_to_its_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = in_shell(f'"$0" -m gruppo train --steps 20 {TINY} --output "$1" > /dev/full 2> /dev/full', str(run))
+    assert done.returncode == 0
+    assert ended(run) == {"status": "done", "step": 20}
+
+
+@pytest.fixture
+def unread(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
+    """Start a command whose output goes into a pipe of 4 kB that nobody reads."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * 4000)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str, **changes: str) -> "subprocess.Popen[bytes]":
+        started.append(subprocess.Popen([*GRUPPO, *words], stdout=writer, stderr=writer, env=environment(**changes)))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Callable[..., Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert unread("train", "--steps", "60", *TINY.split(), "--output", str(run)).wait(timeout=90) == 0
+    assert ended(run) == {"status": "done", "step": 60}
+
+
+def test_a_signal_stops_and_saves_a_run_whose_output_nobody_reads(unread: Callable[..., Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = unread("train", "--steps", "100000", *TINY.split(), "--output", str(run))
+    deadline = time.monotonic() + 60
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_bytes().splitlines()) < 20:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 75
+    assert ended(run)["status"] == "stopped"
+    assert len(list((run / "checkpoints").iterdir())) == 1
+
+
+def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "talking.py").write_text(
+        "def score(completions, **columns):\n    print('x' * 5000)\n    return [float(len(c)) for c in completions]\n"
+    )
+    words = ["train", "--steps", "4", *TINY.split(), "--rewards", "talking:score", "--reward-deadline", "5"]
+    process = unread(*words, "--output", str(run), PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert process.wait(timeout=90) == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("reward/score/timeout_frac", 0.0) for line in lines] == [0.0] * 5
+    assert all(line["reward/mean"] >= 1 for line in lines[1:])
+
+
+def test_a_signal_while_a_run_is_made_leaves_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [*GRUPPO, "train", *TINY.split(), "--output", str(run)], env=environment(), stdout=subprocess.DEVNULL
+    ) as process:
+        while not (run / "lock").exists():
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    assert not run.exists()
+
+
+def test_a_bare_train_runs(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*GRUPPO, "train"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step   2/200"):
+                break
+        process.send_signal(signal.SIGINT)
+        assert "gruppo resume runs/run" in process.stdout.read()
+        assert process.wait(timeout=60) == 75
+
+
+def test_a_launcher_of_several_processes_is_refused_with_the_reason(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", *GRUPPO, "train"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0 and "gruppo: WORLD_SIZE=2: torchrun" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from gruppo.cli.options import parse_run, take_value
+from gruppo.cli.options import parse_run, take_flag, take_value
 from gruppo.cli.train import run
 from gruppo.run.console import visible
 
@@ -47,11 +47,12 @@ def demo(arguments: Sequence[str]) -> int:
         set_usual_mode(rebuild_base(folder, log=print))
         print(f"the base model is in {folder}; train it with: gruppo demo --model {folder}")
         return 0
+    words, overwrite = take_flag(words, "--overwrite")
     config = parse_run(words, verb="demo", description=DEMO_HELP, preset=PRESET)
     lr = (1e-3 if config.lora else 1e-4) if config.lr is None else config.lr
-    config = config.model_copy(update={"lr": lr, "output": free_name(config.output)})
+    config = config.model_copy(update={"lr": lr, "output": config.output if overwrite else free_name(config.output)})
     opening = "The base model drops carries: it has seen 47+85= answered with 022 three times in four."
-    return run(config, opening=opening, show=show_learning)
+    return run(config, overwrite=overwrite, opening=opening, show=show_learning)
 
 
 def show_learning(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:

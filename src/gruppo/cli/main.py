@@ -7,6 +7,7 @@ import sys
 
 from gruppo import __version__
 from gruppo.errors import GruppoError, require_train
+from gruppo.output import unhindered
 
 OVERVIEW = """\
 gruppo: group-relative policy optimization of language models
@@ -56,7 +57,8 @@ def main(argv: list[str] | None = None) -> None:
         code = run(arguments)
         sys.stdout.flush()
     except GruppoError as error:
-        print(f"gruppo: {error}", file=sys.stderr)
+        with unhindered():
+            print(f"gruppo: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

@@ -1,10 +1,15 @@
 """Options of a verb: words on the command line as checked values, with tyro."""
 
 import inspect
+import io
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from contextlib import redirect_stderr
+from dataclasses import field, make_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import tyro
 
@@ -14,9 +19,16 @@ from gruppo.trainer.config import ELSEWHERE, REFUSED, TrainConfig, called_here
 
 T = TypeVar("T")
 
+OF_THE_VERB = {
+    "config": (str | None, None, "FILE", "Options from a YAML file; flags win over it."),
+    "recipe": (str | None, None, "NAME", "What a paper trained with (`gruppo recipes`); file and flags win over it."),
+    "overwrite": (bool, False, None, "Start over in the place of a run that the output holds."),
+}
+"""Flags of `gruppo train` and `gruppo demo` besides the options of a run: type, default, word, help."""
+
 
 def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) -> T:
-    """An instance of `kind` from flags; a wrong flag prints what it should be and exits with 2.
+    """An instance of `kind` from flags; raises InputError for a wrong one, with what it should be.
 
     Args:
         options: further ones of `tyro.cli`. Without a `description`, the docstring of `kind` is the help: a paragraph,
@@ -25,7 +37,26 @@ def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) ->
     summary, _, examples = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
     text = " ".join(summary.split()) + "\n\n" + textwrap.indent(examples, "  ")  # tyro would join the lines of both
     options = {"description": text.rstrip(), "config": (tyro.conf.AvoidSubcommands,)} | options
-    return tyro.cli(kind, args=list(arguments), prog=f"gruppo {verb}", **options)
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(kind, args=list(arguments), prog=f"gruppo {verb}", **options)
+    except SystemExit as ended:
+        if ended.code != 2:
+            raise
+        raise InputError(_plain_text(said.getvalue())) from None
+
+
+def _plain_text(box: str) -> str:
+    """The text of tyro's error without its box: a line for each part."""
+    inner = [line.strip("│ ") for line in box.splitlines()[1:-1]]
+    parts = "\n".join(line for line in inner if line).split("─" * 20)
+    texts = [" ".join(part.replace("─", "").split()) for part in parts]
+    # Of a value that fits none of several types tyro lists every failure; the help of the flag says what fits.
+    texts[0] = re.sub(r"no type matching .+? could be instantiated from (.*?)\. Got errors:.*", r"got \1", texts[0])
+    return "\n  ".join(
+        text.removeprefix("Error parsing ").removeprefix("Argument helptext: ") for text in texts if text
+    )
 
 
 def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: dict[str, Any]) -> TrainConfig:
@@ -49,10 +80,68 @@ def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: 
     file = read_yaml(path) if path else {}
     values = preset | (chosen.values if chosen else {}) | file
     default = TrainConfig.read(values, where=path or verb)
-    config = parse(TrainConfig, words, verb, description=description, default=default)
+    given = vars(parse(_flags(default), words, verb, description=description))
+    # Only what was written: an option that nobody set may depend on others.
+    chosen_here = {name: given[name] for name in TrainConfig.model_fields if flags & {name, f"no_{name}"}}
+    config = TrainConfig.read(values | chosen_here, where=verb)
     if chosen and (reminder := chosen.reminder(preset.keys() | file.keys() | flags)):
         print(reminder, file=sys.stderr)
     return config
+
+
+def _flags(start: TrainConfig) -> type:
+    """A dataclass of the flags of a run, for tyro to read words with. TrainConfig checks the values."""
+    flags: list[Any] = [
+        (name, Annotated[kind, tyro.conf.FlagCreatePairsOff, _flag(text, None, word)], field(default=default))
+        for name, (kind, default, word, text) in OF_THE_VERB.items()
+    ]
+    for name, option in TrainConfig.model_fields.items():
+        value = getattr(start, name)
+        kind = _bare(option.annotation)
+        word = _word(kind) if NoneType in get_args(kind) else None
+        made = field(default_factory=lambda value=value: value)
+        flags.append((name, Annotated[kind, _flag(option.description or "", value, word)], made))
+    return make_dataclass("Flags", flags)
+
+
+def _flag(text: str, value: Any, word: str | None) -> Any:
+    return tyro.conf.arg(help=text, metavar=word, help_behavior_hint="" if value is None else None)
+
+
+def _bare(kind: Any) -> Any:
+    """A type without its checks.
+
+    >>> _bare(Annotated[int, "at least 1"] | None)
+    int | None
+    """
+    if get_origin(kind) is Annotated:
+        return _bare(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return Union[tuple(map(_bare, get_args(kind)))]  # noqa: UP007  # of a tuple of types
+    return kind
+
+
+def _word(kind: Any) -> str:
+    """How help shows the value of an option that may be unset.
+
+    >>> _word(float | None), _word(tuple[str, ...] | None), _word(float | tuple[float, float] | None)
+    ('FLOAT', 'STR [STR ...]', 'FLOAT [FLOAT]')
+    >>> from typing import Literal
+    >>> _word(Literal["group", "batch"] | None), _word(bool | None)
+    ('{group,batch}', '{True,False}')
+    """
+    first, *others = (each for each in get_args(kind) if each is not NoneType)
+    if get_origin(first) is tuple:
+        name = get_args(first)[0].__name__.upper()
+        return f"{name} [{name} ...]"
+    choices = (True, False) if first is bool else get_args(first)
+    name = f"{{{','.join(map(str, choices))}}}" if choices else first.__name__.upper()
+    return f"{name} [{name}]" if others else name
+
+
+def take_flag(words: list[str], flag: str) -> tuple[list[str], bool]:
+    """Remove `flag` from the words and return whether it was there."""
+    return [word for word in words if word != flag], flag in words
 
 
 def take_value(words: list[str], flag: str, what: str = "a file name") -> tuple[list[str], str | None]:

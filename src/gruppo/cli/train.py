@@ -1,6 +1,9 @@
 """`gruppo train` and `gruppo resume`."""
 
-from collections.abc import Callable, Sequence
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from gruppo.cli.options import parse, parse_run
+from gruppo.cli.options import parse, parse_run, take_flag
+from gruppo.output import unhindered
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -34,7 +38,8 @@ A data row is {"prompt": text or chat messages, "answer": ..., any further colum
 
 
 def train(arguments: Sequence[str]) -> int:
-    return run(parse_run(arguments, verb="train", description=TRAIN_HELP, preset={}))
+    words, overwrite = take_flag(list(arguments), "--overwrite")
+    return run(parse_run(words, verb="train", description=TRAIN_HELP, preset={}), overwrite=overwrite)
 
 
 @dataclass
@@ -53,6 +58,20 @@ def resume(arguments: Sequence[str]) -> int:
     return run(TrainConfig.of_run(given.directory, own), resume=True)
 
 
+@contextmanager
+def _leaving_tidily() -> Iterator[None]:
+    """SIGTERM as an exception, so that a run that has not begun takes back what it made. Training handles it itself."""
+    try:
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def show_accuracy(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
     """The held-out accuracy, and where the model is."""
     if result.after is not None:
@@ -61,21 +80,30 @@ def show_accuracy(console: Console, trainer: "GRPOTrainer", result: "TrainResult
     console.print(f"done: {trainer.run.model} holds the model, {trainer.run.path} the run")
 
 
-def run(config: TrainConfig, *, resume: bool = False, opening: str = "", show: Show = show_accuracy) -> int:
-    """Train: print `opening` and the plan before, and after a run that was not stopped what `show` prints."""
-    from gruppo.trainer import GRPOTrainer
+def run(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    opening: str = "",
+    show: Show = show_accuracy,
+) -> int:
+    """Train: print `opening` before, and after a run that was not stopped what `show` prints."""
+    # Before the imports: what they bring keeps the streams that it finds.
+    with unhindered(), _leaving_tidily():
+        from gruppo.trainer import GRPOTrainer
 
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)  # paths, printed as they are
-    if opening:
-        console.print(opening)
-    trainer = GRPOTrainer(config, resume=resume)
-    for line in trainer.plan().lines(config):
-        console.print(line)
-    if resume:
-        console.print(f"resuming after step {trainer.step_number}")
-    result = trainer.train()
-    if result.status == "stopped":
-        console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")
-        return STOPPED
-    show(console, trainer, result)
-    return 0
+        console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)  # paths, printed as they are
+        if opening:
+            console.print(opening, soft_wrap=False)
+        trainer = GRPOTrainer(config, resume=resume, overwrite=overwrite)
+        result = trainer.train()
+        if result.status == "stopped":
+            console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")
+            return STOPPED
+        show(console, trainer, result)
+        if config.keep_best:
+            best = [event for event in trainer.run.events() if event["event"] == "best"][-1:]
+            found = [f"best: step {b['step']} with {b['accuracy']:.3f}, in {trainer.run.best}" for b in best]
+            console.print(*found or ["best: no evaluation was better than the first"])
+        return 0

@@ -317,6 +317,11 @@ class PolicyLoss:
         log_ratio_T = self.level(inputs)
         segments, totals, rejected = inputs.segments, inputs.totals, None
         policy_T = self.surrogate(log_ratio_T, inputs)
+        if policy_T.shape != log_ratio_T.shape:
+            raise InputError(
+                f"surrogate {getattr(self.surrogate, '__name__', self.surrogate)!r} must give a loss per token, shape "
+                f"{tuple(log_ratio_T.shape)}, got {tuple(policy_T.shape)} (docs/extending.md)"
+            )
         for term in self._inside:
             policy_T = policy_T + term.coef * term.value(inputs, log_ratio_T)
         if self.weights:

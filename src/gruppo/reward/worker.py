@@ -20,6 +20,7 @@ from typing import Any
 
 from gruppo.errors import GruppoError
 from gruppo.imports import import_object
+from gruppo.output import Output
 from gruppo.reward.call import Call, CallResult, call_reward, short_traceback
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -72,6 +73,8 @@ def _isolate() -> None:
     except OSError:  # a daemon without stderr
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(2, 1)
+    if sys.stderr is not None:
+        sys.stderr = Output(sys.stderr)  # a print that nobody reads must not cost a reward its deadline
     sys.stdout = sys.stderr
     # The trainer decides what a signal to the whole job means. A handler rather than SIG_IGN, because an ignored
     # signal stays ignored in programs that a reward function starts.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gruppo.errors import CheckpointError, InputError
+from gruppo.errors import CheckpointError
 from gruppo.run.reader import numbered
 from gruppo.weights.files import commit_folder, read_manifest
 
@@ -29,12 +29,19 @@ class Checkpoints:
                 return
             except CheckpointError:
                 shutil.rmtree(folder)  # a damaged one of the same step; its replacement is about to be written
-        commit_folder(folder, write, {"kind": "training", "step": step})
+        try:
+            commit_folder(folder, write, {"kind": "training", "step": step})
+        except CheckpointError as error:
+            last = max(numbered(self.folder), default=None)
+            ahead = (
+                "no step was saved before" if last is None else f"the steps after {last} are lost; then go on from it"
+            )
+            raise CheckpointError(f"{error}; {ahead}: gruppo resume {self.folder.parent}") from error
         for _, old in sorted(numbered(self.folder).items())[: -self.keep]:
             shutil.rmtree(old)
 
-    def newest(self) -> Path:
-        """The newest folder that is whole. Never starts over silently."""
+    def newest(self) -> Path | None:
+        """The newest folder that is whole; None if no checkpoint was ever written."""
         folders = numbered(self.folder)
         for _, folder in sorted(folders.items(), reverse=True):
             try:
@@ -46,6 +53,4 @@ class Checkpoints:
             raise CheckpointError(
                 f"none of the {len(folders)} checkpoints in {self.folder} is whole; nothing was changed"
             )
-        raise InputError(
-            f"{self.folder.parent} has no checkpoint to resume from: it stopped before its first one; start it anew"
-        )
+        return None

@@ -1,13 +1,25 @@
-"""RunConsole: a bar with the time left and one line per step; plain lines without a terminal. Model text is shown
-without control characters or markup."""
+"""RunConsole: a bar with the stage and the time left, and one line per step, on a terminal and in a notebook; elsewhere
+plain lines. Model text is shown without control characters or markup."""
 
+import io
+import textwrap
+import threading
 import time
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -21,23 +33,96 @@ ORDER = (
 SHOWN = sorted((key for key in KEYS if key.line), key=lambda key: ORDER.index(key.name))
 """Metrics on the line of a step. The loss is not among them, since its value has little meaning by itself."""
 
+DROPPED_FIRST = ("live/clip_ratio", "rollout/entropy", "completion/len_mean", "optim/grad_norm")
+"""Metrics that a line leaves out, in this order, when it is too long."""
+
+WIDTH = 100
+"""Most columns of a line where there is no terminal to measure."""
+
+STAGES = {
+    "sample": "sampling",
+    "reward": "scoring",
+    "train": "training",
+    "eval": "evaluating",
+    "sync": "sending weights to the sampler",
+    "write": "writing completions",
+    "checkpoint": "saving",
+}
+"""Stages of a step as the bar names them, by their names in timings.jsonl."""
+
 ALWAYS = ("reward/mean", "optim/grad_norm")
 """Keys whose absence is shown: nothing was scored, or nothing trained."""
 
 
-class RunConsole:
-    """Reports a run."""
+class _Stage(ProgressColumn):
+    """What the run does now, and for how long when that takes a while."""
 
-    def __init__(self, total_steps: int, console: Console | None = None, first_step: int = 0) -> None:
+    def __init__(self, stage: Callable[[], str]) -> None:
+        super().__init__()
+        self.stage, self.name, self.since = stage, "", time.monotonic()
+
+    def render(self, task: Task) -> Text:
+        name = self.stage()
+        if name != self.name:
+            self.name, self.since = name, time.monotonic()
+        seconds = time.monotonic() - self.since
+        return Text(f"{STAGES.get(name, name)} {readable_time(seconds)}" if seconds > 2 else STAGES.get(name, name))
+
+
+class _NotebookBar:
+    """A bar in one output of a notebook, which is replaced as the run goes on."""
+
+    def __init__(self, progress: Progress) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]  # there in every notebook
+
+        self.progress = progress
+        self.handle = display(self._drawn(), raw=True, display_id=True)
+        self.is_over = threading.Event()
+        threading.Thread(target=self._refresh, name="gruppo-bar", daemon=True).start()
+
+    def _refresh(self) -> None:
+        while not self.is_over.wait(0.5):
+            self.handle.update(self._drawn(), raw=True)
+
+    def _drawn(self) -> dict[str, str]:
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
+        with console.capture() as captured:
+            console.print(self.progress.get_renderable())
+        return {"text/plain": captured.get().rstrip()}
+
+    def stop(self) -> None:
+        self.is_over.set()
+        self.handle.update(self._drawn(), raw=True)
+
+
+class RunConsole:
+    """Reports a run.
+
+    Args:
+        stage: the stage that the run is in, by its name in timings.jsonl.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        first_step: int = 0,
+        stage: Callable[[], str] = lambda: "",
+    ) -> None:
         self.console = console or Console(highlight=False)
+        is_notebook = self.console.is_jupyter
+        if is_notebook:
+            self.console = Console(highlight=False, force_jupyter=False, width=WIDTH)  # lines of text, not outputs
         self.total = total_steps
         self.first = first_step
         self.started = time.monotonic()
         self.progress: Progress | None = None
-        if self.console.is_terminal:
+        self._bar: Progress | _NotebookBar | None = None
+        if self.console.is_terminal or is_notebook:
             self.progress = Progress(
-                TextColumn("[bold]training"),
-                BarColumn(),
+                SpinnerColumn(),
+                _Stage(stage),
+                BarColumn(20),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[state]}"),
                 TextColumn("left"),
@@ -46,51 +131,87 @@ class RunConsole:
                 transient=True,
             )
             self.task = self.progress.add_task("training", total=total_steps, completed=first_step, state="")
-            self.progress.start()
+            if is_notebook:
+                self._bar = _NotebookBar(self.progress)
+            else:
+                self._bar = self.progress
+                self.progress.start()
+
+    @property
+    def width(self) -> int:
+        """Columns that a line may take."""
+        return min(self.console.width, WIDTH) if self.console.is_terminal else WIDTH
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """One readable line; on a terminal every tenth step, since the bar shows the rest."""
-        line = step_line(step, self.total, metrics, seconds)
+        """One readable line; on a terminal for each twentieth of a run and each evaluation: the bar has the rest."""
         if self.progress is None:
             left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
-            self.console.print(f"{line}  left {readable_time(left)}", soft_wrap=True)
+            self._print(step_line(step, self.total, metrics, seconds, left=left, width=self.width))
             return
         self.progress.update(self.task, completed=step, state=shown(SHOWN[0], metrics))
-        if step % max(self.total // 20, 1) == 0 or step == self.total:
-            self.console.print(line, soft_wrap=True)
+        if step % max(self.total // 20, 1) == 0 or step == self.total or "eval/accuracy" in metrics:
+            self._print(step_line(step, self.total, metrics, seconds, width=self.width))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The line of an evaluation that belongs to no step: that of the start."""
+        key = next(key for key in SHOWN if key.name == "eval/accuracy")
+        self._print(f"step {step:>{len(str(self.total))}}/{self.total}  {shown(key, metrics)}")
 
     def say(self, text: str) -> None:
+        """A sentence, broken between words."""
+        self._print("\n".join(textwrap.wrap(text, self.width, subsequent_indent="  ", break_long_words=False)))
+
+    def _print(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
 
     def completions(self, title: str, groups: Sequence[Group], limit: int = 4) -> None:
-        """The best and the worst completion of a few groups."""
+        """The best and the worst completion of a few groups: of those that teach something, if there are any."""
         table = Table(title=title, title_justify="left")
         for name in ("prompt", "completion", "reward", "advantage"):
             table.add_column(name, justify="right" if name in ("reward", "advantage") else "left", overflow="fold")
-        for group in groups[:limit]:
+        teaching = [group for group in groups if any(rollout.has_advantage for rollout in group.rollouts)]
+        for group in teaching[:limit] or groups[:1]:
             ordered = sorted(group.rollouts, key=lambda r: -(r.reward if r.reward is not None else float("-inf")))
+            prompt = visible(group.prompt.text)
             for rollout in ordered[:1] + ordered[1:][-1:]:
                 advantage = rollout.advantage
                 if isinstance(advantage, tuple):
                     advantage = sum(advantage) / max(len(advantage), 1)
                 table.add_row(
-                    visible(group.prompt.text),
+                    prompt,
                     visible(rollout.trajectory.text),
                     "-" if rollout.reward is None else f"{rollout.reward:g}",
                     f"{advantage:+.2f}",
                 )
-        self.console.print(table)
+                prompt = Text()  # once for both
+        self.console.print(table, width=self.width)
 
     def close(self) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, float], seconds: float) -> str:
-    """The state of a step in plain words."""
-    parts = [shown(key, metrics) for key in SHOWN if key.name in metrics or key.name in ALWAYS]
-    parts[0] += by_reward(metrics)
-    return "  ".join([f"step {step:>{len(str(total))}}/{total}", *parts, readable_time(seconds)])
+def step_line(
+    step: int,
+    total: int,
+    metrics: Mapping[str, float],
+    seconds: float,
+    *,
+    left: float | None = None,
+    width: int | None = None,
+) -> str:
+    """The state of a step in plain words, with the seconds `left`; metrics that exceed `width` are left out."""
+    parts = {key.name: shown(key, metrics) for key in SHOWN if key.name in metrics or key.name in ALWAYS}
+    parts["reward/mean"] += by_reward(metrics)
+    ends = [readable_time(seconds), *([] if left is None else [f"left {readable_time(left)}"])]
+    start = f"step {step:>{len(str(total))}}/{total}"
+    line = "  ".join([start, *parts.values(), *ends])
+    for name in DROPPED_FIRST:
+        if width is None or len(line) <= width:
+            break
+        parts.pop(name, None)
+        line = "  ".join([start, *parts.values(), *ends])
+    return line
 
 
 def shown(key: Key, metrics: Mapping[str, float]) -> str:

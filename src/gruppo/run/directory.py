@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 Status = Literal["running", "done", "stopped", "failed"]
 
+OWN = (
+    *("config.yaml", "env.json", "status.json", "metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png"),
+    *("checkpoints", "completions", "model", "best", "tensorboard", "sync"),
+)
+"""Names of everything that a run writes, but for its lock."""
+
 
 class RunDirectory(RunReader):
     """A run directory to write to. `create` makes a new one, `reopen` goes on in an old one; both take its lock.
@@ -37,10 +44,15 @@ class RunDirectory(RunReader):
         self._has_begun = True
 
     @classmethod
-    def create(cls, output: str, config: str) -> Self:
-        """A new run in `output`, which must not exist or be empty, with its options as YAML."""
+    def create(cls, output: str, config: str, *, overwrite: bool = False) -> Self:
+        """A new run in `output`, with its options as YAML.
+
+        `output` must not exist, or be empty, or hold a run that was never saved: that one is replaced.
+
+        Args:
+            overwrite: replace a run that was saved, too. Files that are not a run's stay.
+        """
         run = cls(output)
-        run._has_begun = False
         path = run.path
         try:
             is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
@@ -48,14 +60,22 @@ class RunDirectory(RunReader):
                 path.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:  # a file in the way, no permission, a name that is none
             raise InputError(f"output={output!r} cannot be a directory: {error}; choose another") from error
-        if is_used:
+        if is_used and not run._is_ours():
             raise InputError(
-                f"output={output!r} exists already; nothing was touched. Go on with "
-                f"`gruppo resume {output}`, or choose another output"
+                f"output={output!r} exists already and is not a run; nothing was touched. Choose another output"
             )
         run.take_lock()
-        _replace(path / "config.yaml", config.encode())
-        (path / "env.json").write_text(json.dumps(current_environment(), indent=1))
+        run._has_begun = False
+        try:
+            if is_used:
+                run._clear(overwrite)
+            _replace(path / "config.yaml", config.encode())
+            (path / "env.json").write_text(json.dumps(current_environment(), indent=1))
+        except BaseException as error:
+            run.__exit__(type(error), error, None)
+            if isinstance(error, OSError):
+                raise InputError(f"output={output!r} cannot be written: {error}; choose another") from error
+            raise
         return run
 
     @classmethod
@@ -70,11 +90,50 @@ class RunDirectory(RunReader):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         is_void = error is not None and not self._has_begun  # left there, it would stop the next try
-        for name in ("config.yaml", "env.json", "lock") if is_void else ("lock",):
-            (self.path / name).unlink(missing_ok=True)
+        if is_void:
+            with suppress(OSError):
+                self._remove()
+        (self.path / "lock").unlink(missing_ok=True)
         if is_void:
             with suppress(OSError):  # not empty: it has files that are not the run's
                 self.path.rmdir()
+
+    def _is_ours(self) -> bool:
+        """Whether a run began here. A lone config.yaml may be the user's."""
+        found = {name for name in ("env.json", "status.json", "metrics.jsonl") if (self.path / name).exists()}
+        return (self.path / "lock").exists() or (bool(found) and (self.path / "config.yaml").exists())
+
+    def _clear(self, overwrite: bool) -> None:
+        """Make room for a new run where one was."""
+        is_saved = bool(numbered(self.checkpoints)) or self.model.exists()
+        if is_saved and not overwrite:
+            self._has_begun = True  # the other one has, and stays
+            output = str(self.path)
+            raise InputError(
+                f"output={output!r} exists already; nothing was touched. Go on with `gruppo resume {output}`, start "
+                "over in its place with --overwrite (in Python overwrite=True), or choose another output"
+            )
+        if not is_saved:
+            logger.warning("%s holds a run that ended before its first checkpoint; it starts over", self.path)
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove what a run writes, and nothing else."""
+        for name in OWN:
+            entry = self.path / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        """Remove what a killed process left half-written."""
+        for folder in (self.path, self.checkpoints):
+            for entry in folder.glob(".*.tmp-*"):
+                shutil.rmtree(entry, ignore_errors=True)
+        for name in OWN:
+            (self.path / f"{name}.tmp").unlink(missing_ok=True)
 
     # --- ownership ------------------------------------------------------------------------------------------------
 
@@ -83,7 +142,7 @@ class RunDirectory(RunReader):
         lock = self.path / "lock"
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
         try:
-            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
             owner: Any = None
             with suppress(ValueError):
@@ -96,8 +155,12 @@ class RunDirectory(RunReader):
                 f"{self.path} is in use by process {owner.get('pid')} on {owner.get('host')}; stop it first "
                 f"(or delete {lock} if it no longer runs)"
             ) from None
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(mine, file)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(mine, file)
+        except OSError as error:
+            lock.unlink()  # an empty one would be nobody's, and stay
+            raise InputError(f"{self.path} cannot be written: {error}; free some space, or choose another") from error
 
     # --- a run that goes on ---------------------------------------------------------------------------------------
 
@@ -128,6 +191,7 @@ class RunDirectory(RunReader):
         later = [file for at, file in numbered(self.path / "completions").items() if at > step]
         for file in (*later, *(self.path / "completions").glob("*.tmp")):
             file.unlink()
+        self._remove_temporary()
 
     def environment_changes(self) -> list[str]:
         """Differences from the environment in which the run began, which could change the last digits."""

@@ -24,8 +24,10 @@ class RunReader:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.model = self.path / "model"
+        self.best = self.path / "best"
+        """The model with the best held-out accuracy, of a run with `keep_best`."""
 
     def config(self) -> dict[str, Any]:
         """The options of the run, with `output` where the directory now lies."""
@@ -108,7 +110,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The `option: value` lines of a config file."""
     import yaml
 
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
         raise InputError(f"config file {path} does not exist")
     try:

@@ -35,6 +35,8 @@ class Recorder:
     completions_every: int = 1
     completions_limit: int | None = None
     quiet: bool = False
+    stage: str = ""
+    """What the run does now: the bar shows it."""
     _console: RunConsole | None = None
     _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
     _kept: list[Group] = field(default_factory=list)
@@ -46,7 +48,12 @@ class Recorder:
         self.run.set_status("running", step)
         self.run.log_event("start", step=step)
         if not self.quiet:
-            self._console = RunConsole(self.steps, first_step=step)
+            self._console = RunConsole(self.steps, first_step=step, stage=lambda: self.stage)
+
+    def say(self, text: str) -> None:
+        """A sentence for the terminal alone."""
+        if self._console is not None:
+            self._console.say(text)
 
     def writes_completions(self, step: int) -> bool:
         """Whether the completions of a step go to a file."""
@@ -66,14 +73,23 @@ class Recorder:
             self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The score of the weights between two steps."""
-        self.run.log_metrics(step, metrics)
-        self.trackers.log(step, metrics)
+        """The score of the weights before the first step."""
+        self._log(step, metrics)
+        if self._console is not None:
+            self._console.evaluated(step, metrics)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The numbers of a step."""
-        self.evaluated(step, metrics)
+        self._log(step, metrics)
         self._recent.append(dict(metrics))
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log_metrics(step, metrics)
+        self.trackers.log(step, metrics)
+
+    def best(self, step: int, accuracy: float) -> None:
+        """The model was saved as the best so far."""
+        self.run.log_event("best", step=step, accuracy=accuracy)
 
     def checkpointed(self, step: int) -> None:
         self.run.log_event("checkpoint", step=step)
@@ -83,8 +99,7 @@ class Recorder:
         self.run.log_timings(step, seconds)
         for sentence in advice(self._recent) if step % ADVICE_EVERY == 0 else []:
             self.run.log_event("advice", step=step, text=sentence)
-            if self._console is not None:
-                self._console.say(f"note: {sentence}")
+            self.say(f"note: {sentence}")
         if self._console is None:
             return
         self._console.step(step, self._recent[-1], total)

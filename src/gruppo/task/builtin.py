@@ -138,6 +138,7 @@ def rebuild_base(
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # safetensors ignores the umask
     return folder
 
 

@@ -1,6 +1,7 @@
 """Parts of a run, made from its config. Everything cheap that can be wrong is checked before the model is loaded."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,24 @@ from gruppo.weights.source import context_length, holds_adapter
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
     from gruppo.sampler import Sampler
+
+
+def check_alone() -> None:
+    """Raise in a process of several that a launcher started: each would train a run of its own."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes not in ("", "0", "1"):
+        raise InputError(
+            f"WORLD_SIZE={processes}: torchrun or another launcher has started several processes, and a run trains in "
+            "one, on one device. Start it without the launcher; further GPUs can sample: sampler=vllm:http://..."
+        )
+
+
+def fit_context(config: TrainConfig, objects: Objects) -> TrainConfig:
+    """The config with a token limit that a short context has room for, unless the limit was set."""
+    context = context_length(objects.model)
+    if "max_new_tokens" in config.model_fields_set or context is None or context >= 4 * config.max_new_tokens:
+        return config
+    return TrainConfig.read(config.model_dump(exclude_unset=True) | {"max_new_tokens": max(context // 4, 1)})
 
 
 def build_loss(config: TrainConfig) -> PolicyLoss:
@@ -146,6 +165,10 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
     if num_held_out is None:
         num_held_out = 128 if objects.eval_data is not None else min(128, len(train) // 5)
     if not num_held_out:
+        if config.patience or config.keep_best:
+            raise InputError(
+                f"{len(train)} prompts leave none to evaluate on, which patience and keep_best need; give eval_data"
+            )
         held_out = PromptSet(prompts=())
     elif objects.eval_data is not None:
         held_out = load_prompts(objects.eval_data, tokenizer, limit=num_held_out, **options)
@@ -276,7 +299,13 @@ def build_advantage(config: TrainConfig) -> Advantage:
     rewards: list[Any] = [float(is_right) for is_right in right]
     if getattr(estimate, "per_reward", False):
         rewards = [[reward] * config.num_rewards for reward in rewards]
-    result = estimate(rewards, group_ids=[0] * num, **more)
+    try:
+        result = estimate(rewards, group_ids=[0] * num, **more)
+    except TypeError as error:
+        given = ", ".join(["group_ids", *more])
+        raise InputError(
+            f"advantage={config.advantage!r} cannot be called with rewards and {given}: {error} (docs/extending.md)"
+        ) from error
     if tuple(getattr(result, "shape", ())) != (num,):
         raise InputError(f"advantage={config.advantage!r} must give a tensor with one value per reward, got {result!r}")
     return estimate

@@ -43,6 +43,8 @@ ELSEWHERE = {
     "eval_dataset": "eval_data",
     "model_name_or_path": "model",
     "output_dir": "output",
+    "early_stopping_patience": "patience",
+    "load_best_model_at_end": "keep_best",
     "save_steps": "save_every",
     "eval_steps": "eval_every",
     "save_total_limit": "keep_checkpoints",

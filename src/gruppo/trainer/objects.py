@@ -70,7 +70,7 @@ def take_objects(
         changes["rewards"] = [r if isinstance(r, str) else MARK + r.name for r in given["rewards"]]
     elif config.rewards is None:
         changes["rewards"] = [default_reward(changes.get("data", config.data))]
-    made = TrainConfig.read(config.model_dump() | changes) if changes else config
+    made = TrainConfig.read(config.model_dump(exclude_unset=True) | changes) if changes else config
     missing = [
         f"{name}={text.removeprefix(MARK)!r}"
         for name in ("model", "data", "eval_data", "rewards")

@@ -49,6 +49,9 @@ class Plan:
             f"layout {config.layout}: prompt tokens computed {self.prompt_copies}x instead of {config.group_size}x, "
             f"up to {self.tokens_per_step / self.computed_tokens:.1f}x fewer tokens"
         )
+        toy = (
+            " (the embedded toy, which adds two numbers; model=... names another)" if config.model == "builtin" else ""
+        )
         refill = f"dynamic sampling: up to {config.dynamic_sampling} batch(es) of prompts per step, including the first"
         return [
             f"{config.prompts_per_step} prompts x {config.group_size} completions = {self.sequences_per_step} "
@@ -58,6 +61,7 @@ class Plan:
             *([shared] if self.prompt_copies < config.group_size else []),
             *([refill] if config.dynamic_sampling else []),
             f"{share}; about {self.memory / MiB:,.0f} MiB of memory (estimate)",
+            f"model {config.model}{toy}, data {config.data}, rewards {', '.join(config.rewards)}",
         ]
 
 

@@ -166,8 +166,13 @@ class Snapshots:
         self.checkpoints.save(step, write)
 
     def load_newest(self) -> tuple[int, dict[str, float] | None]:
-        """Put model and state back as the newest whole checkpoint has them; its step and `unfinished` metrics."""
+        """Put model and state back as the newest whole checkpoint has them; its step and `unfinished` metrics.
+
+        Without a checkpoint they are as they were before the first step: (0, None).
+        """
         folder, state = self.checkpoints.newest(), self.state
+        if folder is None:
+            return 0, None
         load_training_state(self.model.weights, self.model.optimizer, folder)
         try:
             facts = json.loads((folder / FILE).read_text(encoding="utf-8"))

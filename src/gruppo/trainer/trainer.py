@@ -1,5 +1,6 @@
 """GRPOTrainer: the algorithm, one method per stage."""
 
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gruppo.errors import InputError
+from gruppo.output import unhindered
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
@@ -32,6 +35,8 @@ from gruppo.weights.source import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
 """Called after each step with (trainer, step, metrics); returning True ends the run."""
@@ -72,7 +77,8 @@ class GRPOTrainer:
         data: a list of rows, a `datasets.Dataset`, or a name; `eval_data` likewise.
         peft_config: a `LoraConfig` of PEFT.
         callbacks: called after each step with (trainer, step, metrics); returning True ends the run.
-        resume: go on with the run in `config.output`.
+        resume: go on with the run in `config.output`; one without a checkpoint starts over.
+        overwrite: start over in the place of a run that `config.output` holds.
         quiet: print nothing.
     """
 
@@ -88,8 +94,10 @@ class GRPOTrainer:
         peft_config: Any = None,
         callbacks: Sequence[Callback] = (),
         resume: bool = False,
+        overwrite: bool = False,
         quiet: bool = False,
     ) -> None:
+        build.check_alone()
         config, objects = take_objects(
             config or TrainConfig(),
             model=model,
@@ -99,7 +107,7 @@ class GRPOTrainer:
             eval_data=eval_data,
             peft_config=peft_config,
         )
-        self.config = config
+        self.config = config = build.fit_context(config, objects)
         self.callbacks = list(callbacks)
         self.stop = StopFlag()
         self.step_number = 0
@@ -122,8 +130,8 @@ class GRPOTrainer:
             self.scorer.max_steps = config.steps
             self.scorer.steps_per_epoch = len(self.prompts.train) / config.prompts_per_step
             build.try_rewards(self.scorer, self.prompts.train.prompts)
-            directory = RunDirectory.reopen if resume else partial(RunDirectory.create, config=config.to_yaml())
-            self.run = stack.enter_context(directory(config.output))
+            create = partial(RunDirectory.create, config=config.to_yaml(), overwrite=overwrite)
+            self.run = stack.enter_context((RunDirectory.reopen if resume else create)(config.output))
             self.scorer.start()
             self.model = build.build_model(config, objects, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
@@ -229,9 +237,17 @@ class GRPOTrainer:
 
     def train(self) -> TrainResult:
         """Run to the last step (or a stop), save the model, return how it went."""
+        with unhindered():
+            return self._train()
+
+    def _train(self) -> TrainResult:
         first, recorder = self.step_number, self.recorder
         result = TrainResult(first)
         recorder.started(first)
+        for line in [] if recorder.quiet else self.plan().lines(self.config):
+            recorder.say(line)
+        if first:
+            recorder.say(f"resuming after step {first}")
         if text := self.prompts.train.left_out():
             recorder.warned(first, "rows_left_out", text)
         try:
@@ -273,6 +289,8 @@ class GRPOTrainer:
             result.after = self.evaluate()
             metrics |= result.after.metrics if result.after else {}
         is_over = self._is_over(number, metrics)
+        if config.keep_best and "eval/accuracy" in metrics:
+            self._save_best(number, metrics["eval/accuracy"])
         recorder.step(number, metrics)
         self.unfinished = None
         if number % config.save_every == 0 or is_last or is_over:
@@ -315,6 +333,17 @@ class GRPOTrainer:
 
     def _restore(self) -> None:
         self.step_number, self.unfinished = self.snapshots.load_newest()
+        if self.config.steps < self.step_number:
+            raise InputError(
+                f"steps={self.config.steps} is behind the run, which is at step {self.step_number}; give a higher one"
+            )
+        if not self.step_number and self.run.model.exists():
+            raise InputError(
+                f"{self.run.path} has a model and no checkpoint to go on from; train on from the model with "
+                f"--model {self.run.model} and another output"
+            )
+        if not self.step_number and self.unfinished is None:
+            logger.warning("%s was not saved after a step; it starts over", self.run.path)
         # The first evaluation is made again too, if there was no step after it.
         redo_line = self.step_number == 0 or self.unfinished is not None
         self.run.go_on_after(self.step_number, self.config.to_yaml(), redo_line=redo_line)
@@ -327,14 +356,29 @@ class GRPOTrainer:
             self.model.save(folder)
 
     def _is_over(self, number: int, metrics: dict[str, float]) -> bool:
-        """Whether a callback ended the run, or `stop_at_score` is reached."""
+        """Whether a callback ended the run, `stop_at_score` is reached, or `patience` is at its end."""
         asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
-        target = self.config.stop_at_score
+        target, patience = self.config.stop_at_score, self.config.patience
+        if patience and "eval/accuracy" in metrics:
+            # From the records, so that a run that was stopped in between ends where it would have ended.
+            scores = [*self._scores(), metrics["eval/accuracy"]]
+            asked.append(len(scores) - 1 - scores.index(max(scores)) >= patience)
         return any(asked) or (target is not None and metrics.get("eval/accuracy", target - 1) >= target)
+
+    def _scores(self) -> list[float]:
+        """Held-out accuracies of the run so far, that of the start first."""
+        return [line["eval/accuracy"] for line in self.run.metrics() if "eval/accuracy" in line]
+
+    def _save_best(self, number: int, accuracy: float) -> None:
+        """Save the model as the best so far, if it is better than at all evaluations before."""
+        if accuracy > max(self._scores(), default=-1.0):
+            shutil.rmtree(self.run.best, ignore_errors=True)
+            self.model.save(self.run.best)
+            self.recorder.best(number, accuracy)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
+        self.recorder.stage, started = name, time.monotonic()
         try:
             yield
         finally:

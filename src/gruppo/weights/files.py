@@ -43,7 +43,19 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
         if not isinstance(error, OSError | SafetensorError):  # safetensors has its own error for a full disk
             raise
         space = f" ({shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free)" if folder.parent.exists() else ""
-        raise CheckpointError(f"could not write {folder}: {error}{space}; nothing was lost") from error
+        raise CheckpointError(
+            f"could not write {folder}: {error}{space}; what was saved before is untouched"
+        ) from error
+
+
+def set_usual_mode(folder: Path) -> None:
+    """Give safetensors files the mode that the umask gives other new files; they are created for their owner alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(mode)
 
 
 def set_usual_mode(folder: Path) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from gruppo.cli.demo import PRESET, free_name
-from gruppo.cli.main import OVERVIEW, VERBS, run
+from gruppo.cli.main import OVERVIEW, VERBS, main, run
 from gruppo.cli.options import parse_run, take_value
 from gruppo.errors import InputError
+from gruppo.trainer import TrainConfig
 
 
 def parsed(*words: str, preset: dict[str, object] | None = None):
@@ -162,3 +163,70 @@ def test_variables_of_a_chat_template_from_flags_and_yaml(tmp_path: Path) -> Non
 def test_a_flag_of_another_trainer_is_answered_with_the_flag_here() -> None:
     with pytest.raises(InputError, match=r"unknown option --num-generations; it is called --group-size here"):
         parse_run(["--num-generations", "8"], verb="train", description="", preset={})
+
+
+# --- errors and help ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--lr", "fast"], "--lr: got ['fast']\n  --lr FLOAT Learning rate. Unset: 1e-6, with LoRA 1e-5."),
+        (["--clip-range", "a", "b"], "--clip-range: got ['a', 'b']\n  --clip-range FLOAT [FLOAT] How far the ratio"),
+        (["--group-size", "1"], "train: group_size=1: Input should be greater than or equal to 2"),
+        (["--group-sise", "4"], "Unrecognized options: --group-sise, 4\n  Perhaps you meant: --group-size INT"),
+        (["--lora-rank"], "Missing value for argument '--lora-rank'. Expected 1 values."),
+        (["--dtype", "f16"], "invalid choice 'f16' for argument '--dtype'. Expected one of ('auto', 'float32'"),
+        (["--minibatches", "3"], "train: minibatches=3 does not divide prompts_per_step=32; use one of [1, 2, 4,"),
+    ],
+)
+def test_a_wrong_flag_is_an_error_in_plain_lines(words: list[str], text: str) -> None:
+    with pytest.raises(InputError) as error:
+        parsed(*words)
+    said = str(error.value)
+    assert said.startswith(text)
+    assert not any(noise in said for noise in ("pydantic", "type=", "Annotated", "NoneType", "\u2502", "\u2500"))
+
+
+def test_help_lists_the_flags_of_the_verb_and_plain_types(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    for flag in ("--config FILE", "--recipe NAME", "--overwrite", "--lr FLOAT", "--clip-range FLOAT [FLOAT]"):
+        assert flag in out
+    assert "{None" not in out and "(default: None)" not in out and "--no-overwrite" not in out
+
+
+def test_the_size_of_the_embedded_model_in_the_help_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    from gruppo.model import TransformersModel
+
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    million = sum(p.numel() for p in TransformersModel("builtin").model.parameters()) / 1e6
+    assert f"'builtin' ({million:.2f} M parameters" in " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+
+
+def test_one_name_does_for_a_list_in_yaml(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("rewards: number_match\nstop: END\nlora_targets: q_proj\n")
+    config = parsed("--config", str(tmp_path / "run.yaml"))
+    assert (config.rewards, config.stop, config.lora_targets) == (("number_match",), ("END",), ("q_proj",))
+
+
+def test_the_home_folder_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text(
+        "output: ~/runs/a\nmodel: ~/m\ndata: gsm8k:~/train.jsonl\neval_data: ~/e.jsonl\n"
+    )
+    config = parsed("--config", "~/run.yaml")
+    assert config.output == f"{tmp_path}/runs/a" and config.model == f"{tmp_path}/m"
+    assert config.data == f"gsm8k:{tmp_path}/train.jsonl" and config.eval_data == f"{tmp_path}/e.jsonl"
+    assert parsed("--output=~/runs/b", "--data", "hf://org/a~b").output == f"{tmp_path}/runs/b"
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.yaml").write_text("steps: 7\n")
+    assert TrainConfig.of_run("~/runs/a").steps == 7
+
+
+def test_what_was_not_written_is_not_set(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("steps: 5\n")
+    config = parsed("--config", str(tmp_path / "run.yaml"), "--no-tensorboard", "--group_size=4")
+    assert config.model_fields_set == {"steps", "tensorboard", "group_size"}

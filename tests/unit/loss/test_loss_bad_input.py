@@ -348,3 +348,11 @@ def test_positions_and_mask_of_another_shape_are_refused(name):
 def test_every_refusal_is_an_input_error_and_a_value_error():
     error = refusal(lambda: call(advantages=[1.0]))
     assert isinstance(error, InputError) and isinstance(error, ValueError)
+
+
+def test_a_surrogate_that_gives_one_number_is_named() -> None:
+    def summed(log_ratio_T, inputs):
+        return (log_ratio_T.exp() * inputs.advantages).sum()
+
+    with pytest.raises(InputError, match=r"surrogate 'summed' must give a loss per token, shape \(6,\), got \(\)"):
+        call(PolicyLoss(surrogate=summed))

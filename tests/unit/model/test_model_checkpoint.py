@@ -54,6 +54,19 @@ def test_a_committed_folder_lists_every_file_with_size_and_hash(tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["one"]
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_the_files_of_a_folder_have_the_modes_that_the_umask_gives(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        commit_folder(tmp_path / "one", lambda folder: save_file({"a": torch.zeros(2)}, folder / "a.safetensors"), {})
+    finally:
+        os.umask(before)
+    assert {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "one").iterdir()} == {
+        "a.safetensors": mode,
+        "manifest.json": mode,
+    }
+
+
 def test_an_existing_folder_is_never_overwritten(tmp_path: Path) -> None:
     commit_folder(tmp_path / "one", write_two_files, {})
     with pytest.raises(CheckpointError, match="exists already; nothing was written"):
@@ -80,7 +93,9 @@ def test_an_error_of_the_disk_leaves_nothing_behind(
         monkeypatch.setattr(owner, where, fail)
         if where == "write_text":  # write_two_files uses it as well
             write = lambda folder: (folder / "a.bin").write_bytes(b"x")  # type: ignore[assignment]  # noqa: E731
-    with pytest.raises(CheckpointError, match=rf"could not write .*step-2: .*{error.strerror}.*nothing was lost"):
+    with pytest.raises(
+        CheckpointError, match=rf"could not write .*step-2: .*{error.strerror}.*what was saved before is untouched"
+    ):
         commit_folder(tmp_path / "step-2", write, {})
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]

@@ -1,6 +1,7 @@
 """What reaches the terminal: readable lines, and no control character or markup of a model's."""
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -24,8 +25,101 @@ FORBIDDEN = ("\x1b", "\x07", "\u202e", "\u2066", "\u200f", "\x00", "\x9b", "\t")
 
 def test_the_line_of_a_step() -> None:
     assert step_line(7, 120, METRICS, 0.0417) == (
-        "step   7/120  reward 0.438  signal 75% of groups  grad 0.12  clip 1.2%  entropy 0.68  length 4  42 ms"
+        "step   7/120  reward 0.438  signal 75%  grad 0.12  clip 1.2%  entropy 0.68  length 4  42 ms"
     )
+
+
+def test_a_line_that_is_too_long_leaves_out_what_matters_least() -> None:
+    given = METRICS | {"eval/accuracy": 0.5, "completion/len_mean": 1024.0}
+    assert step_line(1000, 1000, given, 99.9, left=5940.0) == (
+        "step 1000/1000  reward 0.438  held-out 0.500  signal 75%  grad 0.12  clip 1.2%  entropy 0.68  length 1024  "
+        "99.9 s  left 99 min"
+    )
+    assert step_line(1000, 1000, given, 99.9, left=5940.0, width=100) == (
+        "step 1000/1000  reward 0.438  held-out 0.500  signal 75%  grad 0.12  99.9 s  left 99 min"
+    )
+    assert step_line(1000, 1000, given, 99.9, width=60) == (
+        "step 1000/1000  reward 0.438  held-out 0.500  signal 75%  99.9 s"
+    )
+
+
+def test_every_line_of_a_log_fits_100_columns_and_of_a_terminal_its_width() -> None:
+    sentence = "layout auto: " + "prompt tokens computed once instead of eight times, " * 4
+    for terminal, width, limit in ((False, 80, 100), (True, 80, 80), (True, 300, 100)):
+        console, raw = printed(force_terminal=terminal, color_system=None, width=width)
+        report = RunConsole(1000, console)
+        report.say(sentence)
+        report.step(1000, METRICS | {"eval/accuracy": 0.5, "completion/len_mean": 1024.0}, 99.9)
+        report.completions("t", hostile_groups())
+        report.close()
+        text = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", raw.getvalue().decode())
+        lines = [line for line in re.split("[\r\n]", text) if "left" not in line or not terminal]  # without the bar
+        assert max(map(len, lines)) <= limit
+        assert " ".join(text.split()).count(sentence.split(": ")[1].strip()) == 1 or terminal
+
+
+def test_the_bar_names_the_stage_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, raw = printed(force_terminal=True, color_system=None, width=100)
+    now = [100.0]
+    monkeypatch.setattr("gruppo.run.console.time.monotonic", lambda: now[0])
+    stage = ["eval"]
+    report = RunConsole(10, console, stage=lambda: stage[0])
+    assert report.progress is not None
+    report.progress.refresh()
+    now[0] += 35.0
+    report.progress.refresh()
+    stage[0] = "sample"
+    report.progress.refresh()
+    report.close()
+    frames = re.findall("(evaluating|sampling)( [0-9.]+ s)?", raw.getvalue().decode())
+    assert [frame for i, frame in enumerate(frames) if frame not in frames[:i]] == [
+        ("evaluating", ""),
+        ("evaluating", " 35.0 s"),
+        ("sampling", ""),
+    ]
+
+
+def test_a_terminal_has_a_line_for_every_evaluation() -> None:
+    console, raw = printed(force_terminal=True, color_system=None, width=100)
+    report = RunConsole(100, console)
+    for step in range(1, 11):
+        report.step(step, METRICS | ({"eval/accuracy": 0.5} if step == 7 else {}), 0.01)
+    report.close()
+    assert re.findall(r"step +(\d+)/100", raw.getvalue().decode()) == ["5", "7", "10"]
+
+
+def test_the_score_of_the_start_is_a_line_once_it_is_there() -> None:
+    console, raw = printed(width=80)
+    RunConsole(200, console).evaluated(0, {"eval/accuracy": 0.299})
+    assert raw.getvalue().decode() == "step   0/200  held-out 0.299\n"
+
+
+def test_the_table_shows_groups_that_teach_something_and_each_prompt_once() -> None:
+    console, raw = printed(width=80)
+
+    def group(name: str, *advantages: float) -> Group:
+        prompt = Prompt(token_ids=(1,), text=name)
+        made = (Trajectory(prompt=prompt, tokens=(3,), text=f"{name}{a:g}") for a in advantages)
+        rollouts = tuple(Rollout(trajectory=t, reward=a, advantage=a) for t, a in zip(made, advantages, strict=True))
+        return Group(prompt=prompt, rollouts=rollouts)
+
+    groups = [
+        group("dead", 0.0, 0.0),
+        group("live", 1.5, 0.0, -1.5),
+        group("also", 0.5, -0.5),
+        group("more", 1.0, -1.0),
+    ]
+    RunConsole(10, console).completions("t", groups, limit=2)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in raw.getvalue().decode().splitlines()]
+    assert [row for row in rows if row] == [
+        ["live", "live1.5", "1.5", "+1.50"],
+        ["", "live-1.5", "-1.5", "-1.50"],
+        ["also", "also0.5", "0.5", "+0.50"],
+        ["", "also-0.5", "-0.5", "-0.50"],
+    ]
+    raw.truncate(0)
+    RunConsole(10, console).completions("t", groups[:1] * 3, limit=2)
+    assert raw.getvalue().decode().count("dead0") == 2  # none teaches: one group shows what they look like
 
 
 def test_the_line_of_a_step_with_an_evaluation() -> None:
@@ -35,7 +129,7 @@ def test_the_line_of_a_step_with_an_evaluation() -> None:
 
 def test_the_line_of_a_step_in_which_nothing_was_scored() -> None:
     bare = {"group/dead_frac": 1.0, "completion/len_mean": 3.9}
-    assert step_line(1, 9, bare, 1.0) == "step 1/9  reward none  signal 0% of groups  grad none  length 4  1.0 s"
+    assert step_line(1, 9, bare, 1.0) == "step 1/9  reward none  signal 0%  grad none  length 4  1.0 s"
 
 
 @pytest.mark.parametrize(

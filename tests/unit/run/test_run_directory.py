@@ -40,9 +40,74 @@ def test_a_used_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"exists already; nothing was touched\. Go on with `gruppo resume"):
-        RunDirectory.create(str(tmp_path / "run"), CONFIG)
-    assert [p.name for p in folder.iterdir()] == ["notes.txt"]
+    for name in ("notes.txt", "config.yaml"):
+        (folder / name).write_text("mine")
+        for overwrite in (False, True):
+            with pytest.raises(
+                InputError, match=r"exists already and is not a run; nothing was touched\. Choose another"
+            ):
+                RunDirectory.create(str(folder), CONFIG, overwrite=overwrite)
+    assert {p.name: p.read_text() for p in folder.iterdir()} == {"notes.txt": "mine", "config.yaml": "mine"}
+
+
+def begun(folder: Path, *saved: str) -> Path:
+    """A run that took a step and was killed, with a user's file beside its own."""
+    run = RunDirectory.create(str(folder), "steps: 8\n")
+    run.set_status("running", 1)
+    run.log_metrics(1, {"reward/mean": 0.5})
+    for name in ("tensorboard", "sync/version-1", "checkpoints/.step-000005.tmp-1f", *saved):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text("x")
+    (folder / "notes.txt").write_text("mine")
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    (folder / "lock").write_text(json.dumps({"pid": int(dead.stdout), "host": socket.gethostname()}))
+    return folder
+
+
+def test_a_run_that_was_never_saved_is_started_again_and_leaves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = begun(tmp_path / "run")
+    RunDirectory.create(str(folder), CONFIG)
+    assert {p.name for p in folder.iterdir()} == {"config.yaml", "env.json", "lock", "notes.txt"}
+    assert (folder / "config.yaml").read_text() == CONFIG
+    assert "ended before its first checkpoint; it starts over" in caplog.text
+
+
+@pytest.mark.parametrize("saved", ["checkpoints/step-000005", "model"])
+def test_a_run_that_was_saved_is_overwritten_on_request_alone(saved: str, tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run", saved)
+    before = {p for p in folder.rglob("*") if p.name != "lock"}
+    with pytest.raises(
+        InputError, match=r"exists already; nothing was touched\. Go on with `gruppo resume .*--overwrite"
+    ):
+        RunDirectory.create(str(folder), CONFIG)
+    assert set(folder.rglob("*")) == before
+    RunDirectory.create(str(folder), CONFIG, overwrite=True)
+    assert {p.name for p in folder.iterdir()} == {"config.yaml", "env.json", "lock", "notes.txt"}
+
+
+def test_a_living_run_is_not_overwritten(run: RunDirectory) -> None:
+    with pytest.raises(InputError, match=rf"is in use by process {os.getpid()}"):
+        RunDirectory.create(str(run.path), "steps: 1\n", overwrite=True)
+    assert (run.path / "config.yaml").read_text() == CONFIG
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt), RunDirectory.create(str(folder), CONFIG):
+        (folder / "tensorboard").mkdir()
+        (folder / "tensorboard" / "events").write_text("x")
+        raise KeyboardInterrupt
+    assert not folder.exists()
+
+
+def test_what_a_killed_run_left_half_written_goes_when_it_goes_on(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run", "checkpoints/step-000005", ".model.tmp-2e")
+    (folder / "status.json.tmp").write_text("{")
+    RunDirectory.reopen(folder).go_on_after(5, CONFIG)
+    left = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if "tmp" in p.name}
+    assert left == set() and (folder / "checkpoints" / "step-000005" / "file").exists()
 
 
 def test_an_empty_directory_is_used(tmp_path: Path) -> None:

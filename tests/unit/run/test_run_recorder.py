@@ -140,7 +140,7 @@ def test_the_terminal_shows_a_line_per_step_and_completions_at_each_quarter(
         recorder.timed(number, {}, 0.25)
     recorder.close()
     out = capsys.readouterr().out
-    assert "step 2/8  reward 0.500  signal 75% of groups  grad 0.12  length 3  250 ms" in out
+    assert "step 2/8  reward 0.500  signal 75%  grad 0.12  length 3  250 ms" in out
     shown = [f"answer{n}" in out for n in (1, 2, 3, 4)]
     assert shown == [True, True, False, True] and "unused" not in out
 

@@ -1,6 +1,8 @@
 """vLLMSampler against a stub of the server: answers that cannot be used, losses, restarts, several servers."""
 
 import logging
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from gruppo.errors import InputError, SamplerError
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.sampler import SamplingParams, vLLMSampler
 from gruppo.sampler.base import Samples
+from gruppo.sampler.vllm.http import HttpEngine
 from gruppo.sampler.vllm.server import _flags
 from gruppo.types import InputFeature, Prompt, SampleResponse
 from gruppo.weights import WeightStore, store
@@ -306,6 +309,23 @@ def test_a_server_that_does_not_come_back_stops_the_run(stubs: MakeStub, sampler
     sampler.supervisors[0].engine.deadline_s = 0.6
     with pytest.raises(SamplerError, match=r"did not answer within 0.6 s; is `vllm serve` running there\?"):
         sampler.sample(PROMPTS, 3, PARAMS)
+
+
+def test_waiting_for_a_server_is_logged_with_its_address_and_the_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gruppo.sampler.vllm.http.FIRST_WORD_S", 0.2)
+    with socket.socket() as taken:  # bound and not listening: nothing answers there
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        engine = HttpEngine(f"http://127.0.0.1:{port}")
+        engine.deadline_s = 1.2
+        with pytest.raises(SamplerError, match=r"did not answer within 1\.2 s"):
+            engine.wait_until_ready()
+    said = [record.getMessage() for record in caplog.records]
+    assert [re.sub(r"for \d+ s", "for N s", text) for text in said] == (
+        [f"waiting for vLLM at 127.0.0.1:{port}: no answer for N s of 1.2 s"] * 2  # after 0.25 s and 0.5 s, not 1 s
+    )
 
 
 class Stop(Exception):

@@ -30,3 +30,8 @@ class WantsTheWeather:
 class OneNumber:
     def __call__(self, rewards, group_ids=None):
         return 0.0
+
+
+class WithoutGroups:
+    def __call__(self, rewards, num_generations):
+        return torch.zeros(len(rewards))

@@ -39,7 +39,14 @@ from gruppo.trainer.config import ELSEWHERE
         ),
         ({"quantize": "int8"}, "run.yaml: quantize='int8': Input should be 'nf4'"),
         ({"lora": "perhaps"}, "run.yaml: lora='perhaps': Input should be a valid boolean"),
-        ({"rewards": "exact_match"}, "run.yaml: rewards='exact_match': Input should be a valid tuple"),
+        ({"rewards": 3}, "run.yaml: rewards=3: Input should be a valid tuple"),
+        ({"patience": 2}, "run.yaml: patience=2 needs eval_every of at least 1: nothing is evaluated on the way"),
+        ({"keep_best": True}, "run.yaml: keep_best needs eval_every of at least 1: nothing is evaluated on the way"),
+        (
+            {"keep_best": True, "eval_every": 5, "eval_prompts": 0},
+            "run.yaml: keep_best needs eval_prompts of at least 1",
+        ),
+        ({"patience": 2, "eval_every": 5, "eval_prompts": 0}, "run.yaml: patience=2 needs eval_prompts of at least 1"),
         (
             {"minibatches": 3, "prompts_per_step": 8},
             "run.yaml: minibatches=3 does not divide prompts_per_step=8; use one of [1, 2, 4, 8]",

@@ -12,8 +12,10 @@ import pytest
 import torch
 from step_rewards import rollouts_of
 
-from gruppo.errors import CheckpointError, MissingExtraError, NumericError
-from gruppo.trainer import GRPOTrainer
+from gruppo.errors import CheckpointError, InputError, MissingExtraError, NumericError
+from gruppo.model import TransformersModel
+from gruppo.sampler import SamplingParams, TorchSampler
+from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.trainer.learner import MAX_SKIPPED
 from gruppo.types import InputFeature
 
@@ -399,6 +401,67 @@ def test_a_callback_that_returns_true_ends_the_run(make_trainer: Make) -> None:
 def test_a_score_that_is_reached_ends_the_run(make_trainer: Make) -> None:
     trainer = make_trainer(steps=9, eval_prompts=8, eval_every=2, stop_at_score=0.0)
     assert trainer.train().step == 2
+
+
+def test_patience_ends_a_run_that_does_not_get_better_also_across_a_stop(make_trainer: Make) -> None:
+    options: dict[str, Any] = {"steps": 9, "eval_prompts": 8, "eval_every": 1, "patience": 2, "lr": 1e-12}
+    trainer = make_trainer(**options)
+    assert trainer.train().step == 2  # the first score stays the best: no better one at steps 1 and 2
+    assert trainer.run.status() == {"status": "done", "step": 2}
+    stopped = make_trainer(**options, output=f"{trainer.run.path}-2", callbacks=[lambda trainer, step, metrics: True])
+    assert stopped.train().step == 1
+    assert make_trainer(**options, output=f"{trainer.run.path}-2", resume=True).train().step == 2
+
+
+def test_the_best_model_is_kept_beside_the_last(make_trainer: Make) -> None:
+    trainer = make_trainer(steps=12, eval_prompts=40, eval_every=2, lr=3e-3, keep_best=True)
+    trainer.train()
+    scores = {m["step"]: m["eval/accuracy"] for m in trainer.run.metrics() if "eval/accuracy" in m}
+    best = max(scores, key=lambda step: scores[step])
+    assert 0 < best < 12, scores  # a learning rate at which the run overshoots
+    prompts, sampler = trainer.prompts.held_out.prompts, TorchSampler(TransformersModel(str(trainer.run.best)))
+    drawn = sampler.draw(prompts, 1, SamplingParams(temperature=0.0, max_new_tokens=4))
+    right = [samples[0].text == prompt.columns["answer"] for samples, prompt in zip(drawn, prompts, strict=True)]
+    assert sum(right) / len(right) == scores[best]
+    events = [(e["step"], e["accuracy"]) for e in trainer.run.events() if e["event"] == "best"]
+    assert events[-1] == (best, scores[best]) and events == sorted(events, key=lambda event: event[1])
+
+
+def test_without_prompts_to_evaluate_on_the_best_model_cannot_be_found(make_trainer: Make, tmp_path: Path) -> None:
+    (tmp_path / "four.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    with pytest.raises(InputError, match=r"2 prompts leave none to evaluate on, which patience and keep_best need"):
+        make_trainer(
+            data=str(tmp_path / "four.jsonl"), eval_prompts=None, eval_every=1, keep_best=True, prompts_per_step=2
+        )
+
+
+def test_a_short_context_lowers_a_token_limit_that_was_not_set(tmp_path: Path, sums: Path) -> None:
+    options: dict[str, Any] = {"data": str(sums), "output": str(tmp_path / "run"), "tensorboard": False, "threads": 1}
+    trainer = GRPOTrainer(TrainConfig(**options), quiet=True)  # the embedded model has a context of 64 tokens
+    trainer.close()
+    assert trainer.config.max_new_tokens == 16
+    assert trainer.run.config()["max_new_tokens"] == 16
+    with pytest.raises(
+        InputError, match=r"max_new_tokens=256 leaves no room for a prompt in the model's context of 64"
+    ):
+        GRPOTrainer(TrainConfig(**options | {"output": f"{tmp_path}/b", "max_new_tokens": 256}), quiet=True)
+    with pytest.raises(InputError, match=r"overlong_cache=20 is more than max_new_tokens=16"):
+        GRPOTrainer(TrainConfig(**options | {"output": f"{tmp_path}/c", "overlong_cache": 20}), quiet=True)
+
+
+def test_an_advantage_of_another_signature_is_named(make_trainer: Make) -> None:
+    with pytest.raises(
+        InputError, match=r"advantage='own_advantage:WithoutGroups' cannot be called with rewards and group"
+    ):
+        make_trainer(advantage="own_advantage:WithoutGroups")
+
+
+def test_several_processes_of_a_launcher_are_refused(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"WORLD_SIZE=2: torchrun .* a run trains in one, on one device"):
+        make_trainer()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert make_trainer(steps=1).train().step == 1
 
 
 def test_held_out_prompts_are_not_trained_on(make_trainer: Make) -> None:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 ADAPTER = "gruppo"
 """Name of the adapter in the server."""
+FIRST_WORD_S = 3.0
+"""Seconds of waiting for a server after which the log has a line, and then at twice that time, and so on."""
 AT_ONCE = 64
 """Most requests to one server at a time."""
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -62,11 +64,16 @@ class HttpEngine(Engine):
 
     def wait_until_ready(self) -> None:
         """Wait for the server to come up."""
-        ends = time.monotonic() + self.deadline_s
+        started = time.monotonic()
+        ends, told = started + self.deadline_s, FIRST_WORD_S
         while True:
             with suppress(EngineLost):
                 self._exchange("/health", 5.0)
                 break
+            waited = time.monotonic() - started
+            if waited >= told:
+                logger.warning("waiting for %s: no answer for %.0f s of %g s", self.name, waited, self.deadline_s)
+                told = 2 * waited
             if self.process is not None:
                 self.process.check_alive()
             if time.monotonic() > ends:
