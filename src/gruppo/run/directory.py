@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from gruppo import __version__
 from gruppo.errors import InputError
 from gruppo.run.reader import RunReader, numbered, read_lines
-from gruppo.types import Group
+from gruppo.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class RunDirectory(RunReader):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         is_void = error is not None and not self._has_begun  # left there, it would stop the next try
-        for name in ("config.yaml", "env.json", "lock") if is_void else ("lock",):
+        for name in ("config.yaml", "env.json", "heldout.jsonl", "lock") if is_void else ("lock",):
             (self.path / name).unlink(missing_ok=True)
         if is_void:
             with suppress(OSError):  # not empty: it has files that are not the run's
@@ -158,6 +158,14 @@ class RunDirectory(RunReader):
 
     def log_event(self, kind: str, **facts: Any) -> None:
         self._append("events.jsonl", {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
+
+    def write_held_out(self, prompts: Sequence[Prompt]) -> None:
+        """The rows that are held out, as a data set: `prompt` and the other columns under the names of the run."""
+        from gruppo.run.completions import json_text
+
+        if prompts:
+            lines = [json_text({"prompt": prompt.source, **prompt.columns}) + "\n" for prompt in prompts]
+            _replace(self.held_out, "".join(lines).encode())
 
     def write_completions(self, step: int, groups: Sequence[Group], limit: int | None = None) -> int:
         """The rollouts of a step, at most `limit` of them; returns how many were left out."""

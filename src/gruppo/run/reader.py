@@ -26,6 +26,7 @@ class RunReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.model = self.path / "model"
+        self.held_out = self.path / "heldout.jsonl"
 
     def config(self) -> dict[str, Any]:
         """The options of the run, with `output` where the directory now lies."""

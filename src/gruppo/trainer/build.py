@@ -22,7 +22,7 @@ from gruppo.trainer.objects import Objects
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
-from gruppo.weights.source import context_length, holds_adapter
+from gruppo.weights.source import holds_adapter, longest_prompt
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
@@ -126,17 +126,9 @@ class Prompts:
 
 def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prompts:
     """Training and held-out prompts."""
-    longest = config.max_prompt_tokens
-    context = context_length(objects.model)
-    if context is not None:
-        room = context - config.max_new_tokens
-        if room < 1:
-            raise InputError(
-                f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's context of "
-                f"{context} tokens; lower it"
-            )
-        longest = room if longest is None else min(longest, room)
+    longest = longest_prompt(objects.model, config.max_new_tokens, config.max_prompt_tokens)
     options: dict[str, Any] = {"max_prompt_tokens": longest, "system": config.system}
+    options["chat"] = config.chat
     options["chat_template_kwargs"] = config.chat_template_kwargs
     options |= {"prompt_column": config.prompt_column, "on_bad_row": config.on_bad_row}
     answers = {} if config.answer_column == "answer" else {config.answer_column: "answer"}

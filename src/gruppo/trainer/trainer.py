@@ -121,6 +121,8 @@ class GRPOTrainer:
             build.try_rewards(self.scorer, self.prompts.train.prompts)
             directory = RunDirectory.reopen if resume else partial(RunDirectory.create, config=config.to_yaml())
             self.run = stack.enter_context(directory(config.output))
+            if not resume:
+                self.run.write_held_out(self.prompts.held_out.prompts)
             self.scorer.start()
             self.model = build.build_model(config, objects, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
@@ -281,7 +283,8 @@ class GRPOTrainer:
 
     def plan(self) -> Plan:
         """What the run will do, in numbers."""
-        return make_plan(self.config, self.model, self.prompts.train.prompts)
+        train = self.prompts.train
+        return make_plan(self.config, self.model, train.prompts, train.reading)
 
     def close(self) -> None:
         """End the reward workers and the sampler, and give the run directory back."""

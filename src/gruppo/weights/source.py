@@ -166,6 +166,23 @@ def context_length(model: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
+def longest_prompt(model: Any, max_new_tokens: int, max_prompt_tokens: int | None = None) -> int | None:
+    """Most tokens that a prompt may have: what its completion leaves of the context, and no more than the limit.
+
+    None if there is no limit and the config of the model does not give its context.
+    """
+    context = context_length(model)
+    if context is None:
+        return max_prompt_tokens
+    room = context - max_new_tokens
+    if room < 1:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's context of {context} tokens; "
+            "lower it"
+        )
+    return room if max_prompt_tokens is None else min(max_prompt_tokens, room)
+
+
 def end_tokens(model_id: str, tokenizer: Any) -> frozenset[int]:
     """Every token that ends a completion, by the generation config, the config or the tokenizer."""
     from transformers import GenerationConfig
