@@ -14,7 +14,7 @@ gruppo: group-relative policy optimization of language models
   gruppo demo                          a tiny model learns to add in a minute; no GPU, no network
   gruppo train --config run.yaml       train a model on your data with your reward
   gruppo resume runs/my-run            go on after a stop, a crash or a kill, as if nothing had happened
-  gruppo eval --model DIR --data FILE  held-out accuracy and pass@k, with confidence intervals
+  gruppo eval runs/my-run              held-out accuracy and pass@k, with confidence intervals
   gruppo sample --model DIR "47+85="   completions of a prompt
   gruppo export runs/my-run OUT        the trained model for transformers, PEFT or vLLM (--merge folds LoRA in)
   gruppo losses [NAME]                 every loss with its parts and paper, or the formula of one

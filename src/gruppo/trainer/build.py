@@ -13,7 +13,7 @@ from gruppo.errors import InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
-from gruppo.options import ModelOptions, RewardOptions, RunOptions, read_sampler
+from gruppo.options import DataOptions, ModelOptions, RewardOptions, RunOptions, read_sampler
 from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.task import PromptSet, load_prompts
 from gruppo.trainer.advantages import AdvantageStage
@@ -124,15 +124,24 @@ class Prompts:
     held_out: PromptSet
 
 
+def prompt_options(options: DataOptions) -> dict[str, Any]:
+    """Options of `load_prompts`."""
+    answers = {} if options.answer_column == "answer" else {options.answer_column: "answer"}
+    return {
+        "prompt_column": options.prompt_column,
+        "column_map": options.column_map | answers,
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "chat": options.chat,
+        "system": options.system,
+        "chat_template_kwargs": options.chat_template_kwargs,
+        "on_bad_row": options.on_bad_row,
+    }
+
+
 def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prompts:
     """Training and held-out prompts."""
-    longest = longest_prompt(objects.model, config.max_new_tokens, config.max_prompt_tokens)
-    options: dict[str, Any] = {"max_prompt_tokens": longest, "system": config.system}
-    options["chat"] = config.chat
-    options["chat_template_kwargs"] = config.chat_template_kwargs
-    options |= {"prompt_column": config.prompt_column, "on_bad_row": config.on_bad_row}
-    answers = {} if config.answer_column == "answer" else {config.answer_column: "answer"}
-    options["column_map"] = config.column_map | answers
+    options = prompt_options(config)
+    options["max_prompt_tokens"] = longest_prompt(objects.model, config.max_new_tokens, config.max_prompt_tokens)
     train = load_prompts(objects.data, tokenizer, **options)
     num_held_out = config.eval_prompts
     if num_held_out is None:

@@ -1,7 +1,7 @@
 """Model ids: the folder or hub repository behind one, its tokenizer and config, and which are refused.
 
-A model id is a local folder, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`. Code from a
-model repository is never run and pickled weights are never read: both can do anything to the machine.
+A model id is a local folder, a run directory, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`.
+Code from a model repository is never run and pickled weights are never read: both can do anything to the machine.
 """
 
 import json
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 ADAPTER = "adapter_config.json"
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Files that hold a tokenizer, of all families."""
+
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -36,6 +39,12 @@ def resolve(model_id: str) -> str:
         return snapshot_download(model_id.removeprefix("ms://"))
     folder = Path(model_id).expanduser()
     if folder.is_dir():
+        if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():  # a run directory
+            if not (folder / "model").is_dir():
+                raise InputError(
+                    f"run {folder} has no model yet, which its end saves; `gruppo resume {folder}` goes on"
+                )
+            folder /= "model"
         check_folder(folder)
         return str(folder)
     if folder.exists() or model_id.startswith((".", "/", "~")) or model_id.count("/") != 1:
@@ -143,6 +152,12 @@ def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTok
     path = resolve(model_id)
     if not (Path(path) / "tokenizer_config.json").is_file():
         path = resolve(base_of(path))
+    # transformers makes an empty tokenizer of a folder without one, and every prompt would have no tokens.
+    if Path(path).is_dir() and not any(next(Path(path).glob(name), None) for name in _TOKENIZERS):
+        raise InputError(
+            f"model folder {path} has no tokenizer (tokenizer.json and tokenizer_config.json); copy the files from the "
+            "model that it was made from"
+        )
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
