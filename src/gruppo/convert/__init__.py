@@ -7,6 +7,7 @@ counterpart.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from gruppo.convert.conversion import Conversion
 from gruppo.convert.open_instruct import from_open_instruct
@@ -15,17 +16,13 @@ from gruppo.convert.trl import from_trl
 from gruppo.convert.twinkle import from_twinkle
 from gruppo.errors import InputError
 
-__all__ = ["PEERS", "Conversion", "convert"]
-
-PEERS = ("trl", "open_instruct", "twinkle")
+__all__ = ["Conversion", "convert"]
 
 
-def convert(peer: str, words: Sequence[str]) -> Conversion:
+def convert(peer: Literal["trl", "open_instruct", "twinkle"], words: Sequence[str]) -> Conversion:
     """The options of a run from the words of a command line: a file, or the arguments of the peer's script."""
     if peer == "twinkle":
         return from_twinkle(words)
-    if peer not in PEERS:
-        raise InputError(f"{peer!r} cannot be converted; there are {', '.join(PEERS)}")
     options = read_options(words)
     try:
         return from_trl(options) if peer == "trl" else from_open_instruct(options)

@@ -259,7 +259,6 @@ def test_variants_of_trl_are_accepted(words: list[str], values: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["verl", "x.yaml"], "'verl' cannot be converted; there are trl, open_instruct, twinkle"),
         (["trl"], "convert needs a configuration: a .yaml or .sh file, or the arguments of the script"),
         (["trl", "absent.yaml"], "config file absent.yaml does not exist"),
         (["open_instruct", "absent.sh"], "absent.sh cannot be read"),
@@ -273,6 +272,26 @@ def test_what_cannot_be_converted_is_refused(words: list[str], message: str) -> 
     with pytest.raises(InputError) as error:
         run(["convert", *words])
     assert str(error.value).startswith(message)
+
+
+def test_a_converted_file_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, file = tmp_path / "sums.jsonl", tmp_path / "run.yaml"
+    data.write_text("".join(f'{{"prompt": "{i:02}+01=", "solution": "{i + 1:03}"}}\n' for i in range(20)))
+    words = f"--model_name_or_path builtin --dataset_name {data} --num_generations 4 --per_device_train_batch_size 8"
+    words += f" --max_completion_length 4 --max_prompt_length 16 --max_steps 2 --output_dir {tmp_path / 'run'}"
+    assert run(["convert", "trl", *words.split()]) == 0
+    file.write_text(capsys.readouterr().out)
+    assert run(["train", "--config", str(file), "--rewards", "exact_match", "--no-tensorboard", "--threads", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "data: solution is read as answer" in out
+    assert "2 prompts x 4 completions = 8 sequences per step" in out and "step 2/2" in out
+
+
+def test_another_trainer_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["convert", "verl", "x.yaml"])
+    assert ended.value.code == 2
+    assert "trl" in capsys.readouterr().err
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
