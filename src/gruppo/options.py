@@ -74,13 +74,16 @@ class DataOptions(Options):
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     answer_column: str = "answer"
-    """Column with the right answer, which the built-in rewards read as `answer`."""
+    """Column with the right answer, which the built-in rewards read as `answer`. Left at `answer` where there is no
+    such column: `ground_truth`, else `solution`."""
     column_map: dict[str, str] = Field(default_factory=dict)
     """Columns to rename: pairs of the name in the data and the name that rewards get, e.g. id row_id."""
     on_bad_row: Literal["fail", "drop"] = "fail"
     """Rows that cannot be used: `fail` stops before anything is loaded, `drop` leaves them out and counts them."""
+    chat: bool = False
+    """Put text prompts through the model's chat template, each as the turn of a user. Lists of messages always go."""
     system: str | None = None
-    """System message put before every chat prompt."""
+    """System message put before every chat prompt that has none."""
     chat_template_kwargs: dict[str, Plain] = Field(default_factory=dict)
     """Further variables of the model's chat template, e.g. enable_thinking False."""
     max_prompt_tokens: Positive | None = None

@@ -6,7 +6,7 @@ The text of a data set is not trusted: control characters are shown as escapes a
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tyro
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.cli.options import parse
-from gruppo.errors import GruppoError
+from gruppo.errors import GruppoError, InputError
 from gruppo.run.console import printable
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
 from gruppo.task.prompts import PromptSet, load_prompts
@@ -44,10 +44,20 @@ class DataCheckArguments:
     """Measure lengths in this model's tokens instead of characters."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
+    answer_column: str = "answer"
+    """Column with the right answer, as for `gruppo train`."""
+    column_map: dict[str, str] = field(default_factory=dict)
+    """Columns to rename: pairs of the name in the data and the name that rewards get."""
     max_prompt_tokens: int | None = None
     """Report prompts that are longer; training drops them. It needs --model."""
+    max_new_tokens: int = 1
+    """Token limit of a completion: with --model, prompts that leave less room in its context are reported."""
+    chat: bool = False
+    """Put text prompts through the model's chat template, each as the turn of a user."""
     system: str | None = None
-    """System message put before every chat prompt."""
+    """System message put before every chat prompt that has none."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Further variables of the model's chat template."""
     on_bad_row: BadRowPolicy = "fail"
     """Whether rows that cannot be used make the check fail."""
 
@@ -64,22 +74,34 @@ def check_data(given: DataCheckArguments, console: Console | None = None) -> int
     """
     console = console or Console()
     try:
-        rows = resolve_source(given.source, on_bad_row="drop", prompt_column=given.prompt_column)
-        prompts, unknown_id = None, None
+        columns = given.column_map | ({} if given.answer_column == "answer" else {given.answer_column: "answer"})
+        options: Any = {"prompt_column": given.prompt_column, "column_map": columns}
+        rows = resolve_source(given.source, on_bad_row="drop", **options)
+        prompts, longest, unknown_id = None, None, None
         if given.model is not None:
-            from gruppo.weights.source import load_tokenizer
+            from gruppo.weights.source import load_tokenizer, longest_prompt
 
             tokenizer = load_tokenizer(given.model)
             unknown_id = getattr(tokenizer, "unk_token_id", None)
-            longest = given.max_prompt_tokens
-            prompts = load_prompts(rows, tokenizer, max_prompt_tokens=longest, system=given.system, on_bad_row="drop")
+            longest = longest_prompt(given.model, given.max_new_tokens, given.max_prompt_tokens)
+            prompts = load_prompts(
+                rows,
+                tokenizer,
+                max_prompt_tokens=longest,
+                chat=given.chat,
+                system=given.system,
+                chat_template_kwargs=given.chat_template_kwargs,
+                on_bad_row="drop",
+            )
+        elif given.chat or given.system or given.chat_template_kwargs or given.max_prompt_tokens:
+            raise InputError("chat, system, chat_template_kwargs and max_prompt_tokens need a tokenizer; give --model")
     except GruppoError as error:
         text = f"error: {_printable(console, str(error))}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         return error.exit_code
     dropped = rows.dropped if prompts is None else prompts.dropped
     texts = [_plain(row["prompt"]) for row in rows] if prompts is None else [prompt.text for prompt in prompts]
-    _print(console, "data", _summary(rows, dropped))
+    _print(console, "data", _summary(rows, prompts, dropped, longest))
     _print(console, "columns", _columns(rows))
     _print(console, "prompt length", _lengths(texts, prompts, unknown_id))
     # The first rows by name, the rest as a count: a file may be bad throughout.
@@ -95,7 +117,7 @@ def check_data(given: DataCheckArguments, console: Console | None = None) -> int
     return 2 if is_bad and given.on_bad_row == "fail" else 0
 
 
-def _summary(rows: Rows, dropped: Sequence[DroppedRow]) -> Lines:
+def _summary(rows: Rows, prompts: PromptSet | None, dropped: Sequence[DroppedRow], longest: int | None) -> Lines:
     total = len(rows) + len(rows.dropped)
     by_prompt: dict[str, set[str]] = {}
     for row in rows:
@@ -103,11 +125,14 @@ def _summary(rows: Rows, dropped: Sequence[DroppedRow]) -> Lines:
         by_prompt.setdefault(_key(row["prompt"]), set()).add(_key(rest))
     differing = sum(len(others) > 1 for others in by_prompt.values())
     note = f"; {differing:,} prompts have rows that differ in other columns" if differing else ""
+    num_long = sum(isinstance(row, TooLongRow) for row in dropped)
     return [
         ("source", rows.source),
         ("rows", f"{total:,}"),
         ("usable", f"{total - len(dropped):,}"),
-        *(("renamed", f"{old} is read as {new}") for old, new in rows.renamed.items()),
+        *([("too long", f"{num_long:,} prompts have more than {longest:,} tokens")] if num_long else []),
+        *(("renamed", sentence) for sentence in rows.recognised()),
+        *(("template", sentence) for sentence in (prompts.reading if prompts else ())[len(rows.recognised()) :]),
         ("duplicates", f"{len(rows) - len(by_prompt):,} rows repeat the prompt of another{note}"),
     ]
 

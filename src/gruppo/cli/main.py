@@ -15,11 +15,12 @@ gruppo: group-relative policy optimization of language models
   gruppo demo                          a tiny model learns to add in a minute; no GPU, no network
   gruppo train --config run.yaml       train a model on your data with your reward
   gruppo resume runs/my-run            go on after a stop, a crash or a kill, as if nothing had happened
-  gruppo eval --model DIR --data FILE  held-out accuracy and pass@k, with confidence intervals
+  gruppo eval runs/my-run              held-out accuracy and pass@k, with confidence intervals
   gruppo sample --model DIR "47+85="   completions of a prompt
   gruppo export runs/my-run OUT        the trained model for transformers, PEFT or vLLM (--merge folds LoRA in)
   gruppo losses [NAME]                 every loss with its parts and paper, or the formula of one
   gruppo recipes                       what papers trained with: --recipe dapo, gspo, ... as a start
+  gruppo convert trl config.yaml       the configuration of TRL, Open Instruct or Twinkle as one of gruppo
   gruppo data check FILE               what a data set holds and which rows would be dropped
   gruppo reward check my_module:reward --data FILE
                                        what a reward gives to good, bad, empty and huge completions
@@ -46,6 +47,7 @@ VERBS = {
     ("data", "check"): ("gruppo.cli.data_check", "data_check"),
     ("reward", "check"): ("gruppo.cli.reward_check", "reward_check"),
     ("recipes",): ("gruppo.cli.listing", "recipes"),
+    ("convert",): ("gruppo.cli.convert", "convert"),
 }
 
 

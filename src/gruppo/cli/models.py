@@ -2,85 +2,204 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from gruppo.cli.options import parse
 from gruppo.errors import InputError
+from gruppo.run.reader import RunReader
+from gruppo.trainer.config import TrainConfig
+
+if TYPE_CHECKING:
+    from gruppo.sampler import Sampler
+    from gruppo.types import Group
+
+BUILTIN_HELD_OUT = "builtin:carries?split=heldout"
 
 
 @dataclass
 class EvalArguments:
     """Score a model on held-out prompts: greedy accuracy with a 95 % interval and, with --num-samples, unbiased pass@k.
 
-    gruppo eval --model runs/demo/model --num-samples 8 --max-new-tokens 4
+    gruppo eval runs/demo --num-samples 8
+    gruppo eval --model Qwen/Qwen3-0.6B --data problems.jsonl --rewards number_match --chat
     """
 
-    model: str = "builtin"
-    """Folder (a full model or an adapter), hub id, or 'builtin'."""
-    data: str = "builtin:carries?split=heldout"
-    """Prompts, as for `gruppo train`."""
+    run: tyro.conf.Positional[Path | None] = None
+    """A run directory: its model, its held-out rows and its options. What is given besides wins."""
+    model: str | None = None
+    """Folder (a run, a full model or an adapter), hub id, or 'builtin'. Unset: the model of the run, else 'builtin'."""
+    data: str | None = None
+    """Prompts, as for `gruppo train`. Unset: the held-out rows of the run, else those of builtin:carries."""
     rewards: tuple[str, ...] | None = None
-    """Reward functions, as for `gruppo train`."""
+    """Reward functions, as for `gruppo train`. Unset: those of the run, else that of the data."""
     limit: int | None = None
-    """Use only the first N prompts."""
-    num_samples: int = 0
-    """Sampled completions per prompt, for pass@k. 0: the greedy completion only."""
-    temperature: float = 1.0
-    """Temperature of sampling."""
-    max_new_tokens: int = 256
-    """Token limit of a completion."""
+    """Use only N of the prompts, chosen at random with --seed."""
+    num_samples: int | None = None
+    """Sampled completions per prompt, for pass@k. 0: the greedy completion only. Unset: as the run, else 0."""
+    temperature: float | None = None
+    """Temperature of sampling. Unset: as the run, else 1."""
+    max_new_tokens: int | None = None
+    """Token limit of a completion. Unset: as the run, else 256."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a completion. Unset: as the run, else none."""
     correct_by: str | None = None
-    """Name of the reward that decides which answers are correct. Unset: the first verifier, else the first reward."""
-    correct_at: float = 1.0
-    """Lowest value of that reward that counts as correct."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
+    """Name of the reward that decides which answers are correct. Unset: as the run, else the first verifier, else the
+    first reward."""
+    correct_at: float | None = None
+    """Lowest value of that reward that counts as correct. Unset: as the run, else 1."""
+    prompt_column: str | None = None
+    """Column with the prompt: a string, or a list of chat messages. Unset: as the run, else prompt."""
+    answer_column: str | None = None
+    """Column with the right answer. Unset: as the run, else answer."""
+    chat: bool = False
+    """Put text prompts through the model's chat template. A run that did so does it here too."""
     system: str | None = None
-    """System message put before every chat prompt."""
-    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Further variables of the model's chat template, as in training."""
-    seed: int = 0
-    """Seed of sampling."""
+    """System message put before every chat prompt that has none. Unset: as the run."""
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Further variables of the model's chat template. Unset: as the run."""
+    seed: int | None = None
+    """Seed of sampling, and of the choice of --limit. Unset: as the run, else 0."""
+    sampler: Literal["torch", "vllm", "vllm:start"] = "torch"
+    """torch; vllm (an engine in this process); vllm:start (a server started for the evaluation)."""
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None
+    """Number format the model computes in. Unset: as the run, else bfloat16 on a GPU that has it, else float32."""
+    output: Path | None = None
+    """New Parquet file for the completions. Unset: eval.parquet in the run, where one is given."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
 
 def evaluate_model(arguments: Sequence[str]) -> int:
     given = parse(EvalArguments, arguments, "eval")
-    from gruppo.reward import RewardScorer
-    from gruppo.sampler import SamplingParams, TorchSampler
-    from gruppo.task import load_prompts, resolve_source
-    from gruppo.task.sources import default_reward
+    config = eval_config(given)
+    output = completions_file(given.output) or (given.run / "eval.parquet" if given.run else None)
+    from gruppo.sampler import SamplingParams
+    from gruppo.task import load_prompts
+    from gruppo.task.order import EVAL_STREAM, shuffle
+    from gruppo.trainer.build import build_rewards, prompt_options
     from gruppo.trainer.evaluate import evaluate
+    from gruppo.trainer.objects import take_objects
+    from gruppo.weights.source import load_tokenizer, longest_prompt
 
-    rewards = given.rewards or [default_reward(given.data)]
-    with RewardScorer(rewards, correct_by=given.correct_by, correct_at=given.correct_at) as scorer:
-        rows = resolve_source(given.data, prompt_column=given.prompt_column)
-        sampler = TorchSampler(given.model, temperature=given.temperature)
-        assert sampler.tokenizer is not None  # loaded by id, so it has one
-        prompts = load_prompts(
-            rows,
-            sampler.tokenizer,
-            limit=given.limit,
-            system=given.system,
-            chat_template_kwargs=given.chat_template_kwargs,
-        ).prompts
-        params = SamplingParams(temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed)
-        result = evaluate(prompts, sampler, scorer, params, num_samples=given.num_samples)
+    config, objects = take_objects(config)
+    with build_rewards(config, objects) as scorer:
+        options = prompt_options(config)
+        options["max_prompt_tokens"] = longest_prompt(config.model, 1, config.max_prompt_tokens)
+        found = load_prompts(config.data, load_tokenizer(config.model), **options)
+        prompts = list(found)
+        if given.limit is not None and given.limit < 1:
+            raise InputError(f"limit must be at least 1, got {given.limit}")
+        if given.limit is not None and given.limit < len(prompts):  # the rows of a file may be sorted
+            prompts = [found[i] for i in sorted(shuffle(len(found), config.seed, EVAL_STREAM)[: given.limit].tolist())]
+        sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
+        params = SamplingParams(
+            temperature=config.temperature,
+            max_new_tokens=config.max_new_tokens,
+            stop=config.stop,
+            seed=config.seed,
+            step=0,
+        )
+        try:
+            result = evaluate(prompts, sampler, scorer, params, num_samples=config.eval_samples)
+        finally:
+            sampler.close()
+    if output is not None:
+        write_completions(output, result.groups())
     if given.json:
         print(json.dumps({"prompts": len(prompts), **result.metrics}))
         return 0
-    print(f"{len(prompts)} prompts of {given.data}")
+    chosen = "" if len(prompts) == len(found) else f" of {len(found)}"
+    print(f"{len(prompts)}{chosen} prompts of {config.data}" + (f", chosen with seed {config.seed}" if chosen else ""))
+    for sentence in (*found.reading, found.left_out()):
+        if sentence:
+            print(sentence)
     for name, value in result.metrics.items():
         if not name.endswith(("_low", "_high")):
             low, high = result.metrics.get(f"{name}_low"), result.metrics.get(f"{name}_high")
             interval = "" if low is None or high is None else f"   95 % interval {low:.4f} to {high:.4f}"
             print(f"{name:<16}{value:.4f}{interval}")
+    if output is not None:
+        print(f"completions: {output}")
     return 0
+
+
+def eval_config(given: EvalArguments) -> TrainConfig:
+    """The options of the run, if there is one, with those that are given."""
+    values: dict[str, Any] = {"model": "builtin", "data": BUILTIN_HELD_OUT}
+    if given.run is not None:
+        values = RunReader(given.run).config() | {"model": str(given.run), "eval_data": None}
+        if given.data is None:
+            values |= _held_out(given.run)
+    own = {name: value for name, value in vars(given).items() if name in TrainConfig.model_fields and value is not None}
+    own |= {} if given.num_samples is None else {"eval_samples": given.num_samples, "eval_prompts": None}
+    if given.rewards is not None:  # the run's weights are of other rewards
+        own = {"reward_weights": None, "correct_by": None} | own
+    elif objects := [name for name in values.get("rewards") or () if name.startswith("object:")]:
+        raise InputError(
+            f"the rewards of {given.run} were Python objects, which its directory cannot hold: {', '.join(objects)}; "
+            "name rewards: --rewards module:function"
+        )
+    if given.sampler == "torch":
+        own["vllm_options"] = {}
+    own |= {"chat": given.chat or values.get("chat", False), "output": values.get("output", "runs/run")}
+    return TrainConfig.read(values | own, where="eval")
+
+
+def _held_out(run: Path) -> dict[str, Any]:
+    """The held-out rows of a run as data: their columns have the names of the run already."""
+    file = RunReader(run).held_out
+    if not file.is_file():
+        raise InputError(f"{run} has no held-out rows ({file.name}); give --data")
+    return {"data": str(file), "prompt_column": "prompt", "answer_column": "answer", "column_map": {}}
+
+
+def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
+    """A sampler of the model itself, for prompts of up to `longest` tokens."""
+    import torch
+
+    from gruppo.options import read_sampler
+    from gruppo.sampler import TorchSampler, vLLMSampler
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    kind, servers = read_sampler(config.sampler)
+    if kind == "torch":
+        return TorchSampler(config.model, temperature=config.temperature, dtype=config.dtype)
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return vLLMSampler(
+        config.model,
+        servers=servers,
+        dtype=("bfloat16" if has_bf16 else "float32") if config.dtype == "auto" else config.dtype,
+        max_model_len=longest + config.max_new_tokens + 1,
+        options=dict(config.vllm_options),
+        deadline_s=config.sampler_deadline,
+    )
+
+
+def completions_file(path: Path | None) -> Path | None:
+    """A file for completions, checked before they are sampled: nothing is overwritten."""
+    if path is None:
+        return None
+    if path.suffix != ".parquet":
+        raise InputError(f"output={str(path)!r} must end in .parquet")
+    if path.exists():
+        raise InputError(f"output={str(path)!r} exists already; choose another")
+    return path
+
+
+def write_completions(path: Path, groups: "Sequence[Group]") -> None:
+    """Completions as the files of a run have them (docs/run_directory.md)."""
+    from gruppo.run.completions import completions_table, parquet_bytes
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(parquet_bytes(completions_table(0, groups)))
+    except OSError as error:
+        raise InputError(f"output={str(path)!r} cannot be written: {error}") from error
 
 
 @dataclass
@@ -88,65 +207,106 @@ class SampleArguments:
     """Draw completions.
 
     gruppo sample "47+85=" "12+34=" --num-samples 4
+    gruppo sample "47+85=" --run runs/demo
     """
 
     prompts: tyro.conf.Positional[tuple[str, ...]]
     """One or more prompts."""
-    model: str = "builtin"
-    """Folder (a full model or an adapter), hub id, or 'builtin'."""
+    run: Path | None = None
+    """A run directory: its model, and the template, limits and stop texts that it sampled with."""
+    model: str | None = None
+    """Folder (a run, a full model or an adapter), hub id, or 'builtin'. Unset: the model of the run, else 'builtin'."""
     num_samples: int = 1
     """Completions per prompt."""
-    temperature: float = 1.0
-    """Temperature of sampling. 0 is greedy."""
-    max_new_tokens: int = 64
-    """Token limit of a completion."""
+    temperature: float | None = None
+    """Temperature of sampling. 0 is greedy. Unset: as the run, else 1."""
+    max_new_tokens: int | None = None
+    """Token limit of a completion. Unset: as the run, else 64."""
     top_k: int = 0
     """Sample among the k most likely tokens. 0: all of them."""
     top_p: float = 1.0
     """Sample among the fewest tokens that hold this much probability."""
     min_p: float = 0.0
     """Sample among tokens with at least this share of the most likely token's probability."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a completion."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a completion. Unset: as the run, else none."""
     chat: bool = False
-    """Put the prompt through the model's chat template."""
-    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Further variables of that template, as in training."""
+    """Put the prompt through the model's chat template. A run whose prompts went through it does so here too."""
+    system: str | None = None
+    """System message put before every chat prompt. Unset: as the run."""
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Further variables of that template. Unset: as the run."""
     seed: int = 0
     """Seed of sampling."""
+    sampler: Literal["torch", "vllm", "vllm:start"] = "torch"
+    """torch; vllm (an engine in this process); vllm:start (a server started for it)."""
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None
+    """Number format the model computes in. Unset: as the run, else bfloat16 on a GPU that has it, else float32."""
+    output: Path | None = None
+    """New Parquet file for the completions."""
 
 
 def sample(arguments: Sequence[str]) -> int:
     given = parse(SampleArguments, arguments, "sample")
     if not given.prompts:
         raise InputError('sample needs at least one prompt, e.g. gruppo sample "47+85="')
+    config = sample_config(given)
+    output = completions_file(given.output)
     from rich.console import Console
     from rich.text import Text
 
     from gruppo.run.console import visible
-    from gruppo.sampler import SamplingParams, TorchSampler
+    from gruppo.sampler import SamplingParams
     from gruppo.task import load_prompts
+    from gruppo.types import Group, Rollout
+    from gruppo.weights.source import load_tokenizer
 
     params = SamplingParams(
-        temperature=given.temperature,
-        max_new_tokens=given.max_new_tokens,
+        temperature=config.temperature if given.temperature is None else given.temperature,
+        max_new_tokens=config.max_new_tokens,
         top_k=given.top_k,
         top_p=given.top_p,
         min_p=given.min_p,
-        stop=given.stop,
+        stop=config.stop,
         seed=given.seed,
     )
-    sampler = TorchSampler(given.model)
-    assert sampler.tokenizer is not None  # loaded by id, so it has one
-    rows = [{"prompt": [{"role": "user", "content": p}] if given.chat else p} for p in given.prompts]
-    prompts = load_prompts(rows, sampler.tokenizer, chat_template_kwargs=given.chat_template_kwargs).prompts
+    prompts = load_prompts(
+        [{"prompt": text} for text in given.prompts],
+        load_tokenizer(config.model),
+        chat=config.chat,
+        system=config.system,
+        chat_template_kwargs=config.chat_template_kwargs,
+    ).prompts
+    sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
+    try:
+        samples = sampler.draw(prompts, given.num_samples, params)
+    finally:
+        sampler.close()
     console = Console(highlight=False)
-    for prompt, response in zip(prompts, sampler.sample(prompts, given.num_samples, params), strict=True):
-        for sequence in response.sequences:
+    for prompt, drawn in zip(prompts, samples, strict=True):
+        for sequence in drawn:
             total = sum(sequence.logps or ())
             line = Text.assemble(visible(prompt.text), " -> ", (visible(sequence.text, 10_000).plain, "bold"))
             console.print(line, f"  log-prob {total:.2f}, {len(sequence.tokens)} tokens, {sequence.stop_reason}")
+    if output is not None:
+        rollouts = [tuple(Rollout(trajectory=trajectory) for trajectory in drawn) for drawn in samples]
+        write_completions(output, [Group(prompt=p, rollouts=r) for p, r in zip(prompts, rollouts, strict=True)])
     return 0
+
+
+def sample_config(given: SampleArguments) -> TrainConfig:
+    """The options of the run, if there is one, with those that are given; the temperature may be 0 and is not here."""
+    values: dict[str, Any] = {"model": "builtin", "max_new_tokens": 64}
+    if given.run is not None:
+        run = RunReader(given.run)
+        values = run.config() | {"model": str(given.run), "vllm_options": {}}
+        # A list of messages goes through the template whether the run was told so or not.
+        first = run.held_out.read_text().partition("\n")[0] if run.held_out.is_file() else "{}"
+        values["chat"] = values.get("chat", False) or isinstance(json.loads(first).get("prompt"), list)
+    own = {name: value for name, value in vars(given).items() if name in TrainConfig.model_fields and value is not None}
+    own |= {"chat": given.chat or values.get("chat", False), "output": values.get("output", "runs/run")}
+    own.pop("temperature", None)
+    return TrainConfig.read(values | own, where="sample")
 
 
 @dataclass

@@ -15,7 +15,8 @@ import tyro
 
 from gruppo.errors import InputError
 from gruppo.run.reader import read_yaml
-from gruppo.trainer.config import ELSEWHERE, REFUSED, TrainConfig, called_here
+from gruppo.trainer.config import TrainConfig, called_here
+from gruppo.trainer.elsewhere import ELSEWHERE, REFUSED
 
 T = TypeVar("T")
 

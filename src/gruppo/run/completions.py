@@ -66,7 +66,7 @@ def completions_table(step: int, groups: Sequence[Group], limit: int | None = No
         "status": _names(owner_N, [group.status for group in groups]),
         "prompt": _names(owner_N, [group.prompt.text for group in groups]),
         "prompt_ids": pa.array([group.prompt.token_ids for group in groups], IDS).take(pa.array(owner_N)),
-        "columns": _names(owner_N, [_json(group.prompt.columns) for group in groups]),
+        "columns": _names(owner_N, [json_text(group.prompt.columns) for group in groups]),
         "completion": _texts([each.text for each in trajectories]),
         "stop_reason": pa.array([each.stop_reason for each in trajectories]).dictionary_encode(),
         "versions": pa.array([each.versions for each in trajectories], IDS),
@@ -194,11 +194,11 @@ def _logged(values: list[Any]) -> pa.Array:
                 return array
         except (pa.ArrowException, OverflowError, UnicodeEncodeError):
             pass
-    texts = (value if isinstance(value, str | None) else _json(value) for value in values)
+    texts = (value if isinstance(value, str | None) else json_text(value) for value in values)
     return _texts(list(texts))
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
     """JSON text; numbers that JSON does not have become null, other objects text."""
     try:
         return _ENCODER.encode(value)

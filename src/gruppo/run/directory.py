@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from gruppo import __version__
 from gruppo.errors import InputError
 from gruppo.run.reader import RunReader, numbered, read_lines
-from gruppo.types import Group
+from gruppo.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ Status = Literal["running", "done", "stopped", "failed"]
 
 OWN = (
     *("config.yaml", "env.json", "status.json", "metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png"),
-    *("checkpoints", "completions", "model", "best", "tensorboard", "sync"),
+    *("checkpoints", "completions", "model", "best", "tensorboard", "sync", "heldout.jsonl", "eval.parquet"),
 )
 """Names of everything that a run writes, but for its lock."""
 
@@ -222,6 +222,14 @@ class RunDirectory(RunReader):
 
     def log_event(self, kind: str, **facts: Any) -> None:
         self._append("events.jsonl", {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
+
+    def write_held_out(self, prompts: Sequence[Prompt]) -> None:
+        """The rows that are held out, as a data set: `prompt` and the other columns under the names of the run."""
+        from gruppo.run.completions import json_text
+
+        if prompts:
+            lines = [json_text({"prompt": prompt.source, **prompt.columns}) + "\n" for prompt in prompts]
+            _replace(self.held_out, "".join(lines).encode())
 
     def write_completions(self, step: int, groups: Sequence[Group], limit: int | None = None) -> int:
         """The rollouts of a step, at most `limit` of them; returns how many were left out."""

@@ -28,6 +28,7 @@ class RunReader:
         self.model = self.path / "model"
         self.best = self.path / "best"
         """The model with the best held-out accuracy, of a run with `keep_best`."""
+        self.held_out = self.path / "heldout.jsonl"
 
     def config(self) -> dict[str, Any]:
         """The options of the run, with `output` where the directory now lies."""

@@ -25,6 +25,9 @@ BadRowPolicy = Literal["fail", "drop"]
 """`fail`: the first bad row ends the reading with an error. `drop`: bad rows are left out and listed."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+ANSWERS = ("answer", "ground_truth", "solution")
+"""Names under which data sets keep the right answer; the first that is there counts."""
+
 BAD_ROW_REMEDY = "fix it, or leave bad rows out with on_bad_row='drop'"
 
 
@@ -60,6 +63,8 @@ class Rows:
     source: str = "rows"
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Columns that go by another name than in the source, e.g. {"question": "prompt"}."""
+    answer_from: str | None = None
+    """The column that `answer` is a copy of, where the source has none of that name."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -75,6 +80,18 @@ class Rows:
         """Names of all columns, in the order in which they first appear."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.values))
 
+    def recognised(self) -> list[str]:
+        """A sentence for each column that is read under another name.
+
+        >>> read_rows([{"question": "1+1=", "ground_truth": "2", "solution": "It is 2."}]).recognised()
+        ['question is read as prompt', 'ground_truth is read as answer, not solution']
+        """
+        sentences = [f"{old} is read as {new}" for old, new in self.renamed.items()]
+        if self.answer_from is not None:
+            others = [name for name in ANSWERS[1:] if name in self.columns and name != self.answer_from]
+            sentences.append(f"{self.answer_from} is read as answer" + "".join(f", not {name}" for name in others))
+        return sentences
+
 
 def read_rows(
     source: Any,
@@ -85,6 +102,9 @@ def read_rows(
     label: str = "rows",
 ) -> Rows:
     """Reads and checks all rows of a source.
+
+    Where there is no column `answer`, `ground_truth` or else `solution` is read as the answer. It keeps its own name
+    too: reward functions of other trainers take it by that.
 
     Args:
         source: a path ending in .jsonl, .csv or .parquet; `hf://org/name[/config][@revision][:split]` (split
@@ -100,6 +120,8 @@ def read_rows(
     records = list(opened)
     names = dict.fromkeys(name for _, read in records if not isinstance(read, str) for name in read)
     renamed = _renames(names, prompt_column, dict(column_map or {}), label) if names else {}
+    columns = {renamed.get(name, name) for name in names}
+    answer_from = next((name for name in ANSWERS if name in columns), "answer")
 
     rows: list[Row] = []
     dropped: list[DroppedRow] = []
@@ -108,6 +130,8 @@ def read_rows(
             dropped.append(DroppedRow(place, read))
             continue
         values = {renamed.get(name, name): value for name, value in read.items()}
+        if answer_from != "answer" and answer_from in values:
+            values["answer"] = values[answer_from]
         problem = prompt_problem(values) or text_problem(values)
         if problem is None and rows:
             kind, before = prompt_kind(values["prompt"]), prompt_kind(rows[0].values["prompt"])
@@ -119,7 +143,8 @@ def read_rows(
         else:
             dropped.append(DroppedRow(place, problem))
     check_dropped(label, dropped, len(records), on_bad_row)
-    return Rows(rows=tuple(rows), dropped=tuple(dropped), source=label, renamed=renamed)
+    copied = None if answer_from == "answer" else answer_from
+    return Rows(rows=tuple(rows), dropped=tuple(dropped), source=label, renamed=renamed, answer_from=copied)
 
 
 def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row: BadRowPolicy) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 EPOCH_STREAM = 0
 HOLDOUT_STREAM = 1
 REFILL_STREAM = 2
+EVAL_STREAM = 3
 
 
 def shuffle(count: int, seed: int, *stream: int) -> "ndarray":

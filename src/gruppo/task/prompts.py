@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ class PromptSet:
 
     prompts: tuple[Prompt, ...]
     dropped: tuple[DroppedRow, ...] = ()
+    reading: tuple[str, ...] = ()
+    """How rows became prompts, one sentence each: which columns were recognised, and what became of the text."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -77,7 +79,8 @@ class PromptSet:
         if not train:
             raise InputError(f"holding out {n} prompts leaves none to train on: the others repeat them")
         dropped = (DroppedRow(row, "the same prompt is held out") for row in repeated)
-        return PromptSet(prompts=train, dropped=(*self.dropped, *dropped)), PromptSet(prompts=held_out)
+        kept = replace(self, prompts=train, dropped=(*self.dropped, *dropped))
+        return kept, replace(self, prompts=held_out, dropped=())
 
 
 def load_prompts(
@@ -87,6 +90,7 @@ def load_prompts(
     prompt_column: str = "prompt",
     column_map: Mapping[str, str] | None = None,
     max_prompt_tokens: int | None = None,
+    chat: bool = False,
     system: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: int | None = None,
@@ -97,6 +101,8 @@ def load_prompts(
     Args:
         source: whatever `gruppo.task.resolve_source` takes: a path, a name, a list of rows.
         max_prompt_tokens: longer prompts are dropped and listed.
+        chat: put text prompts through the chat template, each as the turn of a user. `Prompt.source`, which rewards
+            receive, stays the text.
         system: a system message for conversations that have none.
         chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": False}`.
         limit: how many prompts to keep, from the beginning.
@@ -116,7 +122,8 @@ def load_prompts(
     prompts: list[Prompt] = []
     dropped = list(rows.dropped)
     columns = tuple(name for name in rows.columns if name != "prompt")
-    for row, rendered in _render(rows, tokenizer, system, chat_template_kwargs):
+    is_text = prompt_kind(rows[0]["prompt"]) == "string"  # one source is of one kind
+    for row, rendered in _render(rows, tokenizer, is_text and not chat, system, chat_template_kwargs):
         if limit is not None and len(prompts) == limit:
             break
         if isinstance(rendered, str):
@@ -140,19 +147,28 @@ def load_prompts(
         )
     if not prompts:
         raise InputError(f"{rows.source} has no usable prompt; {dropped[0].row}: {dropped[0].reason}")
-    return PromptSet(prompts=tuple(prompts), dropped=tuple(dropped))
+    reading = rows.recognised()
+    if is_text and chat:
+        reading.append("text prompts go through the chat template")
+    elif is_text and getattr(tokenizer, "chat_template", None):
+        reading.append("text prompts go in as they are; chat=true puts them through the model's chat template")
+    return PromptSet(prompts=tuple(prompts), dropped=tuple(dropped), reading=tuple(reading))
 
 
 def _render(
-    rows: Rows, tokenizer: "PreTrainedTokenizerBase", system: str | None, template_kwargs: Mapping[str, Any] | None
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    is_plain: bool,
+    system: str | None,
+    template_kwargs: Mapping[str, Any] | None,
 ) -> Iterator[tuple[Row, tuple[tuple[int, ...], str] | str]]:
     """Each row with its token ids and text, or with the reason why there are none."""
-    if prompt_kind(rows[0]["prompt"]) == "string":  # one source is of one kind
+    if is_plain:
         for name, value in (("a system message", system), ("chat_template_kwargs", template_kwargs)):
             if value:
                 raise InputError(
-                    f"{name} needs conversations, and these prompts are text; give them as messages: "
-                    '[{"role": "user", "content": ...}]'
+                    f"{name} needs conversations, and these prompts are text; set chat=true to make each the turn of a "
+                    "user"
                 )
         remaining = iter(rows.rows)
         while chunk := list(islice(remaining, ENCODE_CHUNK)):
@@ -162,8 +178,10 @@ def _render(
         return
     _check_chat_template(tokenizer)
     for row in rows.rows:
+        prompt = row.values["prompt"]
+        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         # Arrow gives every message the keys of all of them, None where there was none; templates would print it.
-        turns = [{key: value for key, value in turn.items() if value is not None} for turn in row.values["prompt"]]
+        turns = [{key: value for key, value in turn.items() if value is not None} for turn in given]
         if system is not None and turns[0]["role"] not in ("system", "developer"):
             turns.insert(0, {"role": "system", "content": system})
         try:
@@ -227,5 +245,5 @@ def _check_chat_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             "the prompts are conversations, but this tokenizer has no chat template; use the tokenizer of an "
-            "instruction-tuned model, set tokenizer.chat_template, or give the prompts as strings"
+            "instruction-tuned model, set tokenizer.chat_template, or give the prompts as strings without chat=true"
         )

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TextIO
 
 from gruppo.errors import InputError, require
 
@@ -114,7 +114,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
     limit = csv.field_size_limit(MAX_RECORD_BYTES)
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            reader = csv.reader(file, strict=True)
+            reader = csv.reader(file, delimiter=_delimiter(file), strict=True)
             header = next(reader, None)
             if header is None:
                 raise InputError(f"{path} is empty; the first line must name the columns")
@@ -132,6 +132,13 @@ def _read_csv(path: Path) -> Iterator[Record]:
         raise InputError(f"{path}: not CSV: {error}") from error
     finally:
         csv.field_size_limit(limit)
+
+
+def _delimiter(file: TextIO) -> str:
+    """The comma, or what separates the columns of a header without one: a semicolon or a tab."""
+    header = file.readline()
+    file.seek(0)
+    return next((mark for mark in ",;\t" if mark in header), ",")
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:

@@ -14,7 +14,7 @@ from gruppo.errors import InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
-from gruppo.options import ModelOptions, RewardOptions, RunOptions, read_sampler
+from gruppo.options import DataOptions, ModelOptions, RewardOptions, RunOptions, read_sampler
 from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.task import PromptSet, load_prompts
 from gruppo.trainer.advantages import AdvantageStage
@@ -23,7 +23,7 @@ from gruppo.trainer.objects import Objects
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
-from gruppo.weights.source import context_length, holds_adapter
+from gruppo.weights.source import context_length, holds_adapter, longest_prompt
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
@@ -143,23 +143,24 @@ class Prompts:
     held_out: PromptSet
 
 
+def prompt_options(options: DataOptions) -> dict[str, Any]:
+    """Options of `load_prompts`."""
+    answers = {} if options.answer_column == "answer" else {options.answer_column: "answer"}
+    return {
+        "prompt_column": options.prompt_column,
+        "column_map": options.column_map | answers,
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "chat": options.chat,
+        "system": options.system,
+        "chat_template_kwargs": options.chat_template_kwargs,
+        "on_bad_row": options.on_bad_row,
+    }
+
+
 def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prompts:
     """Training and held-out prompts."""
-    longest = config.max_prompt_tokens
-    context = context_length(objects.model)
-    if context is not None:
-        room = context - config.max_new_tokens
-        if room < 1:
-            raise InputError(
-                f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's context of "
-                f"{context} tokens; lower it"
-            )
-        longest = room if longest is None else min(longest, room)
-    options: dict[str, Any] = {"max_prompt_tokens": longest, "system": config.system}
-    options["chat_template_kwargs"] = config.chat_template_kwargs
-    options |= {"prompt_column": config.prompt_column, "on_bad_row": config.on_bad_row}
-    answers = {} if config.answer_column == "answer" else {config.answer_column: "answer"}
-    options["column_map"] = config.column_map | answers
+    options = prompt_options(config)
+    options["max_prompt_tokens"] = longest_prompt(objects.model, config.max_new_tokens, config.max_prompt_tokens)
     train = load_prompts(objects.data, tokenizer, **options)
     num_held_out = config.eval_prompts
     if num_held_out is None:

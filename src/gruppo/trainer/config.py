@@ -9,61 +9,7 @@ from pydantic import ValidationError, model_validator
 from gruppo import options
 from gruppo.errors import InputError
 from gruppo.run.reader import RunReader, read_yaml
-
-_FILTER = (
-    "training draws from the whole vocabulary: a token outside the filter could never be learned, and the loss would "
-    "score tokens over another set than they were drawn from. Leave it out and use temperature; `gruppo sample` has it"
-)
-ELSEWHERE = {
-    "num_generations": "group_size",
-    "max_completion_length": "max_new_tokens",
-    "response_length": "max_new_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "learning_rate": "lr",
-    "lr_scheduler_type": "lr_schedule",
-    "warmup_ratio": "warmup_steps: a number of optimizer steps",
-    "max_steps": "steps",
-    "num_train_epochs": "steps: a number of rollout batches",
-    "num_iterations": "epochs_per_batch",
-    "steps_per_generation": "minibatches",
-    "generation_batch_size": "prompts_per_step: which counts prompts",
-    "per_device_train_batch_size": "tokens_per_microbatch: which affects memory only",
-    "gradient_accumulation_steps": "tokens_per_microbatch: which affects memory only",
-    "epsilon": "clip_range",
-    "epsilon_high": "clip_range: its second number",
-    "loss_type": "loss",
-    "importance_sampling_level": "loss: gspo has ratios of whole sequences",
-    "scale_rewards": "normalization",
-    "mask_truncated_completions": "mask_truncated",
-    "ref_model_sync_steps": "ref_every",
-    "ref_model_mixup_alpha": "ref_mix",
-    "reward_funcs": "rewards",
-    "train_dataset": "data",
-    "dataset_name": "data",
-    "eval_dataset": "eval_data",
-    "model_name_or_path": "model",
-    "output_dir": "output",
-    "early_stopping_patience": "patience",
-    "load_best_model_at_end": "keep_best",
-    "save_steps": "save_every",
-    "eval_steps": "eval_every",
-    "save_total_limit": "keep_checkpoints",
-    "report_to": "tensorboard: wandb and trackio are options of their own too",
-    "use_vllm": "sampler: vllm is one",
-    "bf16": "dtype",
-    "use_peft": "lora",
-    "lora_r": "lora_rank",
-    "lora_target_modules": "lora_targets",
-    "modules_to_save": "lora_modules_to_save",
-    "load_in_4bit": "quantize: nf4 is 4 bits",
-}
-"""Options of other trainers, TRL's above all, and what is meant by them here."""
-
-_DROPOUT = (
-    "with it the same weights score the same tokens otherwise, and the ratio would not be 1 on-policy. Leave it out"
-)
-REFUSED = {"top_p": _FILTER, "top_k": _FILTER, "min_p": _FILTER, "lora_dropout": _DROPOUT}
-"""Options that other trainers have and this one refuses, with the reason."""
+from gruppo.trainer.elsewhere import ELSEWHERE, REFUSED
 
 
 # Bases in reverse: pydantic puts the fields of the last base first, and so do --help and YAML.

@@ -8,7 +8,7 @@ from gruppo.metric import pass_at_k
 from gruppo.reward import RewardScorer
 from gruppo.sampler import Sampler, SamplingParams
 from gruppo.trainer.rollout import greedy, score
-from gruppo.types import Prompt, Rollout
+from gruppo.types import Group, Prompt, Rollout
 
 Z95 = 1.959963984540054
 
@@ -20,6 +20,16 @@ class Evaluation:
     metrics: dict[str, float]
     greedy: tuple[Rollout, ...]
     """The greedy completion of each prompt, scored."""
+    sampled: tuple[Group, ...] = ()
+    """The sampled completions of each prompt, where there are any."""
+
+    def groups(self) -> list[Group]:
+        """All completions of each prompt: the greedy one is the first."""
+        sampled = [group.rollouts for group in self.sampled] or [()] * len(self.greedy)
+        return [
+            Group(prompt=first.trajectory.prompt, rollouts=(first, *others))
+            for first, others in zip(self.greedy, sampled, strict=True)
+        ]
 
     @property
     def accuracy(self) -> float:
@@ -42,12 +52,13 @@ def evaluate(
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     if rewards:
         metrics["eval/reward"] = sum(rewards) / len(rewards)
+    sampled: list[Group] = []
     if num_samples:
         samples = sampler.draw(prompts, num_samples, params)
-        groups, _ = score(prompts, samples, scorer, step=params.step or 0, seed=params.seed)
-        counts = [sum(rollout.correct is True for rollout in group.rollouts) for group in groups]
+        sampled, _ = score(prompts, samples, scorer, step=params.step or 0, seed=params.seed)
+        counts = [sum(rollout.correct is True for rollout in group.rollouts) for group in sampled]
         metrics |= pass_at_k_metrics(counts, num_samples)
-    return Evaluation(metrics, tuple(rollouts))
+    return Evaluation(metrics, tuple(rollouts), tuple(sampled))
 
 
 def pass_at_k_metrics(num_correct: Sequence[int], num_samples: int) -> dict[str, float]:

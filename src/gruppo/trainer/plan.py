@@ -42,6 +42,8 @@ class Plan:
     """How often the prompt of a group is computed in a step: its completions, or less when they share it."""
     computed_tokens: int
     """Tokens that the body of the model computes in a step, at most."""
+    reading: tuple[str, ...] = ()
+    """How the rows of the data became prompts, one sentence each."""
 
     def lines(self, config: TrainConfig) -> list[str]:
         share = f"{self.trainable:,} of {self.parameters:,} parameters train"
@@ -54,6 +56,7 @@ class Plan:
         )
         refill = f"dynamic sampling: up to {config.dynamic_sampling} batch(es) of prompts per step, including the first"
         return [
+            *([f"data: {'; '.join(self.reading)}"] if self.reading else []),
             f"{config.prompts_per_step} prompts x {config.group_size} completions = {self.sequences_per_step} "
             f"sequences per step, at most {self.tokens_per_step:,} tokens, in {self.microbatches} micro-batch(es)",
             f"{config.steps} steps x {config.epochs_per_batch} epoch(s) x {config.minibatches} minibatch(es) = "
@@ -61,11 +64,13 @@ class Plan:
             *([shared] if self.prompt_copies < config.group_size else []),
             *([refill] if config.dynamic_sampling else []),
             f"{share}; about {self.memory / MiB:,.0f} MiB of memory (estimate)",
-            f"model {config.model}{toy}, data {config.data}, rewards {', '.join(config.rewards)}",
+            f"model {config.model}{toy}, data {config.data}, rewards {', '.join(config.rewards or ())}",
         ]
 
 
-def make_plan(config: TrainConfig, model: "TransformersModel", prompts: Sequence[Prompt]) -> Plan:
+def make_plan(
+    config: TrainConfig, model: "TransformersModel", prompts: Sequence[Prompt], reading: tuple[str, ...] = ()
+) -> Plan:
     """The plan of a run that trains a model on these prompts."""
     mean_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.model.parameters()]
@@ -102,6 +107,7 @@ def make_plan(config: TrainConfig, model: "TransformersModel", prompts: Sequence
         memory=memory,
         prompt_copies=copies,
         computed_tokens=computed,
+        reading=reading,
     )
 
 

@@ -132,6 +132,8 @@ class GRPOTrainer:
             build.try_rewards(self.scorer, self.prompts.train.prompts)
             create = partial(RunDirectory.create, config=config.to_yaml(), overwrite=overwrite)
             self.run = stack.enter_context((RunDirectory.reopen if resume else create)(config.output))
+            if not self.run.held_out.exists():
+                self.run.write_held_out(self.prompts.held_out.prompts)
             self.scorer.start()
             self.model = build.build_model(config, objects, loss, tokenizer)
             self.state = build.build_state(config, self.model, len(self.prompts.train))
@@ -303,7 +305,8 @@ class GRPOTrainer:
 
     def plan(self) -> Plan:
         """What the run will do, in numbers."""
-        return make_plan(self.config, self.model, self.prompts.train.prompts)
+        train = self.prompts.train
+        return make_plan(self.config, self.model, train.prompts, train.reading)
 
     def close(self) -> None:
         """End the reward workers and the sampler, and give the run directory back."""

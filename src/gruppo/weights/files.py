@@ -58,16 +58,6 @@ def set_usual_mode(folder: Path) -> None:
         file.chmod(mode)
 
 
-def set_usual_mode(folder: Path) -> None:
-    """Give safetensors files the mode that the umask gives other new files; they are created for their owner alone."""
-    probe = folder / ".mode"
-    probe.touch()
-    mode = probe.stat().st_mode & 0o777
-    probe.unlink()
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(mode)
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a complete folder; raises CheckpointError with the reason when it is not one."""
     path = folder / MANIFEST

@@ -1,7 +1,7 @@
 """Model ids: the folder or hub repository behind one, its tokenizer and config, and which are refused.
 
-A model id is a local folder, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`. Code from a
-model repository is never run and pickled weights are never read: both can do anything to the machine.
+A model id is a local folder, a run directory, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`.
+Code from a model repository is never run and pickled weights are never read: both can do anything to the machine.
 """
 
 import json
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 ADAPTER = "adapter_config.json"
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Files that hold a tokenizer, of all families."""
+
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -38,6 +41,12 @@ def resolve(model_id: str) -> str:
         return snapshot_download(model_id.removeprefix("ms://"))
     folder = Path(model_id).expanduser()
     if folder.is_dir():
+        if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():  # a run directory
+            if not (folder / "model").is_dir():
+                raise InputError(
+                    f"run {folder} has no model yet, which its end saves; `gruppo resume {folder}` goes on"
+                )
+            folder /= "model"
         check_folder(folder)
         return str(folder)
     if folder.exists() or model_id.startswith((".", "/", "~")) or model_id.count("/") != 1:
@@ -140,7 +149,7 @@ def load_model(
 
 def load_dequantized(folder: str, *, dtype: Any) -> "PreTrainedModel":
     """The adapter of a folder on its base, whose weights are what its 4-bit numbers stand for, if it has such."""
-    options = {"dtype": dtype} | quantization_of(folder)
+    options: dict[str, Any] = {"dtype": dtype} | quantization_of(folder)
     base = load_model(base_of(folder), **options)
     if getattr(base, "is_quantized", False):
         with _refusing(base_of(folder)):
@@ -198,6 +207,12 @@ def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTok
     path = resolve(model_id)
     if not (Path(path) / "tokenizer_config.json").is_file():
         path = resolve(base_of(path))
+    # transformers makes an empty tokenizer of a folder without one, and every prompt would have no tokens.
+    if Path(path).is_dir() and not any(next(Path(path).glob(name), None) for name in _TOKENIZERS):
+        raise InputError(
+            f"model folder {path} has no tokenizer (tokenizer.json and tokenizer_config.json); copy the files from the "
+            "model that it was made from"
+        )
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
@@ -219,6 +234,23 @@ def context_length(model: Any) -> int | None:
     """Longest context of a model, by its id or the object, in tokens; None if its config does not give it."""
     config = load_config(model) if isinstance(model, str) else model.config
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def longest_prompt(model: Any, max_new_tokens: int, max_prompt_tokens: int | None = None) -> int | None:
+    """Most tokens that a prompt may have: what its completion leaves of the context, and no more than the limit.
+
+    None if there is no limit and the config of the model does not give its context.
+    """
+    context = context_length(model)
+    if context is None:
+        return max_prompt_tokens
+    room = context - max_new_tokens
+    if room < 1:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's context of {context} tokens; "
+            "lower it"
+        )
+    return room if max_prompt_tokens is None else min(max_prompt_tokens, room)
 
 
 def end_tokens(model_id: str, tokenizer: Any) -> frozenset[int]:

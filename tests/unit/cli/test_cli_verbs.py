@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gruppo.cli.main import main, run
@@ -54,7 +55,10 @@ def test_eval_as_json_is_the_librarys_accuracy(capsys: pytest.CaptureFixture[str
     found = json.loads(capsys.readouterr().out)
     model = AutoModelForCausalLM.from_pretrained(builtin_model_path(), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
-    assert found["eval/accuracy"] == greedy_accuracy(model, tokenizer, carries_rows("heldout")[:64])
+    # The split is sorted, and sums of small numbers are easier: 0.625 of the first 64 are right.
+    random = np.random.PCG64(np.random.SeedSequence(0, spawn_key=(3,))).random_raw(512)
+    rows = [carries_rows("heldout")[i] for i in sorted(np.argsort(random, kind="stable")[:64])]
+    assert found["eval/accuracy"] == greedy_accuracy(model, tokenizer, rows)
     assert found["prompts"] == 64
     assert found["eval/pass@1"] < found["eval/pass@2"] < found["eval/pass@4"]
     assert set(found) == {"prompts", "eval/reward"} | {

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from gruppo.cli.data_check import DataCheckArguments, check_data
+from gruppo.task.builtin import builtin_model_path
 
 
 def report(source: Any, *, terminal: bool = False, **options: Any) -> tuple[int, str]:
@@ -74,6 +75,49 @@ def test_long_prompts_are_listed_but_are_no_fault() -> None:
     code, text = report(rows, model="builtin:carries", max_prompt_tokens=3)
     assert code == 0
     assert "usable: 1\n" in text and "rows[1]: prompt has 5 tokens, limit 3" in text
+
+
+def test_prompts_that_do_not_fit_the_context_are_counted() -> None:
+    # The embedded model has a context of 64 tokens; with the start token 63 characters fill it.
+    rows = [{"prompt": "1" * length} for length in (10, 59, 60, 62, 63)]
+    code, text = report(rows, model="builtin")
+    assert code == 0
+    assert "usable: 4\n  too long: 1 prompts have more than 63 tokens\n" in text
+    assert "  rows[4]: prompt has 64 tokens, limit 63\n" in text
+    _, text = report(rows, model="builtin", max_new_tokens=4)
+    assert "usable: 2\n  too long: 3 prompts have more than 60 tokens\n" in text
+    code, text = report(rows, model="builtin", max_new_tokens=64)
+    assert (code, text.split(";")[0]) == (
+        2,
+        "error: max_new_tokens=64 leaves no room for a prompt in the model's context of 64 tokens",
+    )
+
+
+def test_columns_and_template_are_reported_as_training_reads_them(tmp_path: Path) -> None:
+    from gruppo.task.builtin import builtin_tokenizer
+
+    tokenizer = builtin_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}+{{ m.content }}{% endfor %}="
+    tokenizer.save_pretrained(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((builtin_model_path() / name).read_bytes())
+    rows = [{"text": "47", "solution": "8"}]
+    options: dict[str, Any] = {"model": str(tmp_path), "prompt_column": "text"}
+    _, text = report(rows, **options)
+    assert "  renamed: text is read as prompt\n  renamed: solution is read as answer\n" in text
+    assert "  template: text prompts go in as they are; chat=true puts them through" in text
+    assert "longest: 3 tokens" in text
+    _, text = report(rows, **options, chat=True, system="9")
+    assert "  template: text prompts go through the chat template\n" in text
+    assert "longest: 7 tokens" in text  # <bos> + 9 + 4 7 =
+
+
+def test_options_of_the_template_need_a_model() -> None:
+    code, text = report([{"prompt": "1"}], chat=True)
+    assert (code, text) == (
+        2,
+        "error: chat, system, chat_template_kwargs and max_prompt_tokens need a tokenizer; give --model\n",
+    )
 
 
 def test_many_bad_rows_are_counted() -> None:

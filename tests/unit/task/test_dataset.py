@@ -36,6 +36,42 @@ def test_prompt_column_names_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
+    "row, answer, sentences",
+    [
+        # Open Instruct's and the seeds' shape, TRL's, both at once, and GSM8K's.
+        ({"prompt": "1+1=", "ground_truth": "2"}, "2", ["ground_truth is read as answer"]),
+        ({"prompt": "1+1=", "solution": "$2$"}, "$2$", ["solution is read as answer"]),
+        (
+            {"prompt": "1+1=", "solution": "It is 2.", "ground_truth": "2"},
+            "2",
+            ["ground_truth is read as answer, not solution"],
+        ),
+        (
+            {"question": "1+1=", "solution": "It is 2.", "answer": "2", "ground_truth": "3"},
+            "2",
+            ["question is read as prompt"],
+        ),
+    ],
+)
+def test_the_answer_is_recognised_and_its_column_stays(row: dict[str, str], answer: str, sentences: list[str]) -> None:
+    rows = read_rows([row])
+    kept = {name: value for name, value in row.items() if name != "question"}
+    assert rows[0] == {"prompt": "1+1=", **kept, "answer": answer}
+    assert rows.recognised() == sentences
+
+
+def test_a_named_answer_column_is_not_overruled() -> None:
+    rows = read_rows([{"prompt": "1+1=", "solution": "2", "ground_truth": "3"}], column_map={"solution": "answer"})
+    assert rows[0] == {"prompt": "1+1=", "answer": "2", "ground_truth": "3"}
+    assert rows.recognised() == ["solution is read as answer"]
+
+
+def test_a_row_without_the_recognised_column_has_no_answer() -> None:
+    rows = read_rows([{"prompt": "a", "solution": "1"}, {"prompt": "b"}])
+    assert list(rows) == [{"prompt": "a", "solution": "1", "answer": "1"}, {"prompt": "b"}]
+
+
+@pytest.mark.parametrize(
     "row, options, message",
     [
         ({"text": "a"}, {}, r"no column 'prompt' \(nor 'question'\); it has 'text'.*column_map={'text': 'prompt'}"),

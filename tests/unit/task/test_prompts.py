@@ -83,6 +83,12 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template(chat_tokeniz
     [
         ([{"prompt": [user("1")]}], {}, "has no chat template; use the tokenizer of an instruction-tuned model"),
         ([{"prompt": "1"}], {"system": "9"}, "a system message needs conversations, and these prompts are text"),
+        ([{"prompt": "1"}], {"system": "9"}, "set chat=true to make each the turn of a user"),
+        (
+            [{"prompt": "1"}],
+            {"chat": True},
+            "has no chat template; .* or give the prompts as strings without chat=true",
+        ),
         ([{"prompt": "1"}], {"limit": 0}, "limit must be at least 1, got 0"),
         ([{"prompt": "1"}], {"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
         ([{"prompt": "1", "step": 3}], {}, "under the name 'step'; rename the column: column_map={'step': 'row_step'}"),
@@ -182,3 +188,42 @@ def test_variables_that_are_not_the_templates_are_refused(chat_tokenizer: Any, k
 def test_variables_of_a_template_need_conversations(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="chat_template_kwargs needs conversations, and these prompts are text"):
         load_prompts([{"prompt": "1+1="}], tokenizer, chat_template_kwargs={"enable_thinking": False})
+
+
+def test_chat_makes_each_text_the_turn_of_a_user(chat_tokenizer: Any) -> None:
+    [prompt] = load_prompts([{"prompt": "47", "answer": "8"}], chat_tokenizer, chat=True)
+    # <bos> + 4 7 =, as the same prompt in messages; rewards still receive the text of the data set.
+    assert (prompt.token_ids, prompt.text, prompt.source) == ((1, 14, 8, 11, 15), "<bos>+47=", "47")
+    [messages] = load_prompts([{"prompt": [user("47")], "answer": "8"}], chat_tokenizer, chat=True)
+    assert (messages.token_ids, messages.source) == ((1, 14, 8, 11, 15), [user("47")])
+
+
+def test_chat_takes_a_system_message_and_variables_of_the_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}00{% endif %}"
+    options: dict[str, Any] = {"chat": True, "system": "9", "chat_template_kwargs": {"enable_thinking": False}}
+    [prompt] = load_prompts([{"prompt": "47"}], tokenizer, **options)
+    assert (prompt.token_ids, prompt.text) == ((1, 15, 13, 15, 14, 8, 11, 15, 4, 4), "<bos>=9=+47=00")
+
+
+def test_chat_counts_the_tokens_of_the_template(chat_tokenizer: Any) -> None:
+    rows = [{"prompt": "4"}, {"prompt": "47"}]
+    prompts = load_prompts(rows, chat_tokenizer, chat=True, max_prompt_tokens=4)
+    assert [prompt.text for prompt in prompts] == ["<bos>+4="]
+    assert prompts.dropped == (("rows[1]", "prompt has 5 tokens, limit 4"),)
+
+
+def test_what_was_made_of_the_rows_is_said(tokenizer: Any, chat_tokenizer: Any) -> None:
+    rows = [{"question": "1+1=", "solution": "2"}]
+    columns = ("question is read as prompt", "solution is read as answer")
+    raw = "text prompts go in as they are; chat=true puts them through the model's chat template"
+    through = "text prompts go through the chat template"
+    assert load_prompts(rows, tokenizer).reading == columns
+    assert load_prompts(rows, chat_tokenizer).reading == (*columns, raw)
+    assert load_prompts(rows, chat_tokenizer, chat=True).reading == (*columns, through)
+    assert load_prompts([{"prompt": [user("1")]}], chat_tokenizer, chat=True).reading == ()
+
+
+def test_both_parts_of_a_split_keep_how_they_were_read(chat_tokenizer: Any) -> None:
+    prompts = load_prompts([{"prompt": str(i)} for i in range(5)], chat_tokenizer, chat=True)
+    parts = prompts.split_holdout(2, seed=0)
+    assert [part.reading for part in parts] == [("text prompts go through the chat template",)] * 2

@@ -1,5 +1,6 @@
 """Malformed files: each fault costs one row, named by file and line, or the whole file with one clear error."""
 
+import csv
 from pathlib import Path
 
 import pyarrow as pa
@@ -137,6 +138,24 @@ def test_csv_values_stay_strings_and_records_are_named_by_their_first_line(tmp_p
     assert list(rows) == [{"prompt": "two\r\nlines", "answer": "007"}, {"prompt": "y", "answer": "1"}]
     assert [row.place for row in rows.rows] == [f"{path}:2", f"{path}:6"]
     assert rows.dropped == ((f"{path}:5", "1 values for 2 columns"),)
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_csv_with_another_delimiter_is_recognised_by_its_header(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "data.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter=mark)
+        writer.writerows([["prompt", "answer"], ["1,5 + 1=", "2,5"], [f"a{mark}b", "c"]])
+    assert list(read_rows(path)) == [
+        {"prompt": "1,5 + 1=", "answer": "2,5"},
+        {"prompt": f"a{mark}b", "answer": "c"},
+    ]
+
+
+def test_csv_with_commas_in_its_header_keeps_other_marks_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("prompt,answer;unit\n1;2,3\n")
+    assert list(read_rows(path)) == [{"prompt": "1;2", "answer;unit": "3"}]
 
 
 def test_csv_bytes_that_are_not_utf8_cost_one_row(tmp_path: Path) -> None:

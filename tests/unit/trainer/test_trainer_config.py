@@ -12,7 +12,7 @@ from gruppo.errors import InputError
 from gruppo.loss import DAPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.build import LOSSES, build_loss
-from gruppo.trainer.config import ELSEWHERE
+from gruppo.trainer.elsewhere import ELSEWHERE
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Data of a run: what was recognised is in the plan, and what is held out is in the run directory."""
+
+import json
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from gruppo.task import read_rows
+from gruppo.task.builtin import builtin_model_path, builtin_tokenizer
+from gruppo.trainer import GRPOTrainer, TrainConfig
+
+ROWS = [{"question": f"{i:02}+01=", "ground_truth": f"{i + 1:03}", "level": i % 3} for i in range(20)]
+
+
+@pytest.fixture
+def sums_file(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    """The embedded model with a chat template: a user's turn stands after "+", the assistant's after "="."""
+    folder = tmp_path / "chat_model"
+    tokenizer = builtin_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}+{{ m.content }}{% endfor %}="
+    tokenizer.save_pretrained(folder)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((builtin_model_path() / name).read_bytes())
+    return folder
+
+
+def test_held_out_rows_are_in_the_run_and_are_a_data_set(
+    small_config: Callable[..., TrainConfig], sums_file: Path
+) -> None:
+    config = small_config(data=str(sums_file), eval_prompts=5)
+    trainer = GRPOTrainer(config, quiet=True)
+    trainer.close()
+    file = Path(config.output) / "heldout.jsonl"
+    saved = [json.loads(line) for line in file.read_text().splitlines()]
+    chosen = [prompt.index for prompt in trainer.prompts.held_out]
+    assert len(chosen) == 5 and not {p.index for p in trainer.prompts.train} & set(chosen)
+    expected = [
+        {"prompt": r["question"], "ground_truth": r["ground_truth"], "level": r["level"], "answer": r["ground_truth"]}
+        for r in (ROWS[i] for i in chosen)
+    ]
+    assert saved == expected
+    again = read_rows(file)
+    assert (list(again), again.recognised()) == (expected, [])
+
+
+def test_values_that_json_lacks_are_saved_as_text(small_config: Callable[..., TrainConfig]) -> None:
+    rows = [{"prompt": f"{i:02}+01=", "answer": "1", "day": date(2024, 1, 1 + i), "x": float("nan")} for i in range(6)]
+    config = small_config(eval_prompts=1)
+    GRPOTrainer(config, data=rows, quiet=True).close()
+    [saved] = [json.loads(line) for line in (Path(config.output) / "heldout.jsonl").read_text().splitlines()]
+    assert saved["day"].startswith("2024-01-0") and saved["x"] is None
+
+
+def test_a_run_without_held_out_rows_has_no_file_of_them(small_config: Callable[..., TrainConfig]) -> None:
+    config = small_config(eval_prompts=0)
+    GRPOTrainer(config, quiet=True).close()
+    assert not (Path(config.output) / "heldout.jsonl").exists()
+
+
+def test_a_run_that_cannot_begin_leaves_nothing_behind(small_config: Callable[..., TrainConfig]) -> None:
+    config = small_config(eval_prompts=5, lora=True, sampler="vllm:http://127.0.0.1:9", sampler_deadline=0.1)
+    with pytest.raises(Exception, match=r"127\.0\.0\.1:9|vllm|vLLM"):
+        GRPOTrainer(config, quiet=True)
+    assert not Path(config.output).exists()
+
+
+def test_the_plan_says_what_was_recognised(
+    small_config: Callable[..., TrainConfig], sums_file: Path, chat_model: Path
+) -> None:
+    columns = "data: question is read as prompt; ground_truth is read as answer"
+    expected = {
+        ("builtin", False): columns,
+        (str(chat_model), False): f"{columns}; text prompts go in as they are; chat=true puts them through the model's "
+        "chat template",
+        (str(chat_model), True): f"{columns}; text prompts go through the chat template",
+    }
+    for (model, chat), line in expected.items():
+        output = str(sums_file.parent / f"run-{Path(model).name}-{chat}")
+        config = small_config(model=model, chat=chat, data=str(sums_file), output=output)
+        trainer = GRPOTrainer(config, quiet=True)
+        trainer.close()
+        assert trainer.plan().lines(config)[0] == line
+
+
+def test_chat_and_system_reach_the_prompts_of_a_run(
+    small_config: Callable[..., TrainConfig], sums_file: Path, chat_model: Path
+) -> None:
+    config = small_config(model=str(chat_model), chat=True, system="9", data=str(sums_file), steps=1)
+    trainer = GRPOTrainer(config, quiet=True)
+    trainer.train()
+    # <bos> + 9 + 0 0 + 0 1 = =: the row "00+01=" after the system message.
+    assert trainer.prompts.train[0].token_ids == (1, 14, 13, 14, 4, 4, 14, 4, 5, 15, 15)
+    assert {group.prompt.text[:8] for group in trainer.groups} == {"<bos>+9+"}
