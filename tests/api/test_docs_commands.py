@@ -24,6 +24,9 @@ PARSED = {
     r"hf://|ms://": "needs a network",
     r"reasoning_gym:": "needs the extra tasks",
     r"--rebuild-base": "trains the base for minutes; tests/unit/task has it",
+    r"--quantize": "needs the extra qlora",
+    r"--lora-modules-to-save lm_head": "the head of the embedded model is its embedding",
+    r"--chat\b": "the embedded model has no chat template",
     r"--wandb|--trackio": "needs an account or the extra",
 }
 """Commands that only the real parser sees, and why."""
@@ -50,11 +53,16 @@ LIMITS = {
 
 FILES = {
     "problems.jsonl": "".join(
-        f'{{"prompt": "{a}+{b}=", "answer": "{a + b:03}"}}\n' for a in range(10, 40) for b in range(10, 13)
+        f'{{"prompt": "{a}+{b}=", "answer": "{a + b:03}", "solution": "{a + b:03}"}}\n'
+        for a in range(10, 40)
+        for b in range(10, 13)
     ),
     "heldout.jsonl": "".join(f'{{"prompt": "{a}+{a}=", "answer": "{a + a:03}"}}\n' for a in range(50, 60)),
     "tulu.jsonl": '{"messages": [{"role": "user", "content": "1+1="}], "ground_truth": "2", "dataset": "math"}\n',
     "run.yaml": "model: builtin\ndata: problems.jsonl\nrewards: [number_match]\nmax_new_tokens: 4\n",
+    "config.yaml": "model_name_or_path: Qwen/Qwen3-0.6B\nmax_steps: 100\nnum_generations: 8\n",
+    "scripts/train/qwen/grpo.sh": "python open_instruct/grpo_fast.py --model_name_or_path Qwen/Qwen3-0.6B --beta 0.0\n",
+    "train_grpo.py": "MAX_STEPS = 100\nNUM_GENERATIONS = 8\n",
     "my_rewards.py": (
         "def right(completions, answer, **_):\n"
         "    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]\n"
@@ -142,6 +150,7 @@ def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, fini
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     for command in OF_PAGE[page]:
         words = list(command.words[1:])

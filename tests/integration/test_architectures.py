@@ -134,7 +134,7 @@ def test_one_step_of_the_trainer(family: str, lora: bool, rows: Path, tmp_path: 
         "tokens_per_microbatch": 60,
         "eval_prompts": 0,
         "lora": lora,
-        "lora_targets": LORA_TARGETS.get(family, ("all-linear",)),
+        "lora_targets": LORA_TARGETS.get(family, ("all-linear",)) if lora else None,
         "lr": 1e-3,
         "steps": 1,
         "tensorboard": False,

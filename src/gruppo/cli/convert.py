@@ -14,7 +14,7 @@ class ConvertArguments:
     """Print the configuration of another trainer as a config file. Comments say what maps exactly, what differs in the
     maths, what has no counterpart, and what is left to set. Nothing of the source is executed.
 
-    gruppo convert trl config.yaml --num_processes 8 > run.yaml
+    gruppo convert trl config.yaml --num_processes 8 > from_trl.yaml
     gruppo convert trl accelerate launch --num_processes 8 train.py --num_generations 8 --beta 0.04
     gruppo convert open_instruct scripts/train/qwen/grpo.sh
     gruppo convert twinkle train_grpo.py

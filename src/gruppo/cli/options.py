@@ -51,8 +51,8 @@ def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) ->
 def _plain_text(box: str) -> str:
     """The text of tyro's error without its box: a line for each part."""
     inner = [line.strip("│ ") for line in box.splitlines()[1:-1]]
-    parts = "\n".join(line for line in inner if line).split("─" * 20)
-    texts = [" ".join(part.replace("─", "").split()) for part in parts]
+    parts = "\n".join(line for line in inner if line).replace("-" * 20, "─" * 20).split("─" * 20)
+    texts = [" ".join(re.sub("─|--{3,}", "", part).split()) for part in parts]
     # Of a value that fits none of several types tyro lists every failure; the help of the flag says what fits.
     texts[0] = re.sub(r"no type matching .+? could be instantiated from (.*?)\. Got errors:.*", r"got \1", texts[0])
     return "\n  ".join(

@@ -41,6 +41,11 @@ def _model(made: Conversion) -> None:
             made.same(own["lora_target_modules"][0], lora_targets=as_list(targets))
         if own["lora_dropout"][1]:
             made.none(own["lora_dropout"][0], "with dropout the same weights score the same tokens otherwise")
+    if made.take("load_in_4bit"):
+        if lora:
+            made.same("load_in_4bit=True", quantize="nf4")
+        else:
+            made.none("load_in_4bit=True", "only a base under an adapter is quantised")
     dtype = made.take("dtype") or made.take("torch_dtype")
     has_bf16, has_fp16 = made.take("bf16"), made.take("fp16")
     if has_bf16 or dtype == "bfloat16":

@@ -125,8 +125,8 @@ ABSENT = {
         "the head never holds all logits, and log-probs and losses are float32",
     ),
     **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant"),
-        "weights are not quantised",
+        ("load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant"),
+        "a base is quantised to nf4 or not at all",
     ),
     **dict.fromkeys(
         ("tools", "environment_factory", "max_tool_calling_iterations", "tool_parser_type", "env_pool_size",
