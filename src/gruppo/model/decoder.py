@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gruppo.batch.packed import usual_width
 from gruppo.kernel.triton_decode import draw_tokens
 from gruppo.model.attention_hook import refusal, set_shared_attention
 
@@ -122,7 +123,7 @@ class GraphDecoder:
         from transformers import DynamicCache
 
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        longest = max(len(p) for p in prompts)
+        longest = usual_width(max(len(p) for p in prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.device)
         place_PL = torch.arange(longest, device=self.device) - (longest - lengths)[:, None]
         cache = DynamicCache(config=self.scorer.base.config)  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ class Scorer:
         if batch.in_one_row:
             keywords = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
             return keywords | {"use_cache": False}, lambda values: take_unique(values[0], scored)
-        rows_SL = pad_tokens(batch.input_ids, batch.cu_seqlens, fill=0)
+        rows_SL = pad_tokens(batch.input_ids, batch.cu_seqlens, fill=0, rounds=batch.labels.is_cuda)
         row_S = torch.arange(batch.num_sequences, device=batch.labels.device)
         take = take_unique
         if batch.distinct is not None and len(batch.distinct) < batch.num_sequences:
