@@ -110,6 +110,13 @@ KEYS = (
         expect="falling slowly, well above 0",
         line="entropy {:.2f}",
     ),
+    Key(
+        "rollout/staleness",
+        "updates that the weights have seen since the oldest completion of the step was sampled; with `max_staleness`",
+        "sampled",
+        expect="`max_staleness` times the updates of a step",
+        reduce="max",
+    ),
     Key("policy/loss", "the loss", "mean over updates"),
     Key("policy/<term>", "its terms, before their coefficients: policy, kl, entropy, pull, nll", "mean over updates"),
     Key("policy/entropy_coef", "coefficient of the entropy bonus in this step; with `entropy_target`", reduce="last"),

@@ -160,6 +160,10 @@ class RolloutOptions(Options):
     sampler: str = "torch"
     """torch; vllm (an engine in this process); vllm:start (a server started for the run); vllm:http://host:8000,...
     (running servers)."""
+    max_staleness: Count = 0
+    """Sample this many steps ahead, in the background, while earlier steps train: a step takes as long as the slower of
+    the two, on weights that are so many steps old. The sampler needs a device of its own: vllm:start or
+    vllm:http://..."""
     sampler_deadline: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that vLLM may take for a step's rollouts before it counts as lost."""
     vllm_options: dict[str, Plain] = Field(default_factory=dict)
@@ -170,6 +174,11 @@ class RolloutOptions(Options):
         read_sampler(self.sampler)
         if self.vllm_options and self.sampler not in ("vllm", "vllm:start"):
             raise ValueError(f"vllm_options are for sampler=vllm or vllm:start, not for sampler={self.sampler!r}")
+        if self.max_staleness and self.sampler == "vllm":
+            raise ValueError(
+                f"max_staleness={self.max_staleness} samples while it trains, and the engine of sampler='vllm' rests "
+                "meanwhile; use sampler='vllm:start'"
+            )
         return self
 
 

@@ -30,6 +30,7 @@ VARIANTS = {
     "whole": {"lora": True, "lora_modules_to_save": ["norm"], "beta": 0.01, "ref_every": 3},
     "dynamic": {"dynamic_sampling": 2, "retire_solved": 1, "kl_in_reward": 0.01, "kl_target": 0.1, "ref_every": 3},
 }
+VARIANTS["ahead"] = {"max_staleness": 2, "dynamic_sampling": 2, "retire_solved": 1, "eval_every": 5}
 if find_spec("bitsandbytes") is not None:
     VARIANTS["4 bits"] = {"lora": True, "quantize": "nf4", "beta": 0.01}
 

@@ -1,5 +1,6 @@
 """TransformersModel: a causal language model of transformers that scores tokens, takes gradients and steps."""
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -239,6 +240,21 @@ class TransformersModel:
                 logger.warning("the reference policy is frozen after %d steps, not at the start", self.version)
             self._reference = Reference(self.scorer)
         return self._reference
+
+    def twin(self) -> "TransformersModel":
+        """A copy that scores: with weights of its own where this model trains, the others shared."""
+        twin = copy.copy(self)
+        shared = {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        twin.model = copy.deepcopy(self.model, shared).requires_grad_(False).eval()
+        for parameter in twin.model.parameters():
+            parameter.grad = None
+        twin.scorer = Scorer(twin.model, temperature=self.scorer.temperature, head=self.scorer.choice)
+        plan = self.planner
+        twin.planner = Planner(
+            twin.scorer, layout=plan.layout, tokens_per_microbatch=plan.tokens_per_microbatch, ranks=self.ranks
+        )
+        twin._weights = twin._optimizer = twin._reference = None
+        return twin
 
     # --- scoring --------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ from gruppo.weights.source import context_length, holds_adapter, longest_prompt
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
     from gruppo.sampler import Sampler
+    from gruppo.trainer.ahead import RolloutsAhead
+    from gruppo.trainer.rollout import RolloutSource
 
 
 def check_alone() -> None:
@@ -72,7 +74,7 @@ def _correction(config: TrainConfig, loss: PolicyLoss) -> Any:
     """The weights for the gap between sampler and trainer. auto: only where there is one and the loss has none."""
     name = config.correction
     if name == "auto":
-        has_gap = config.sampler != "torch"  # torch's numbers are the trainer's
+        has_gap = config.sampler != "torch" or config.max_staleness  # torch's numbers are the trainer's
         name = "truncate" if has_gap and not loss.reads_sampler else "none"
     if name == "none":
         return None
@@ -208,6 +210,27 @@ def build_sampler(
         poll=poll,
     )
     return sampler, WeightStore(sync_folder, sampler.canary_rows)
+
+
+def build_ahead(
+    config: TrainConfig,
+    model: "TransformersModel",
+    source: "RolloutSource",
+    store: WeightStore | None,
+    poll: Callable[[], None],
+) -> "RolloutsAhead | None":
+    """Rollouts ahead of the training; None without `max_staleness`."""
+    if not config.max_staleness:
+        return None
+    from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, StoredWeights
+
+    if store is None and model.device.type != "cpu":
+        raise InputError(
+            f"max_staleness={config.max_staleness} samples while it trains, and sampler=torch does both on one GPU; "
+            "use sampler=vllm:start with another GPU, or max_staleness=0"
+        )
+    weights = CopiedWeights(model) if store is None else StoredWeights(model, store, source.sampler)
+    return RolloutsAhead(source, weights, staleness=config.max_staleness, last=config.steps, poll=poll)
 
 
 def build_model(config: TrainConfig, objects: Objects, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":

@@ -16,6 +16,7 @@ from gruppo.run.checkpoints import Checkpoints
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
     from gruppo.model.reference import Reference
+    from gruppo.trainer.ahead import RolloutsAhead
 
 FILE = "trainer.json"
 REFERENCE = "reference.safetensors"
@@ -135,6 +136,10 @@ class RunState:
     entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
     reference: "Reference | None" = None
     """Only one that the run moves; else it is the model at the start and needs no saving."""
+    ahead: "RolloutsAhead | None" = None
+    """Rollouts of the steps to come, with `max_staleness`."""
+    loaded: Path | None = None
+    """The checkpoint that the run goes on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,8 @@ class Snapshots:
             (folder / FILE).write_text(json.dumps(facts), encoding="utf-8")
             if state.reference is not None:
                 save_file(state.reference.state(), folder / REFERENCE)
+            if state.ahead is not None:
+                state.ahead.save(folder)
 
         self.checkpoints.save(step, write)
 
@@ -170,7 +177,8 @@ class Snapshots:
 
         Without a checkpoint they are as they were before the first step: (0, None).
         """
-        folder, state = self.checkpoints.newest(), self.state
+        state = self.state
+        folder = state.loaded = self.checkpoints.newest()
         if folder is None:
             return 0, None
         load_training_state(self.model.weights, self.model.optimizer, folder)

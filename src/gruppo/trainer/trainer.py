@@ -22,6 +22,7 @@ from gruppo.run.trackers import Trackers, check_installed
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import build
 from gruppo.trainer.advantages import shaped_mean, with_kl
+from gruppo.trainer.ahead import RolloutsAhead, outside_of_worker
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import Learner
@@ -110,6 +111,7 @@ class GRPOTrainer:
         self.config = config = build.fit_context(config, objects)
         self.callbacks = list(callbacks)
         self.stop = StopFlag()
+        poll = outside_of_worker(self.stop.poll) if config.max_staleness else self.stop.poll
         self.step_number = 0
         self.unfinished: dict[str, float] | None = None
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
@@ -124,7 +126,7 @@ class GRPOTrainer:
         loss = build.build_loss(config)
         estimate = build.build_advantage(config)
         with ExitStack() as stack:
-            self.scorer = stack.enter_context(build.build_rewards(config, objects, poll=self.stop.poll))
+            self.scorer = stack.enter_context(build.build_rewards(config, objects, poll=poll))
             tokenizer = objects.tokenizer or load_tokenizer(config.model)
             self.prompts = build.build_prompts(config, objects, tokenizer)
             self.scorer.max_steps = config.steps
@@ -142,11 +144,11 @@ class GRPOTrainer:
             if resume:
                 self._restore()
             folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
-            self.sampler, self.store = build.build_sampler(config, self.model, self.prompts, folder, self.stop.poll)
+            self.sampler, self.store = build.build_sampler(config, self.model, self.prompts, folder, poll)
             stack.enter_context(closing(self.sampler))
             if self.store is not None:
                 stack.enter_context(closing(self.store))
-            self.model.measures_gap = not self.sampler.is_exact or loss.reads_sampler
+            self.model.measures_gap = not self.sampler.is_exact or loss.reads_sampler or config.max_staleness > 0
             self.stage = build.build_stage(config, estimate, self.scorer)
             self.source = RolloutSource(
                 prompts=self.prompts.train.prompts,
@@ -166,6 +168,12 @@ class GRPOTrainer:
                 max_batches=config.dynamic_sampling,
                 timed=self._timed,
             )
+            ahead = build.build_ahead(config, self.model, self.source, self.store, self.stop.poll)
+            if ahead is not None:
+                stack.enter_context(closing(ahead))  # before the sampler and the rewards end
+                if self.state.loaded is not None:
+                    ahead.load(self.state.loaded, self.prompts.train.prompts)
+            self.state.ahead = ahead
             self.learner = Learner(
                 model=self.model,
                 epochs=config.epochs_per_batch,
@@ -193,9 +201,12 @@ class GRPOTrainer:
             record: keep what the last update saw of each token in `groups`.
         """
         config, state, number = self.config, self.state, self.step_number + 1
-        if self.store is not None:
-            self._sync(self.store)
-        groups, metrics = self.source.next(number)
+        if state.ahead is not None:
+            groups, metrics = self._take_ahead(state.ahead, number)
+        else:
+            if self.store is not None:
+                self._sync(self.store)
+            groups, metrics = self.source.next(number)
         metrics = self.synced | metrics
         if "reward/mean" not in metrics:
             text = "every reward function abstained (None) on every completion: the step teaches nothing. Check the "
@@ -230,6 +241,8 @@ class GRPOTrainer:
         prompts, num_samples = self.prompts.held_out.prompts, self.config.eval_samples
         if not prompts:
             return None
+        if self.state.ahead is not None:
+            self.state.ahead.drain()  # the sampler has one set of weights
         if self.store is not None:
             self._sync(self.store)
         with self._timed("eval"):
@@ -328,6 +341,17 @@ class GRPOTrainer:
         if state.reference is not None and self.step_number % config.ref_every == 0:
             state.reference.refresh(config.ref_mix)
         return seen
+
+    def _take_ahead(self, ahead: RolloutsAhead, number: int) -> tuple[list[Group], dict[str, float]]:
+        """The groups of a step that were sampled in the background."""
+        with self._timed("wait"):
+            sampled = ahead.take(number)
+        self.seconds |= sampled.seconds
+        self.synced = {
+            name: value for name, value in sampled.metrics.items() if name.startswith("sync/")
+        } or self.synced
+        ages = [self.model.version - r.trajectory.versions[0] for g in sampled.groups for r in g.rollouts]
+        return sampled.groups, sampled.metrics | {"rollout/staleness": float(max(ages, default=0))}
 
     def _sync(self, store: WeightStore) -> None:
         """Publish the newest weights and load them into the sampler; its report stays until the next hand-over."""

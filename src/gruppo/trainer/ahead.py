@@ -1,0 +1,256 @@
+"""Rollouts ahead: steps are sampled and scored in the background while earlier steps train.
+
+With `max_staleness` k, step m is sampled from the weights after step max(0, m - 1 - k), whatever the clock says. One
+worker takes the steps in order, so a step of a run with k = 1 takes as long as the slower of sampling and training, and
+the result depends on the schedule alone. What is sampled and not yet trained on is part of every checkpoint: a run that
+is killed goes on bit for bit.
+"""
+
+import copy
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from gruppo.errors import CheckpointError, SamplerError
+from gruppo.sampler import Sampler, TorchSampler
+from gruppo.trainer.rollout import RolloutSource
+from gruppo.types import Group, Prompt, Rollout, Trajectory
+from gruppo.weights.store import NotTaken, Published, WeightStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gruppo.model import TransformersModel
+
+TEXTS, NUMBERS = "ahead.json", "ahead.safetensors"
+WORKER = "rollouts"
+WAIT = 0.2
+"""Seconds between two looks at the stop flag while rollouts are awaited."""
+
+
+def outside_of_worker(poll: Callable[[], None]) -> Callable[[], None]:
+    """The same hook, which does nothing in the worker: what is being sampled when a run is stopped is part of it."""
+    return lambda: None if threading.current_thread().name.startswith(WORKER) else poll()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Groups of a step, their metrics, and the seconds that each stage took in the background."""
+
+    groups: list[Group]
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+class Weights(Protocol):
+    """Weights of one version on their way to a sampler of their own."""
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    def publish(self) -> Any:
+        """The trainer's weights as they are now; called between steps."""
+        ...
+
+    def load(self, published: Any) -> dict[str, float]:
+        """Sample from these; called by the worker."""
+        ...
+
+    def release(self, published: Any) -> None:
+        """No older weights are needed any more."""
+        ...
+
+
+class StoredWeights:
+    """Weights in a folder per version, for vLLM."""
+
+    def __init__(self, model: "TransformersModel", store: WeightStore, sampler: Sampler) -> None:
+        self.model, self.store, self.sampler = model, store, sampler
+        self._last: Published | None = None
+
+    def publish(self) -> Published:
+        if self._last is None or self._last.version != self.model.version:
+            self._last = self.store.publish(self.model)
+        return self._last
+
+    def load(self, published: Published) -> dict[str, float]:
+        loaded = self.sampler.loaded
+        if loaded is not None and loaded.version == published.version:
+            return {}
+        try:
+            return self.sampler.load(published)
+        except NotTaken:
+            try:
+                return self.sampler.load(published)
+            except NotTaken as error:
+                raise SamplerError(
+                    f"the weights of version {published.version} did not reach the sampler, tried twice: {error}. "
+                    f"Nothing was sampled from them; the files are in {published.folder}"
+                ) from error
+
+    def release(self, published: Published) -> None:
+        self.store.release(published)
+
+
+class CopiedWeights:
+    """Weights of a copy of the model in this process, for the torch sampler. What does not train is shared."""
+
+    def __init__(self, model: "TransformersModel") -> None:
+        self.model, self.twin = model, model.twin()
+        self.sampler = TorchSampler(self.twin)
+
+    def publish(self) -> tuple[int, dict[str, "Tensor"]]:
+        trained = {n: p.detach().clone() for n, p in self.model.model.named_parameters() if p.requires_grad}
+        return self.model.version, trained
+
+    def load(self, published: tuple[int, dict[str, "Tensor"]]) -> dict[str, float]:
+        self.twin.version, trained = published
+        own = dict(self.twin.model.named_parameters())
+        with torch.no_grad():
+            for name, value in trained.items():
+                own[name].copy_(value)
+        return {}
+
+    def release(self, published: Any) -> None:
+        """Nothing is kept."""
+
+
+class RolloutsAhead:
+    """Rollouts of the steps to come, in order.
+
+    Args:
+        source: samples and scores a step. Only the worker uses it, until `drain` has returned.
+        staleness: steps that may lie between the weights that sample and those that train.
+        last: the last step of the run.
+        poll: called while rollouts are awaited; raises to stop.
+    """
+
+    def __init__(
+        self, source: RolloutSource, weights: Weights, *, staleness: int, last: int, poll: Callable[[], None]
+    ) -> None:
+        self.source, self.weights, self.staleness, self.last, self.poll = source, weights, staleness, last, poll
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix=WORKER)
+        self._pending: deque[tuple[int, Future[Sampled], Any]] = deque()
+
+    def take(self, number: int) -> Sampled:
+        """The rollouts of the next step; what is due is launched from the weights as they are."""
+        first = self._pending[-1][0] + 1 if self._pending else number
+        for due in range(first, min(number + self.staleness, self.last) + 1):
+            self._launch(due)
+        taken, future, published = self._pending[0]
+        assert taken == number, f"step {taken} is next, not {number}"
+        while not future.done():
+            self.poll()
+            wait([future], timeout=WAIT)
+        sampled = future.result()
+        self._pending.popleft()
+        if published is not None:
+            self.weights.release(published)
+        return sampled
+
+    def drain(self) -> None:
+        """Wait until nothing is being sampled: the sampler and the rewards are free."""
+        wait([future for _, future, _ in self._pending])
+
+    def close(self) -> None:
+        """Drop what has not begun, and wait for the rest."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _launch(self, number: int) -> None:
+        published = self.weights.publish()
+        solved = copy.deepcopy(self.source.solved)  # prompts are drawn by what is known now
+        self._pending.append((number, self._worker.submit(self._sample, number, published, solved), published))
+
+    def _sample(self, number: int, published: Any, solved: Any) -> Sampled:
+        seconds: dict[str, float] = {}
+
+        @contextmanager
+        def timed(name: str) -> Iterator[None]:
+            started = time.monotonic()
+            yield
+            seconds[f"ahead/{name}"] = seconds.get(f"ahead/{name}", 0.0) + time.monotonic() - started
+
+        with timed("sync"):
+            reported = self.weights.load(published)
+        source = replace(self.source, sampler=self.weights.sampler, solved=solved, timed=timed)
+        groups, metrics = source.next(number)
+        return Sampled(groups, reported | metrics, seconds)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write what is sampled and not yet trained on. Waits for what is being sampled."""
+        self.drain()
+        steps, rollouts = [], []
+        for number, future, _ in self._pending:
+            if future.exception() is not None:  # raised when its step is taken
+                break
+            sampled = future.result()
+            for group in sampled.groups:
+                rollouts += [*group.rollouts, *([group.greedy] if group.greedy else [])]
+            steps.append(
+                {"step": number, **asdict(replace(sampled, groups=[])), "groups": [*map(_facts, sampled.groups)]}
+            )
+        (folder / TEXTS).write_text(json.dumps(steps, default=str), encoding="utf-8")
+        written = [rollout.trajectory for rollout in rollouts]
+        columns = {
+            "tokens": torch.tensor([token for t in written for token in t.tokens], dtype=torch.int64),
+            "logps": torch.tensor([x for t in written for x in t.logps or ()], dtype=torch.float64),
+            "entropies": torch.tensor([x for t in written for x in t.entropies or ()], dtype=torch.float64),
+        }
+        save_file(columns, folder / NUMBERS)
+
+    def load(self, folder: Path, prompts: Sequence[Prompt]) -> None:
+        """Read what `save` wrote."""
+        try:
+            steps = json.loads((folder / TEXTS).read_text(encoding="utf-8"))
+            columns = {name: iter(values.tolist()) for name, values in load_file(folder / NUMBERS).items()}
+            by_index = {prompt.index: prompt for prompt in prompts}
+            for step in steps:
+                groups = [_group(facts, by_index[facts["prompt"]], columns) for facts in step["groups"]]
+                future: Future[Sampled] = Future()
+                future.set_result(Sampled(groups, step["metrics"], step["seconds"]))
+                self._pending.append((step["step"], future, None))
+        except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+            raise CheckpointError(f"{folder / TEXTS} cannot be read: {error!r}") from error
+
+
+def _facts(group: Group) -> dict[str, Any]:
+    """A group without its numbers per token."""
+    greedy = None if group.greedy is None else _rollout_facts(group.greedy)
+    rollouts = [_rollout_facts(rollout) for rollout in group.rollouts]
+    return {"prompt": group.prompt.index, "status": group.status, "rollouts": rollouts, "greedy": greedy}
+
+
+def _rollout_facts(rollout: Rollout) -> dict[str, Any]:
+    trajectory = rollout.trajectory
+    assert trajectory.sampled is None, "a trajectory with turns of others cannot wait"
+    own = {name: getattr(rollout, name) for name in ("reward", "rewards", "correct", "extras", "errors")}
+    return own | {
+        "num": len(trajectory.tokens),
+        "has": [name for name in ("logps", "entropies") if getattr(trajectory, name) is not None],
+        "trajectory": {"versions": trajectory.versions, "text": trajectory.text, "stop_reason": trajectory.stop_reason},
+    }
+
+
+def _group(facts: dict[str, Any], prompt: Prompt, columns: dict[str, Iterator[Any]]) -> Group:
+    rollouts = tuple(_rollout(each, prompt, columns) for each in facts["rollouts"])
+    greedy = None if facts["greedy"] is None else _rollout(facts["greedy"], prompt, columns)
+    return Group(prompt=prompt, rollouts=rollouts, status=facts["status"], greedy=greedy)
+
+
+def _rollout(facts: dict[str, Any], prompt: Prompt, columns: dict[str, Iterator[Any]]) -> Rollout:
+    num, has, own = facts.pop("num"), facts.pop("has"), facts.pop("trajectory")
+    own["versions"] = tuple(own["versions"])
+    numbers = {name: tuple(next(columns[name]) for _ in range(num)) for name in ("tokens", *has)}
+    return Rollout(trajectory=Trajectory(prompt=prompt, **numbers, **own), **facts)
