@@ -162,8 +162,8 @@ class RolloutOptions(Options):
     (running servers)."""
     max_staleness: Count = 0
     """Sample this many steps ahead, in the background, while earlier steps train: a step takes as long as the slower of
-    the two, on weights that are so many steps old. The sampler needs a device of its own: vllm:start or
-    vllm:http://..."""
+    the two, and its rollouts come from weights of that many steps before. The sampler needs a device of its own, such
+    as a server of vLLM."""
     sampler_deadline: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that vLLM may take for a step's rollouts before it counts as lost."""
     vllm_options: dict[str, Plain] = Field(default_factory=dict)

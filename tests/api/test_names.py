@@ -268,7 +268,7 @@ def test_batch_calls():
     assert signature(batch.pack_shared) == {"inputs": ..., "*row_slots": None, "*multiple_of": 1}
     assert signature(batch.split_by_tokens) == {"lengths": ..., "tokens_per_microbatch": ...}
     assert signature(batch.pack_rows) == {"values_BL": ..., "attention_BL": ...}
-    assert signature(batch.pad_tokens) == {"values_T": ..., "cu_seqlens": ..., "fill": ...}
+    assert signature(batch.pad_tokens) == {"values_T": ..., "cu_seqlens": ..., "fill": ..., "*rounds": False}
     assert signature(batch.Totals) == {
         "*sequences": ...,
         "*tokens": ...,
