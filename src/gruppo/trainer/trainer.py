@@ -259,8 +259,8 @@ class GRPOTrainer:
         first, recorder = self.step_number, self.recorder
         result = TrainResult(first)
         recorder.started(first)
-        for line in [] if recorder.quiet else self.plan().lines(self.config):
-            recorder.say(line)
+        if not recorder.quiet:
+            self._show_plan()
         if first:
             recorder.say(f"resuming after step {first}")
         if text := self.prompts.train.left_out():
@@ -320,6 +320,17 @@ class GRPOTrainer:
         """What the run will do, in numbers."""
         train = self.prompts.train
         return make_plan(self.config, self.model, train.prompts, train.reading)
+
+    def _show_plan(self) -> None:
+        """Print the plan. On a GPU it measures memory on a few tokens, for which the decoder blocks are compiled."""
+        started, compiles = time.monotonic(), self.model.scorer.compiled is not None
+        if compiles:
+            self.recorder.say("compiling the decoder blocks: half a minute to two minutes")
+        lines = self.plan().lines(self.config)
+        if compiles:
+            self.recorder.say(f"compiled in {time.monotonic() - started:.0f} s")
+        for line in lines:
+            self.recorder.say(line)
 
     def close(self) -> None:
         """End the reward workers and the sampler, and give the run directory back."""
