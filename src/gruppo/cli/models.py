@@ -77,10 +77,9 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     given = parse(EvalArguments, arguments, "eval")
     config = eval_config(given)
     output = completions_file(given.output) or (given.run / "eval.parquet" if given.run else None)
-    from gruppo.sampler import SamplingParams
     from gruppo.task import load_prompts
     from gruppo.task.order import EVAL_STREAM, shuffle
-    from gruppo.trainer.build import build_rewards, prompt_options
+    from gruppo.trainer.build import build_rewards, prompt_options, sampling_params
     from gruppo.trainer.evaluate import evaluate
     from gruppo.trainer.objects import take_objects
     from gruppo.weights.source import load_tokenizer, longest_prompt
@@ -96,13 +95,7 @@ def evaluate_model(arguments: Sequence[str]) -> int:
         if given.limit is not None and given.limit < len(prompts):  # the rows of a file may be sorted
             prompts = [found[i] for i in sorted(shuffle(len(found), config.seed, EVAL_STREAM)[: given.limit].tolist())]
         sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
-        params = SamplingParams(
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
-            stop=config.stop,
-            seed=config.seed,
-            step=0,
-        )
+        params = sampling_params(config)
         try:
             result = evaluate(prompts, sampler, scorer, params, num_samples=config.eval_samples)
         finally:

@@ -168,12 +168,13 @@ class GraphDecoder:
         self.row_of[places] = -1
 
     def _advance(self) -> None:
-        """One more token of each row: by a graph, once kernels for so many rows have been compiled and run."""
+        """One more token of each row: by a graph, once kernels for these shapes have been compiled and run."""
         self.num_steps += 1
-        if self.num_steps <= 2 and len(self.row_of) not in self.scorer.decoded:
+        shapes = tuple(x.shape for x in self.layers[0])
+        if self.num_steps <= 2 and shapes not in self.scorer.decoded:
             self._step()
             return
-        self.scorer.decoded.add(len(self.row_of))
+        self.scorer.decoded.add(shapes)
         if self.graph is None:
             self.graph = _captured(self._step, _graph_memory(self.device))
         self.graph.replay()

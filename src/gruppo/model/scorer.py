@@ -63,8 +63,8 @@ class Scorer:
         self.choice: HeadChoice = head
         self.base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
         self.compiled: CompiledBlocks | None = None
-        self.decoded: set[int] = set()
-        """Numbers of rows for which a step of decoding has run."""
+        self.decoded: set[tuple[torch.Size, ...]] = set()
+        """Shapes of caches for which a step of decoding has run."""
         self.head = install(model)
         if self.head is None:
             logger.info("%s: logits come from the model as it is, not from a head of ours", type(model).__name__)

@@ -16,6 +16,7 @@ from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
 from gruppo.options import DataOptions, ModelOptions, RewardOptions, RunOptions, read_sampler
 from gruppo.reward import RewardScorer, RewardShape, load_reward
+from gruppo.sampler.base import SamplingParams
 from gruppo.task import PromptSet, load_prompts
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
@@ -210,6 +211,17 @@ def build_sampler(
         poll=poll,
     )
     return sampler, WeightStore(sync_folder, sampler.canary_rows)
+
+
+def sampling_params(config: TrainConfig) -> SamplingParams:
+    """How the completions of a run are drawn."""
+    return SamplingParams(
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        stop=config.stop,
+        seed=config.seed,
+        step=0,
+    )
 
 
 def build_ahead(

@@ -19,7 +19,6 @@ from gruppo.run.directory import RunDirectory
 from gruppo.run.recorder import Recorder
 from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import Trackers, check_installed
-from gruppo.sampler import SamplingParams
 from gruppo.trainer import build
 from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.ahead import RolloutsAhead, outside_of_worker
@@ -156,13 +155,7 @@ class GRPOTrainer:
                 scorer=self.scorer,
                 stage=self.stage,
                 solved=self.state.solved,
-                params=SamplingParams(
-                    temperature=config.temperature,
-                    max_new_tokens=config.max_new_tokens,
-                    stop=config.stop,
-                    seed=config.seed,
-                    step=0,
-                ),
+                params=build.sampling_params(config),
                 prompts_per_step=config.prompts_per_step,
                 group_size=config.group_size,
                 max_batches=config.dynamic_sampling,
