@@ -24,6 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "rejecting": {"loss": "m2po", **LIVE},
     "gspo": {"loss": "gspo", "minibatches": 2, **LIVE},
     "corrected": {"correction": "mask", **LIVE},
+    "ahead": {"max_staleness": 1},
 }
 
 
