@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/step.py                      what is importable is compared
     PYTHONPATH=src python benchmarks/step.py --case 4b-lora
+    PYTHONPATH=src python benchmarks/step.py --gradients          how far the gradients of both are from float32
 
 Models have the shapes of Qwen3 and random weights; both trainers get the same sequences, advantages and loss. TRL's
 part is its own `_compute_loss` with its fused head, on a batch that is padded as its trainer pads it, with Liger's
@@ -24,7 +25,7 @@ import time
 import types
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -160,11 +161,15 @@ class Ours:
         self.model.weights.zero_grad()
         return loss.item()
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        self.model.forward_backward(self.features, advantages=self.advantages)
+        return {name: p.grad.float() for name, p in self.model.weights.named().items() if p.grad is not None}
+
 
 class TRL:
     """TRL's own loss and model, without its data loader and logging."""
 
-    def __init__(self, case: Case, rows: int) -> None:
+    def __init__(self, case: Case, rows: int, *, autocasts: bool = True) -> None:
         from trl.trainer.grpo_trainer import GRPOTrainer
         from trl.trainer.utils import add_fused_lm_head
 
@@ -188,7 +193,8 @@ class TRL:
         trainer.state, trainer.model = types.SimpleNamespace(global_step=0), self.model
         trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         same = staticmethod(lambda value, *_args, **_keywords: value)
-        context = (lambda _self: torch.autocast("cuda", torch.bfloat16)) if case.dtype == torch.float32 else None
+        is_float32 = case.dtype == torch.float32 and autocasts
+        context = (lambda _self: torch.autocast("cuda", torch.bfloat16)) if is_float32 else None
         members = {"num_processes": 1, "sync_gradients": True, "is_main_process": True}
         members |= dict.fromkeys(("reduce", "gather", "gather_for_metrics"), same)
         members["autocast"] = context or (lambda _self: torch.autocast("cuda", enabled=False))
@@ -209,6 +215,11 @@ class TRL:
         self.trainer.current_gradient_accumulation_steps = len(features) // rows
         starts = range(0, len(features), rows)
         return [{name: x[i : i + rows].cuda() for name, x in whole.items()} for i in starts]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        for batch in self.batches:
+            self.trainer._compute_loss(self.model, batch).backward()
+        return {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def step(self) -> float:
         total = 0.0
@@ -295,15 +306,34 @@ def measure(make: Callable[[], Any], repeats: int = REPEATS) -> dict[str, float]
         return {"ms": float("inf"), "gib": float("inf"), "first_s": 0.0, "loss": float("nan")}
 
 
+def compare_gradients() -> None:
+    """Relative distance of the gradients in bf16 from those of TRL in float32, on a model of four layers."""
+    sizes = SMALL | {"num_hidden_layers": 4}
+    case = replace(CASES["0.6b"], sizes=sizes, groups=2, size=4, tokens=8192, rows=(8,))
+    exact = TRL(replace(case, dtype=torch.float32), 8, autocasts=False).gradients()
+    use_liger()
+    made: dict[str, Callable[[], Any]] = {"gruppo": lambda: Ours(case), "TRL, Liger": lambda: TRL(case, 8)}
+    whole = torch.cat([g.flatten() for g in exact.values()]).norm()
+    for label, make in made.items():
+        found = make().gradients()
+        apart = torch.cat([(found[name] - gradient).flatten() for name, gradient in exact.items()]).norm()
+        print(f"  {label:24} gradient off by {apart / whole:.2e} of its norm ({len(exact)} tensors)", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, help="only this case (default: all)")
     parser.add_argument("--variants", action="store_true", help="also not compiled, and recomputing")
     parser.add_argument("--out", help="write the figures to this JSON file")
+    parser.add_argument("--gradients", action="store_true", help="compare gradients with float32 and end")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/step.py measures on a GPU, and there is none")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    if given.gradients:
+        if load_peer():
+            compare_gradients()
+        return
     results: dict[str, Any] = {}
     for name in given.case or CASES:
         case = CASES[name]
