@@ -50,6 +50,6 @@ def check(run: RunReader, now: Mapping[str, Any], *, accept: bool) -> list[str]:
     if found and not accept:
         raise InputError(
             f"{run.path} was made from something else: {'; '.join(found)}. Put it back, or go on with it as it is now "
-            "with --accept-changes (in Python accept_changes=True); only --steps can change without"
+            "with --accept-changes (in Python GRPOTrainer(..., accept_changes=True)). --steps N needs no such consent"
         )
     return found
