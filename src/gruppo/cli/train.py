@@ -50,12 +50,15 @@ class ResumeArguments:
     directory: tyro.conf.Positional[Path]
     """The run directory."""
     steps: Annotated[int | None, tyro.conf.arg(help="Go on to this step instead of the run's own last one.")] = None
+    accept_changes: bool = False
+    """Go on although options in config.yaml, the prompts or the base weights are not those that the run began with."""
 
 
 def resume(arguments: Sequence[str]) -> int:
     given = parse(ResumeArguments, arguments, "resume")
     own = {} if given.steps is None else {"steps": given.steps}
-    return run(TrainConfig.of_run(given.directory, own), resume=True)
+    config = TrainConfig.of_run(given.directory, own)
+    return run(config, resume=True, accept_changes=given.accept_changes)
 
 
 @contextmanager
@@ -84,6 +87,7 @@ def run(
     config: TrainConfig,
     *,
     resume: bool = False,
+    accept_changes: bool = False,
     overwrite: bool = False,
     opening: str = "",
     show: Show = show_accuracy,
@@ -96,7 +100,7 @@ def run(
         console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)  # paths, printed as they are
         if opening:
             console.print(opening, soft_wrap=False)
-        trainer = GRPOTrainer(config, resume=resume, overwrite=overwrite)
+        trainer = GRPOTrainer(config, resume=resume, accept_changes=accept_changes, overwrite=overwrite)
         result = trainer.train()
         if result.status == "stopped":
             console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")

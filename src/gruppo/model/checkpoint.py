@@ -19,26 +19,29 @@ from gruppo.weights.files import commit_folder, read_manifest
 
 
 def save_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Weights that train and the optimizer's state, without pickle. Weights that are not finite are refused."""
+    """Weights that train and the optimizer's state, without pickle. Numbers that are not finite are refused."""
     kept = {name: p.detach().to("cpu").contiguous() for name, p in weights.named().items()}
-    for name, tensor in kept.items():
-        if not tensor.isfinite().all():
-            raise CheckpointError(
-                f"{name} holds non-finite numbers; nothing was written, older checkpoints are as they were"
-            )
-    save_file(kept, folder / "weights.safetensors")
     state = optimizer.state_dict()
     tensors, scalars = {}, {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
             target = tensors if isinstance(value, Tensor) else scalars
             target[f"{index}.{name}"] = value.to("cpu").contiguous() if isinstance(value, Tensor) else value
+    for name, tensor in (*kept.items(), *((f"{name} of the optimizer", value) for name, value in tensors.items())):
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{name} holds non-finite numbers; nothing was written, older checkpoints are as they were"
+            )
+    save_file(kept, folder / "weights.safetensors")
     save_file(tensors, folder / "optimizer.safetensors")
     (folder / "optimizer.json").write_text(json.dumps({"scalars": scalars, "param_groups": state["param_groups"]}))
 
 
 def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read back what `save_training_state` wrote, strictly: the same names and shapes, or nothing is changed."""
+    """Read back what `save_training_state` wrote, strictly: the same names, shapes and dtypes, and finite numbers.
+
+    Otherwise CheckpointError gives the reason, and no weight is changed.
+    """
     try:
         saved = load_file(folder / "weights.safetensors")
         description = json.loads((folder / "optimizer.json").read_text())
@@ -48,14 +51,24 @@ def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
         for key, value in entries.items():
             index, name = key.split(".", 1)
             state.setdefault(int(index), {})[name] = value
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameters[int(index)].shape:
-                raise CheckpointError(f"{folder}: {name} of parameter {index} has shape {tuple(value.shape)}")
-        groups = description["param_groups"]
+            if isinstance(value, Tensor):
+                _check_entry(f"{folder}: {name} of parameter {index}", value, parameters[int(index)])
+        _check_fit(weights.named(), saved, folder, has_dtypes=True)
+        optimizer.load_state_dict({"state": state, "param_groups": description["param_groups"]})
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{folder} is not a checkpoint of this version: {error}") from error
-    _copy_weights(weights.named(), saved, folder)
+    _copy(weights.named(), saved)
     weights.write_back()
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _check_entry(name: str, value: Tensor, parameter: Tensor) -> None:
+    """Refuse a tensor of the optimizer's state that cannot be the parameter's; a count of steps has no shape."""
+    if value.dim() and value.shape != parameter.shape:
+        raise CheckpointError(f"{name} has shape {tuple(value.shape)}, the parameter's is {tuple(parameter.shape)}")
+    if value.dim() and value.dtype != parameter.dtype:
+        raise CheckpointError(f"{name} holds {value.dtype}, the parameter {parameter.dtype}")
+    if not value.isfinite().all():
+        raise CheckpointError(f"{name} holds non-finite numbers")
 
 
 def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path, **facts: Any) -> None:
@@ -92,25 +105,31 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
         weights |= load_file(shard)
     names = {n for n, _ in model.named_parameters()}
     own = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    _copy_weights(own, {n: t for n, t in weights.items() if n in names}, folder)
+    chosen = {n: t for n, t in weights.items() if n in names}
+    _check_fit(own, chosen, folder)
+    _copy(own, chosen)
 
 
-def _copy_weights(own: Mapping[str, nn.Parameter], weights: dict[str, Tensor], folder: Path) -> None:
-    _check_fit(own, weights, folder)
+def _copy(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])
 
 
-def _check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Refuse weights that are not the model's, before the first of them is copied."""
+def _check_fit(
+    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Path, *, has_dtypes: bool = False
+) -> None:
+    """Refuse weights that are not the model's, before the first of them is copied. `has_dtypes`: nor of its dtypes."""
     if own.keys() != weights.keys():
         missing, extra = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
         raise CheckpointError(f"{folder} does not fit the model: missing {missing[:3]}, unknown {extra[:3]}")
     for name, parameter in own.items():
-        if weights[name].shape != parameter.shape:
+        found = weights[name]
+        if found.shape != parameter.shape:
             raise CheckpointError(
-                f"{folder}: {name} has shape {tuple(weights[name].shape)}, the model's is {tuple(parameter.shape)}"
+                f"{folder}: {name} has shape {tuple(found.shape)}, the model's is {tuple(parameter.shape)}"
             )
-        if not weights[name].isfinite().all():
+        if not found.is_floating_point() or (has_dtypes and found.dtype != parameter.dtype):
+            raise CheckpointError(f"{folder}: {name} holds {found.dtype}, the model {parameter.dtype}")
+        if not found.isfinite().all():
             raise CheckpointError(f"{folder}: {name} holds non-finite numbers")

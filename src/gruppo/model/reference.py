@@ -81,6 +81,8 @@ class Reference:
             return
         if {n: p.shape for n, p in own.items()} != {n: w.shape for n, w in weights.items()}:
             raise CheckpointError("the weights of the reference do not fit the model")
+        if not all(w.is_floating_point() and w.isfinite().all() for w in weights.values()):
+            raise CheckpointError("the weights of the reference hold other than finite numbers")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])

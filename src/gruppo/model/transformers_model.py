@@ -116,6 +116,7 @@ class TransformersModel:
         loaded = compute or torch.float32
         self.quantized = {} if quantize is None else {"quantize": quantize, "dtype": str(loaded).removeprefix("torch.")}
         """How the base was quantised here, and from which dtype: a folder with its adapter notes it. {}: not at all."""
+        self._base: dict[str, str] = {}
         if isinstance(model_id, str):
             _check_quantize(model_id, quantize, lora, process_group)
             self.quantized = source.quantization_of(model_id) or self.quantized
@@ -127,6 +128,9 @@ class TransformersModel:
                 quantize=quantize,
                 device=self.device,
             )
+            if lora is not None or source.holds_adapter(model_id):
+                digest = source.weights_digest(source.base_of(model_id), None if lora is None else revision)
+                self._base = {} if digest is None else {"base": digest}  # now: the files may change while it trains
             self.tokenizer = tokenizer or source.load_tokenizer(model_id, revision)
         else:
             if quantize is not None:
@@ -431,7 +435,7 @@ class TransformersModel:
         from gruppo.model.checkpoint import save_pretrained
 
         with self.weights.in_full() if self.lora else nullcontext():
-            save_pretrained(self.model, self.tokenizer, Path(folder), **self.quantized)
+            save_pretrained(self.model, self.tokenizer, Path(folder), **self.quantized, **self._base)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote into this model."""

@@ -4,27 +4,28 @@ import json
 import logging
 import os
 import platform
-import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from gruppo import __version__
 from gruppo.errors import InputError
+from gruppo.run.lock import NAME, give_back_lock, take_lock
 from gruppo.run.reader import RunReader, numbered, read_lines
 from gruppo.types import Group, Prompt
+from gruppo.weights.files import remove, remove_temporary, temporary
 
 logger = logging.getLogger(__name__)
 
 Status = Literal["running", "done", "stopped", "failed"]
 
 OWN = (
-    *("config.yaml", "env.json", "status.json", "metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png"),
+    *("config.yaml", "origin.json", "env.json", "status.json"),
+    *("metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png"),
     *("checkpoints", "completions", "model", "best", "tensorboard", "sync", "heldout.jsonl", "eval.parquet"),
 )
 """Names of everything that a run writes, but for its lock."""
@@ -64,13 +65,13 @@ class RunDirectory(RunReader):
             raise InputError(
                 f"output={output!r} exists already and is not a run; nothing was touched. Choose another output"
             )
-        run.take_lock()
+        take_lock(path)
         run._has_begun = False
         try:
             if is_used:
                 run._clear(overwrite)
-            _replace(path / "config.yaml", config.encode())
-            (path / "env.json").write_text(json.dumps(current_environment(), indent=1))
+            _replace(path / "config.yaml", config.encode(), flush=True)
+            _replace(path / "env.json", json.dumps(current_environment(), indent=1).encode())
         except BaseException as error:
             run.__exit__(type(error), error, None)
             if isinstance(error, OSError):
@@ -82,7 +83,7 @@ class RunDirectory(RunReader):
     def reopen(cls, path: str | Path) -> Self:
         run = cls(path)
         run.check()
-        run.take_lock()
+        take_lock(run.path)
         return run
 
     def __enter__(self) -> Self:
@@ -93,7 +94,7 @@ class RunDirectory(RunReader):
         if is_void:
             with suppress(OSError):
                 self._remove()
-        (self.path / "lock").unlink(missing_ok=True)
+        give_back_lock(self.path)
         if is_void:
             with suppress(OSError):  # not empty: it has files that are not the run's
                 self.path.rmdir()
@@ -101,7 +102,7 @@ class RunDirectory(RunReader):
     def _is_ours(self) -> bool:
         """Whether a run began here. A lone config.yaml may be the user's."""
         found = {name for name in ("env.json", "status.json", "metrics.jsonl") if (self.path / name).exists()}
-        return (self.path / "lock").exists() or (bool(found) and (self.path / "config.yaml").exists())
+        return (self.path / NAME).exists() or (bool(found) and (self.path / "config.yaml").exists())
 
     def _clear(self, overwrite: bool) -> None:
         """Make room for a new run where one was."""
@@ -120,47 +121,8 @@ class RunDirectory(RunReader):
     def _remove(self) -> None:
         """Remove what a run writes, and nothing else."""
         for name in OWN:
-            entry = self.path / name
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
-        self._remove_temporary()
-
-    def _remove_temporary(self) -> None:
-        """Remove what a killed process left half-written."""
-        for folder in (self.path, self.checkpoints):
-            for entry in folder.glob(".*.tmp-*"):
-                shutil.rmtree(entry, ignore_errors=True)
-        for name in OWN:
-            (self.path / f"{name}.tmp").unlink(missing_ok=True)
-
-    # --- ownership ------------------------------------------------------------------------------------------------
-
-    def take_lock(self) -> None:
-        """Own the directory, unless a living process does."""
-        lock = self.path / "lock"
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
-        try:
-            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        except FileExistsError:
-            owner: Any = None
-            with suppress(ValueError):
-                owner = json.loads(lock.read_text())
-            owner = owner if isinstance(owner, dict) else {}
-            if owner.get("host") == mine["host"] and not _is_alive(owner.get("pid"), owner.get("started")):
-                lock.unlink(missing_ok=True)  # its process is gone
-                return self.take_lock()
-            raise InputError(
-                f"{self.path} is in use by process {owner.get('pid')} on {owner.get('host')}; stop it first "
-                f"(or delete {lock} if it no longer runs)"
-            ) from None
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(mine, file)
-        except OSError as error:
-            lock.unlink()  # an empty one would be nobody's, and stay
-            raise InputError(f"{self.path} cannot be written: {error}; free some space, or choose another") from error
+            remove(self.path / name)
+        remove_temporary(self.path)
 
     # --- a run that goes on ---------------------------------------------------------------------------------------
 
@@ -169,8 +131,9 @@ class RunDirectory(RunReader):
 
         `redo_line`: the metrics of `step` itself are written again, too.
         """
-        self.forget_after(step, redo_line=redo_line)
-        _replace(self.path / "config.yaml", config.encode())
+        with self._needed():
+            self.forget_after(step, redo_line=redo_line)
+            _replace(self.path / "config.yaml", config.encode(), flush=True)
         changes = self.environment_changes()
         if changes:
             logger.warning(
@@ -186,12 +149,14 @@ class RunDirectory(RunReader):
             if path.exists():
                 kept = read_lines(path)
                 if name != "events.jsonl":  # what happened has happened
-                    kept = [line for line in kept if line["step"] <= step - redo_line]
+                    kept = [line for line in kept if _step(line) <= step - redo_line]
                 _replace(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        later = [file for at, file in numbered(self.path / "completions").items() if at > step]
-        for file in (*later, *(self.path / "completions").glob("*.tmp")):
-            file.unlink()
-        self._remove_temporary()
+        completions = self.path / "completions"
+        if not completions.is_symlink():  # what is in its target may not be the run's
+            for file in [file for at, file in numbered(completions).items() if at > step]:
+                remove(file)
+        for folder in (self.path, self.checkpoints, completions):
+            remove_temporary(folder)
 
     def environment_changes(self) -> list[str]:
         """Differences from the environment in which the run began, which could change the last digits."""
@@ -204,11 +169,15 @@ class RunDirectory(RunReader):
 
     # --- records --------------------------------------------------------------------------------------------------
 
-    def set_status(self, status: Status, step: int, **facts: Any) -> None:
+    def set_status(self, status: Status, step: int, **facts: str) -> None:
         self._has_begun = True
-        with self._dropping("status.json"):
-            content = json.dumps({"status": status, "step": step, **facts}, indent=1)
-            _replace(self.path / "status.json", content.encode())
+        path, content = self.path / "status.json", {"status": status, "step": step}
+        with self._dropping(path.name):
+            try:
+                _replace(path, json.dumps(content | facts, indent=1).encode())
+            except OSError:
+                # A full disk: the block that the file has already takes a short text.
+                _overwrite(path, json.dumps(content | {k: v[:500] for k, v in facts.items()}, indent=1).encode())
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.dropped:
@@ -223,13 +192,19 @@ class RunDirectory(RunReader):
     def log_event(self, kind: str, **facts: Any) -> None:
         self._append("events.jsonl", {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
 
+    def write_origin(self, origin: Mapping[str, Any]) -> None:
+        """What the run was made from, for `gruppo resume` to compare with."""
+        with self._needed():
+            _replace(self.path / "origin.json", json.dumps(origin, indent=1).encode(), flush=True)
+
     def write_held_out(self, prompts: Sequence[Prompt]) -> None:
         """The rows that are held out, as a data set: `prompt` and the other columns under the names of the run."""
         from gruppo.run.completions import json_text
 
         if prompts:
             lines = [json_text({"prompt": prompt.source, **prompt.columns}) + "\n" for prompt in prompts]
-            _replace(self.held_out, "".join(lines).encode())
+            with self._needed():
+                _replace(self.held_out, "".join(lines).encode())
 
     def write_completions(self, step: int, groups: Sequence[Group], limit: int | None = None) -> int:
         """The rollouts of a step, at most `limit` of them; returns how many were left out."""
@@ -244,16 +219,26 @@ class RunDirectory(RunReader):
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         # Opened for each line: what was written is on its way to the disk whatever happens next.
-        path = self.path / name
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
         with self._dropping(name):
-            size = path.stat().st_size if path.exists() else 0
-            try:
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record, allow_nan=False) + "\n")
-            except OSError:
-                with suppress(OSError):
-                    os.truncate(path, size)  # half a line would hide all that follow
-                raise
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            with open(os.open(self.path / name, flags, 0o666), "ab", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                try:
+                    if file.write(line) != len(line):
+                        raise OSError("the disk took half a line")
+                except OSError:
+                    with suppress(OSError):
+                        file.truncate(size)  # half a line would hide all that follow
+                    raise
+
+    @contextmanager
+    def _needed(self) -> Iterator[None]:
+        """A file without which a run cannot begin or go on."""
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written: {error}; free some space, or make it writable") from error
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
@@ -280,35 +265,29 @@ def current_environment() -> dict[str, Any]:
     }
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file aside and rename it: half a file would look like a whole one."""
-    aside = path.with_name(f"{path.name}.tmp")
+def _step(line: Mapping[str, Any]) -> float:
+    """Step of a record; one without is as if it were never written."""
+    step = line.get("step")
+    return step if isinstance(step, int) else inf
+
+
+def _replace(path: Path, content: bytes, *, flush: bool = False) -> None:
+    """Write a file aside and rename it: half a file would look like a whole one. `flush`: it survives a power cut."""
+    aside = temporary(path)
     try:
-        aside.write_bytes(content)
+        with aside.open("xb") as file:
+            file.write(content)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         aside.replace(path)
     except OSError:
         aside.unlink(missing_ok=True)
         raise
 
 
-def _is_alive(pid: Any, started: Any) -> bool:
-    """Whether the process runs and is the same one: ids are used again, in containers soon."""
-    if not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return started is None or started == _started(pid)
-
-
-def _started(pid: int) -> str | None:
-    """Start of a process, as the kernel counts: boot and tick. None where there is no /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # The name in parentheses may hold anything; the start is the 20th field after it.
-        return f"{boot}-{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
-    except (OSError, IndexError):
-        return None
+def _overwrite(path: Path, content: bytes) -> None:
+    """Write into a file that is there, in its place."""
+    with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b", buffering=0) as file:
+        file.write(content)
+        file.truncate()

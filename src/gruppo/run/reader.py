@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
+from gruppo.run.lock import is_owned
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,8 +42,17 @@ class RunReader:
             raise InputError(f"{self.path} is not a run directory: it has no config.yaml")
 
     def status(self) -> dict[str, Any]:
-        """`status` (running, done, stopped or failed), `step`, and the `error` of a run that failed."""
-        return _read_json(self.path / "status.json")
+        """`status` (running, done, stopped, failed or killed), `step`, and the `error` of a run that failed.
+
+        killed: the file says running, and the process is gone.
+        """
+        found = _read_json(self.path / "status.json")
+        is_killed = found.get("status") == "running" and not is_owned(self.path)
+        return found | ({"status": "killed"} if is_killed else {})
+
+    def origin(self) -> dict[str, Any]:
+        """What the run was made from: its options but for `steps` and `output`, and digests of prompts and weights."""
+        return _read_json(self.path / "origin.json")
 
     def environment(self) -> dict[str, Any]:
         """Versions, threads and device of the machine on which the run began."""
@@ -86,7 +96,7 @@ class RunReader:
 def numbered(folder: Path) -> dict[int, Path]:
     """Entries of a folder by step: `step-000010`, `step-000010.parquet`; anything else in it is left alone."""
     found = ((_NUMBERED.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
-    return {int(name[1]): path for name, path in found if name is not None}
+    return {int(name[1]): path for name, path in found if name is not None and name[1] == f"{int(name[1]):06d}"}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -100,8 +110,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("no record")
+            records.append(record)
+        except (ValueError, RecursionError):
             if number < len(lines):
                 logger.warning("%s:%d is damaged and left out", path, number)
     return records
@@ -125,6 +138,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} cannot be read: it must hold a mapping, got {type(found).__name__}")
+    return found

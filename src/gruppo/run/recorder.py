@@ -93,6 +93,7 @@ class Recorder:
 
     def checkpointed(self, step: int) -> None:
         self.run.log_event("checkpoint", step=step)
+        self.run.set_status("running", step)
 
     def timed(self, step: int, seconds: Mapping[str, float], total: float) -> None:
         """Seconds of a step by stage, its checkpoint included; then the step is shown."""

@@ -1,5 +1,5 @@
-"""StopFlag: on Ctrl-C or SIGTERM the run finishes the current critical section, saves and exits; a second signal exits
-immediately."""
+"""StopFlag: on Ctrl-C or SIGTERM the run finishes the current critical section, saves and exits; a second one exits
+immediately. SIGHUP (a terminal that is closed) and SIGUSR1 (a warning of Slurm) save and exit, too."""
 
 import os
 import signal
@@ -24,6 +24,8 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
+            if number in (signal.SIGHUP, signal.SIGUSR1):  # a terminal sends more than one when it closes
+                return
             os._exit(128 + number)
         self.signal = number
 
@@ -31,7 +33,10 @@ class StopFlag:
     def listening(self) -> Iterator[None]:
         """Handle the signals while inside; only the main thread can, elsewhere they keep their meaning."""
         try:
-            previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+            stops = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run outlives its terminal
+                stops.append(signal.SIGHUP)
+            previous = {n: signal.signal(n, self._handle) for n in stops}
         except ValueError:
             yield
             return

@@ -21,10 +21,11 @@ from gruppo.task import PromptSet, load_prompts
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.objects import Objects
+from gruppo.trainer.origin import prompts_digest
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
-from gruppo.weights.source import context_length, holds_adapter, longest_prompt
+from gruppo.weights.source import context_length, holds_adapter, longest_prompt, weights_digest
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
@@ -274,6 +275,16 @@ def build_model(config: TrainConfig, objects: Objects, loss: PolicyLoss, tokeniz
     for metric in (metric_for(loss), *build_metrics(config)):
         model.add_metric(metric)
     return model
+
+
+def build_digests(objects: Objects, prompts: Prompts) -> dict[str, Any]:
+    """What the prompts and the base weights of a run are, where the weights are files."""
+    base = weights_digest(objects.model) if isinstance(objects.model, str) else None
+    return {
+        "prompts to train on": prompts_digest(prompts.train.prompts),
+        "held-out prompts": prompts_digest(prompts.held_out.prompts),
+        **({} if base is None else {"base weights": base}),
+    }
 
 
 def build_metrics(options: RunOptions) -> list[Metric]:

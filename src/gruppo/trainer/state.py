@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from gruppo.errors import CheckpointError
@@ -177,19 +178,23 @@ class Snapshots:
 
         Without a checkpoint they are as they were before the first step: (0, None).
         """
+        return self.checkpoints.load(self._load) or (0, None)
+
+    def _load(self, folder: Path) -> tuple[int, dict[str, float] | None]:
         state = self.state
-        folder = state.loaded = self.checkpoints.newest()
-        if folder is None:
-            return 0, None
-        load_training_state(self.model.weights, self.model.optimizer, folder)
         try:
             facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            self.model.version = int(facts["version"])
+            step, version, unfinished = int(facts["step"]), int(facts["version"]), facts["unfinished"]
+            kl, entropy = float(facts["kl_coefficient"]), float(facts["entropy_coefficient"])
+            if unfinished is not None and not all(isinstance(value, int | float) for value in unfinished.values()):
+                raise ValueError(f"unfinished must hold numbers, got {unfinished}")
             state.solved.load(facts["solved"])
-            state.kl.coefficient = float(facts["kl_coefficient"])
-            state.entropy.coefficient = float(facts["entropy_coefficient"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            reference = None if state.reference is None else load_file(folder / REFERENCE)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise CheckpointError(f"{folder / FILE} cannot be read: {error}") from error
-        if state.reference is not None:
-            state.reference.load(load_file(folder / REFERENCE))
-        return int(facts["step"]), facts["unfinished"]
+        load_training_state(self.model.weights, self.model.optimizer, folder)
+        if state.reference is not None and reference is not None:
+            state.reference.load(reference)
+        self.model.version, state.kl.coefficient, state.entropy.coefficient = version, kl, entropy
+        state.loaded = folder
+        return step, unfinished

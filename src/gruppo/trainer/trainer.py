@@ -1,7 +1,6 @@
 """GRPOTrainer: the algorithm, one method per stage."""
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -11,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gruppo.errors import InputError
+from gruppo.errors import CheckpointError, InputError, NumericError
 from gruppo.output import unhindered
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
+from gruppo.run.reader import RunReader
 from gruppo.run.recorder import Recorder
 from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import Trackers, check_installed
-from gruppo.trainer import build
+from gruppo.trainer import build, origin
 from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.ahead import RolloutsAhead, outside_of_worker
 from gruppo.trainer.config import TrainConfig
@@ -31,6 +31,7 @@ from gruppo.trainer.rollout import RolloutSource, dead_frac
 from gruppo.trainer.state import Snapshots
 from gruppo.types import Group
 from gruppo.weights import WeightStore
+from gruppo.weights.files import replacing
 from gruppo.weights.source import load_tokenizer
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class GRPOTrainer:
         peft_config: a `LoraConfig` of PEFT.
         callbacks: called after each step with (trainer, step, metrics); returning True ends the run.
         resume: go on with the run in `config.output`; one without a checkpoint starts over.
+        accept_changes: with resume, also where options, prompts or base weights are not those that the run began with.
         overwrite: start over in the place of a run that `config.output` holds.
         quiet: print nothing.
     """
@@ -94,6 +96,7 @@ class GRPOTrainer:
         peft_config: Any = None,
         callbacks: Sequence[Callback] = (),
         resume: bool = False,
+        accept_changes: bool = False,
         overwrite: bool = False,
         quiet: bool = False,
     ) -> None:
@@ -108,6 +111,9 @@ class GRPOTrainer:
             peft_config=peft_config,
         )
         self.config = config = build.fit_context(config, objects)
+        made_from = origin.options_of(config)
+        if resume:
+            origin.check(RunReader(config.output), made_from, accept=accept_changes)
         self.callbacks = list(callbacks)
         self.stop = StopFlag()
         poll = outside_of_worker(self.stop.poll) if config.max_staleness else self.stop.poll
@@ -118,6 +124,8 @@ class GRPOTrainer:
         """What the last step sampled, with its advantages."""
         self.seconds: dict[str, float] = {}
         self.synced: dict[str, float] = {}
+        self._finished_version = 0
+        """Version of the weights after the last whole step."""
         if config.threads:
             torch.set_num_threads(config.threads)
         # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
@@ -133,15 +141,20 @@ class GRPOTrainer:
             build.try_rewards(self.scorer, self.prompts.train.prompts)
             create = partial(RunDirectory.create, config=config.to_yaml(), overwrite=overwrite)
             self.run = stack.enter_context((RunDirectory.reopen if resume else create)(config.output))
-            if not self.run.held_out.exists():
-                self.run.write_held_out(self.prompts.held_out.prompts)
             self.scorer.start()
             self.model = build.build_model(config, objects, loss, tokenizer)
+            made_from |= build.build_digests(objects, self.prompts)
+            changes = origin.check(self.run, made_from, accept=accept_changes) if resume else []
             self.state = build.build_state(config, self.model, len(self.prompts.train))
             checkpoints = Checkpoints(self.run.checkpoints, keep=config.keep_checkpoints)
             self.snapshots = Snapshots(checkpoints, self.model, self.state)
             if resume:
-                self._restore()
+                self._restore(changes)
+            if changes or not (self.run.path / "origin.json").exists():
+                self.run.write_origin(made_from)
+            if changes or not self.run.held_out.exists():
+                self.run.write_held_out(self.prompts.held_out.prompts)
+            self._finished_version = self.model.version
             folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
             self.sampler, self.store = build.build_sampler(config, self.model, self.prompts, folder, poll)
             stack.enter_context(closing(self.sampler))
@@ -221,7 +234,7 @@ class GRPOTrainer:
         trained = iter(kept)
         self.groups = [next(trained) if group.status == "kept" else group for group in groups]
         metrics |= learned | {"group/dead_frac": dead_frac(self.groups)}
-        self.step_number = number
+        self.step_number, self._finished_version = number, self.model.version
         return metrics | self._observe(metrics)
 
     @property
@@ -251,30 +264,33 @@ class GRPOTrainer:
     def _train(self) -> TrainResult:
         first, recorder = self.step_number, self.recorder
         result = TrainResult(first)
-        recorder.started(first)
-        if not recorder.quiet:
-            self._show_plan()
-        if first:
-            recorder.say(f"resuming after step {first}")
-        if text := self.prompts.train.left_out():
-            recorder.warned(first, "rows_left_out", text)
         try:
-            with self.stop.listening():
-                if first == 0:
-                    result.before = self.evaluate()
-                    if result.before is not None:
-                        recorder.evaluated(0, result.before.metrics)
-                while self.unfinished is not None or self.step_number < self.config.steps:
-                    if self._take_step(result):
-                        break
-            self._save_model(replace_it=self.step_number > first)
-            recorder.finished(self.step_number)
-            result.status = "done"
-        except Interrupted as signal_name:
-            self.snapshots.save(self.step_number, self.unfinished)
-            recorder.stopped(self.step_number, str(signal_name))
-            result.status = "stopped"
+            recorder.started(first)
+            if not recorder.quiet:
+                self._show_plan()
+            if first:
+                recorder.say(f"resuming after step {first}")
+            if text := self.prompts.train.left_out():
+                recorder.warned(first, "rows_left_out", text)
+            try:
+                with self.stop.listening():
+                    if first == 0:
+                        result.before = self.evaluate()
+                        if result.before is not None:
+                            recorder.evaluated(0, result.before.metrics)
+                    while self.unfinished is not None or self.step_number < self.config.steps:
+                        if self._take_step(result):
+                            break
+            except Interrupted as signal_name:
+                self.snapshots.save(self.step_number, self.unfinished)
+                recorder.stopped(self.step_number, str(signal_name))
+                result.status = "stopped"
+            else:
+                self._save_model(replace_it=self.step_number > first)
+                recorder.finished(self.step_number)
+                result.status = "done"
         except BaseException as error:
+            self._rescue(error)
             recorder.failed(self.step_number, error)
             raise
         finally:
@@ -362,7 +378,7 @@ class GRPOTrainer:
         with self._timed("sync"):
             self.synced = store.hand_over(self.model, self.sampler) or self.synced
 
-    def _restore(self) -> None:
+    def _restore(self, changes: Sequence[str]) -> None:
         self.step_number, self.unfinished = self.snapshots.load_newest()
         if self.config.steps < self.step_number:
             raise InputError(
@@ -378,13 +394,32 @@ class GRPOTrainer:
         # The first evaluation is made again too, if there was no step after it.
         redo_line = self.step_number == 0 or self.unfinished is not None
         self.run.go_on_after(self.step_number, self.config.to_yaml(), redo_line=redo_line)
+        if changes:
+            logger.warning("the run goes on with changes: %s", "; ".join(changes))
+            self.run.log_event("changes", step=self.step_number, changes=list(changes))
+
+    def _rescue(self, error: BaseException) -> None:
+        """Save what was learned before an error. Not where saving is what failed, or the process is told to leave."""
+        if not self.step_number or not isinstance(error, Exception) or isinstance(error, CheckpointError):
+            return
+        # Between two updates of a step, a run that goes on would not be the one that never stopped. After
+        # non-finite gradients there is no such run.
+        if self.model.version != self._finished_version and not isinstance(error, NumericError):
+            return
+        try:
+            self.snapshots.save(self.step_number, self.unfinished)
+        except Exception as problem:  # whatever it is, the error above is the one to report
+            logger.warning("what was learned up to step %d could not be saved: %s", self.step_number, problem)
+            return
+        self.recorder.checkpointed(self.step_number)
+        logger.warning(
+            "step %d is saved; with the cause removed, go on with: gruppo resume %s", self.step_number, self.run.path
+        )
 
     def _save_model(self, *, replace_it: bool) -> None:
-        folder = self.run.model
-        if folder.exists() and replace_it:
-            shutil.rmtree(folder)  # of the run as it ended before it was resumed; the checkpoint has the weights
-        if not folder.exists():
-            self.model.save(folder)
+        if replace_it or not self.run.model.exists():
+            with replacing(self.run.model):  # of the run as it ended before it was resumed
+                self.model.save(self.run.model)
 
     def _is_over(self, number: int, metrics: dict[str, float]) -> bool:
         """Whether a callback ended the run, `stop_at_score` is reached, or `patience` is at its end."""
@@ -403,8 +438,8 @@ class GRPOTrainer:
     def _save_best(self, number: int, accuracy: float) -> None:
         """Save the model as the best so far, if it is better than at all evaluations before."""
         if accuracy > max(self._scores(), default=-1.0):
-            shutil.rmtree(self.run.best, ignore_errors=True)
-            self.model.save(self.run.best)
+            with replacing(self.run.best):
+                self.model.save(self.run.best)
             self.recorder.best(number, accuracy)
 
     @contextmanager

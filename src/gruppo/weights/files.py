@@ -7,9 +7,12 @@ last, and renamed. A folder without a valid manifest is not a checkpoint, whatev
 import hashlib
 import json
 import os
+import re
 import shutil
+import struct
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,16 @@ from safetensors import SafetensorError
 from gruppo.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+_TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
+_BLOCK, _BLOCKS = 4096, 16
+"""Bytes of a block, and blocks of a large tensor that its digest covers."""
 
 
 def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, Any]) -> None:
     """Let `write` fill a new folder, then make it appear under its name at once, with a manifest."""
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; nothing was written")
-    aside = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
+    aside = temporary(folder)
     try:
         aside.mkdir(parents=True)
         write(aside)
@@ -48,6 +54,56 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
         ) from error
 
 
+def temporary(path: Path) -> Path:
+    """A new name beside a path, for what is being written or removed there."""
+    return path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder at once: nothing half-removed keeps its name. Of a link the link alone goes."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    aside = temporary(path)
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what a killed process left half-written or half-removed in a folder, unless the folder is a link."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[None]:
+    """Make room for a folder that is written inside; the one before comes back if that fails."""
+    aside = temporary(folder)
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:
+        yield
+        return
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be replaced: {error}; move it away") from error
+    try:
+        yield
+    except BaseException:
+        if not folder.exists():
+            aside.rename(folder)
+        raise
+    if aside.is_symlink():
+        aside.unlink()
+    else:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def set_usual_mode(folder: Path) -> None:
     """Give safetensors files the mode that the umask gives other new files; they are created for their owner alone."""
     probe = folder / ".mode"
@@ -58,25 +114,78 @@ def set_usual_mode(folder: Path) -> None:
         file.chmod(mode)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a complete folder; raises CheckpointError with the reason when it is not one."""
+def read_manifest(folder: Path, *, files: str = "*", has_hashes: bool = True) -> dict[str, Any]:
+    """The manifest of a complete folder; raises CheckpointError with the reason when it is not one.
+
+    Args:
+        files: pattern of the names that are compared with the manifest.
+        has_hashes: compare contents. False: names and sizes only.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {MANIFEST}: it was never finished, or is not a checkpoint")
     try:
         manifest = json.loads(path.read_text())
-        files = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        noted = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
-    for name, (size, sha256) in files.items():
+    if not noted:
+        raise CheckpointError(f"{path} is damaged: it names no file")
+    for name, (size, sha256) in noted.items():
         file = folder / name
         if ".." in Path(name).parts or Path(name).is_absolute() or file.is_symlink():
             raise CheckpointError(f"{path} names {name!r}, which lies outside the folder")
+        if not Path(name).match(files):
+            continue
         if not file.is_file():
             raise CheckpointError(f"{folder} lacks {name}")
-        if file.stat().st_size != size or _sha256(file) != sha256:
+        if file.stat().st_size != size or (has_hashes and _sha256(file) != sha256):
             raise CheckpointError(f"{file} is damaged: its size or hash is not the manifest's")
     return manifest
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The tensors that a safetensors file names, each with dtype, shape and offsets, and where their bytes start.
+
+    Raises OSError or ValueError for another file.
+    """
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        if len(start) < 8:
+            raise ValueError("it is cut short")
+        (length,) = struct.unpack("<Q", start)
+        if length > file.stat().st_size:
+            raise ValueError("it is cut short")
+        header = json.loads(opened.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no mapping")
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def digest_tensors(folder: Path) -> str:
+    """Digest of the tensors in a folder's safetensors files: names, dtypes, shapes and values, in any number of files.
+
+    Of a tensor of more than 64 KiB it covers 16 blocks, from first to last: other weights are seen, and a model of
+    many GB costs no more than a small one. A single changed bit is for the hashes of a manifest.
+    """
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        header, start = read_header(file)
+        tensors |= {name: (file, start, entry) for name, entry in header.items()}
+    digest = hashlib.sha256()
+    for name, (file, start, entry) in sorted(tensors.items()):
+        first, end = entry["data_offsets"]
+        size = end - first
+        digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+        offsets = range(0, size, _BLOCK)
+        if size > _BLOCK * _BLOCKS:
+            offsets = [i * (size - _BLOCK) // (_BLOCKS - 1) for i in range(_BLOCKS)]
+        with file.open("rb") as opened:
+            for offset in offsets:
+                opened.seek(start + first + offset)
+                digest.update(opened.read(min(_BLOCK, size - offset)))
+    return digest.hexdigest()
 
 
 def _sha256(path: Path) -> str:

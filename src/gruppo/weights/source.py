@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gruppo.errors import InputError, require
-from gruppo.weights.files import MANIFEST
+from gruppo.errors import CheckpointError, InputError, require
+from gruppo.weights.files import MANIFEST, digest_tensors, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -80,6 +80,51 @@ def quantization_of(model_id: str) -> dict[str, str]:
     return {name: noted[name] for name in ("quantize", "dtype")} if "quantize" in noted else {}
 
 
+def weights_digest(model_id: str, revision: str | None = None) -> str | None:
+    """Digest of the weights behind a model id, of an adapter's folder also of its base; None if they are not here."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = resolve(model_id)
+    base = None
+    if holds_adapter(path):
+        base = weights_digest(base_of(path))
+    elif not Path(path).is_dir():
+        file = try_to_load_from_cache(path, "config.json", revision=revision)
+        if not isinstance(file, str):
+            return None
+        path = str(Path(file).parent)
+    try:
+        own = digest_tensors(Path(path))
+    except (OSError, ValueError, LookupError, TypeError):  # whoever opens it gives the reason
+        return None
+    return own if base is None else f"{own} on {base}"
+
+
+def _check_base(folder: str) -> None:
+    """Refuse an adapter whose manifest names other weights than its base holds."""
+    file = Path(folder) / MANIFEST
+    trained_on = json.loads(file.read_text()).get("base") if file.is_file() else None
+    base = base_of(folder)
+    found = weights_digest(base)
+    if None not in (trained_on, found) and trained_on != found:
+        raise InputError(
+            f"adapter folder {folder} was trained on other weights than those of {base!r} (digest {trained_on}, found "
+            f"{found}), and on these it is another policy. Put the weights back, or name the folder that has them in "
+            f"{ADAPTER} (base_model_name_or_path)"
+        )
+
+
+def _check_whole(folder: Path) -> None:
+    """Refuse weights that are not those of the folder's manifest, if it has one."""
+    if (folder / MANIFEST).is_file():
+        try:
+            read_manifest(folder, files="*.safetensors")
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. Copy the folder again; if you have changed the weights yourself, delete {MANIFEST}"
+            ) from error
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a folder that lacks a model, would run its own code, or holds its weights as pickles."""
     if (folder / ADAPTER).is_file():
@@ -125,6 +170,7 @@ def load_model(
 
     logging.disable_progress_bar()  # a bar per load would run across gruppo's own
     path = resolve(model_id)
+    _check_whole(Path(path))
     options: dict[str, Any] = {"dtype": dtype}
     given = {"attn_implementation": attn_implementation, "revision": revision}
     options |= {name: value for name, value in given.items() if value is not None}
@@ -179,12 +225,21 @@ def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
+    _check_base(folder)
     with _refusing(folder):
         model = PeftModel.from_pretrained(base, folder, is_trainable=True)
+    own = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
-        missing = sorted(get_peft_model_state_dict(model, save_embedding_layers=False).keys() - set(file.keys()))
+        names = set(file.keys())
+    missing, unknown = sorted(own - names), sorted(name for name in names - own if ".lora_" in name)
     if missing:  # PEFT leaves them at zero with a warning: the adapter that was trained would be gone
         raise InputError(f"adapter folder {folder} lacks {len(missing)} of its tensors: {', '.join(missing[:3])}")
+    if unknown:  # PEFT leaves them out: part of the adapter would be gone
+        raise InputError(
+            f"adapter folder {folder} is for another base than {base_of(folder)!r}, which has no place for "
+            f"{len(unknown)} of its tensors: {', '.join(unknown[:3])}. Name its own in {ADAPTER} "
+            "(base_model_name_or_path)"
+        )
     return model
 
 

@@ -1,20 +1,18 @@
 """WeightStore: the trainer's side of a hand-over. It publishes weights as folders, one per version (docs/vllm.md)."""
 
-import json
 import logging
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gruppo.errors import InputError, SamplerError
 from gruppo.weights.canary import Canary, Rows, TrainedModel
-from gruppo.weights.files import set_usual_mode
+from gruppo.weights.files import read_header, set_usual_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,14 +159,11 @@ def contents(folder: Path) -> Contents:
     tensors: Contents = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            with file.open("rb") as opened:
-                (length,) = struct.unpack("<Q", opened.read(8))
-                header: dict[str, Any] = json.loads(opened.read(length))
-            header.pop("__metadata__", None)
+            header, start = read_header(file)
             found = {n: (tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0]) for n, e in header.items()}
-            if file.stat().st_size != 8 + length + sum(size for _, size in found.values()):
+            if file.stat().st_size != start + sum(size for _, size in found.values()):
                 raise ValueError("it is cut short")
-        except (OSError, struct.error, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise SamplerError(f"{file} is not a safetensors file: {error}") from error
         tensors |= found
     return tensors

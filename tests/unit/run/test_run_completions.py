@@ -312,7 +312,7 @@ def test_a_file_that_cannot_be_written_is_counted_and_leaves_nothing(run: RunDir
 
 def test_what_a_killed_writer_left_is_no_file_of_a_step_and_goes_when_the_run_goes_on(run: RunDirectory) -> None:
     run.write_completions(1, numbered_groups())
-    (run.path / "completions" / "step-000002.tmp").write_bytes(b"PAR1")
+    (run.path / "completions" / ".step-000002.parquet.tmp-0a1b2c3d").write_bytes(b"PAR1")
     assert run.completion_steps() == [1]
     run.forget_after(5)
     assert [path.name for path in (run.path / "completions").iterdir()] == ["step-000001.parquet"]

@@ -6,12 +6,14 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from gruppo.errors import InputError
 from gruppo.run.directory import RunDirectory
+from gruppo.run.lock import take_lock
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 CONFIG = "steps: 3\nstop: [END]\n"
@@ -55,7 +57,7 @@ def begun(folder: Path, *saved: str) -> Path:
     run = RunDirectory.create(str(folder), "steps: 8\n")
     run.set_status("running", 1)
     run.log_metrics(1, {"reward/mean": 0.5})
-    for name in ("tensorboard", "sync/version-1", "checkpoints/.step-000005.tmp-1f", *saved):
+    for name in ("tensorboard", "sync/version-1", "checkpoints/.step-000005.tmp-1f00ab12", *saved):
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text("x")
     (folder / "notes.txt").write_text("mine")
@@ -103,8 +105,8 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_left_half_written_goes_when_it_goes_on(tmp_path: Path) -> None:
-    folder = begun(tmp_path / "run", "checkpoints/step-000005", ".model.tmp-2e")
-    (folder / "status.json.tmp").write_text("{")
+    folder = begun(tmp_path / "run", "checkpoints/step-000005", ".model.tmp-2e00ab12")
+    (folder / ".status.json.tmp-3d00ab12").write_text("{")
     RunDirectory.reopen(folder).go_on_after(5, CONFIG)
     left = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if "tmp" in p.name}
     assert left == set() and (folder / "checkpoints" / "step-000005" / "file").exists()
@@ -147,11 +149,60 @@ def test_the_lock_of_another_machine_is_respected(run: RunDirectory) -> None:
         RunDirectory.reopen(run.path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null"])
-def test_a_lock_that_says_nothing_is_refused_with_a_way_out(content: str, run: RunDirectory) -> None:
-    (run.path / "lock").write_text(content)
+@pytest.mark.parametrize("content", ["[1, 2]", "null", '{"pid": 0, "host": "HOST"}', '{"pid": "7", "host": "HOST"}'])
+def test_a_lock_that_names_no_process_is_refused_with_a_way_out(content: str, run: RunDirectory) -> None:
+    (run.path / "lock").write_text(content.replace("HOST", socket.gethostname()))
     with pytest.raises(InputError, match=r"delete .*lock if it no longer runs"):
         RunDirectory.reopen(run.path)
+
+
+@pytest.mark.parametrize("content", ["", '{"pid": 12', f'{{"pid": {10**30}, "host": "HOST"}}'])
+def test_a_lock_that_was_cut_or_names_no_possible_process_is_taken_over(content: str, run: RunDirectory) -> None:
+    (run.path / "lock").write_text(content.replace("HOST", socket.gethostname()))
+    RunDirectory.reopen(run.path)
+    assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_directory_in_the_place_of_the_lock_is_an_input_error(run: RunDirectory) -> None:
+    (run.path / "lock").unlink()
+    (run.path / "lock").mkdir()
+    with pytest.raises(InputError, match=r"cannot be written: .*Is a directory"):
+        RunDirectory.reopen(run.path)
+
+
+RACE = """
+import sys, time
+from pathlib import Path
+from gruppo.errors import InputError
+from gruppo.run.lock import take_lock
+start = float(sys.argv[2])
+for round_ in range(100):
+    while time.time() < start + round_ / 100:
+        pass
+    try:
+        take_lock(Path(sys.argv[1]) / str(round_))
+        print(round_)
+    except InputError:
+        pass
+print("end", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_of_processes_that_find_a_dead_owners_lock_at_once_one_takes_it(tmp_path: Path) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    for round_ in range(100):
+        (tmp_path / str(round_)).mkdir()
+        content = json.dumps({"pid": int(dead.stdout), "host": socket.gethostname()})
+        (tmp_path / str(round_) / "lock").write_text(content)
+    words = [sys.executable, "-c", RACE, str(tmp_path), str(time.time() + 1)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    racers = [subprocess.Popen(words, **pipes) for _ in range(4)]
+    # All of them live until the last round of each is over.
+    taken = [int(line) for racer in racers for line in iter(racer.stdout.readline, "end\n")]
+    for racer in racers:
+        racer.communicate()
+    assert sorted(taken) == list(range(100))
 
 
 def test_a_directory_without_a_config_is_not_a_run(tmp_path: Path) -> None:
@@ -232,7 +283,7 @@ def test_the_status_is_replaced_as_a_whole(run: RunDirectory) -> None:
     run.set_status("running", 0)
     run.set_status("done", 20)
     assert json.loads((run.path / "status.json").read_text()) == {"status": "done", "step": 20}
-    assert not (run.path / "status.json.tmp").exists()
+    assert not list(run.path.glob("*tmp*"))
 
 
 # --- a disk that is full, a process that is gone, a machine that is another -------------------------------------------
@@ -266,13 +317,12 @@ def test_half_a_line_does_not_hide_the_next(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_an_earlier_process_with_our_number_is_not_ours(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.take_lock()
+    take_lock(tmp_path)
     mine = json.loads((tmp_path / "lock").read_text())
     with pytest.raises(InputError, match=f"in use by process {mine['pid']}"):
-        run.take_lock()
+        take_lock(tmp_path)
     (tmp_path / "lock").write_text(json.dumps(mine | {"started": "before the container was restarted"}))
-    run.take_lock()
+    take_lock(tmp_path)
     assert json.loads((tmp_path / "lock").read_text()) == mine
 
 
@@ -285,3 +335,37 @@ def test_what_changed_since_the_run_began_is_named(tmp_path: Path) -> None:
     env["threads"], env["packages"]["torch"] = 77, "2.0.0"
     file.write_text(json.dumps(env))
     assert run.environment_changes() == [f"threads 77 -> {now[0]}", f"torch 2.0.0 -> {now[1]}"]
+
+
+# --- links --------------------------------------------------------------------------------------------------------
+
+
+def test_links_in_a_run_are_not_followed_when_it_goes_on(tmp_path: Path) -> None:
+    folder, victims = begun(tmp_path / "run", "checkpoints/step-000005"), tmp_path / "victims"
+    victims.mkdir()
+    for name in ("status.json.tmp", "config.yaml.tmp", "metrics.jsonl.tmp", "metrics.tmp", "timings.jsonl"):
+        (victims / name).write_text("precious")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(victims / name)
+    (folder / "events.jsonl").symlink_to(victims / "made-by-the-run")
+    (victims / "step-000099.parquet").write_text("precious")
+    (folder / "completions").symlink_to(victims)
+    run = RunDirectory.reopen(folder)
+    run.go_on_after(5, CONFIG)
+    run.set_status("running", 5)
+    run.log_timings(6, {"sample": 1.0})
+    run.log_event("start")
+    assert {p.name: p.read_text() for p in victims.iterdir()} == dict.fromkeys(
+        ("status.json.tmp", "config.yaml.tmp", "metrics.jsonl.tmp", "metrics.tmp", "timings.jsonl"), "precious"
+    ) | {"step-000099.parquet": "precious"}
+    assert run.dropped == 1  # the event: its file is a link to nowhere
+
+
+def test_records_that_are_no_records_are_left_out_when_a_run_goes_on(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run", "checkpoints/step-000005")
+    (folder / "metrics.jsonl").write_bytes(b'{"step": 1, "a": 1.0}\n[1]\n5\n{"a": 2.0}\n{"step": "x"}\n\xff\n')
+    (folder / "env.json").write_text("[]")
+    run = RunDirectory.reopen(folder)
+    run.go_on_after(5, CONFIG)
+    assert run.metrics() == [{"step": 1, "a": 1.0}]
+    assert run.environment_changes() == ["env.json cannot be read"]

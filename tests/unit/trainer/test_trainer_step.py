@@ -549,8 +549,8 @@ def uninterrupted(make_trainer: Make, tmp_path: Path) -> tuple[bytes, dict[str, 
     return record(trainer)
 
 
-class Crash(Exception):
-    pass
+class Crash(BaseException):
+    """A process that ends where it is: no Exception, after which a run saves what it has learned."""
 
 
 def crash_at(number: int) -> Callable[..., None]:

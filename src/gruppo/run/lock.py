@@ -1,0 +1,116 @@
+"""Lock of a run directory: the file that names the process which owns it, and whether that process still runs."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from gruppo.errors import InputError
+
+NAME = "lock"
+
+
+def take_lock(folder: Path) -> None:
+    """Own the directory, unless a living process does."""
+    lock = folder / NAME
+    try:
+        with _guarded(folder) as is_guarded:
+            # A lock is written under the guard: what is not JSON was written by a process that died of it.
+            if lock.exists() and not (_is_gone(_owner(lock)) or (is_guarded and _is_cut(lock))):
+                owner = _owner(lock)
+                raise InputError(
+                    f"{folder} is in use by process {owner.get('pid')} on {owner.get('host')}; stop it first "
+                    f"(or delete {lock} if it no longer runs)"
+                )
+            lock.unlink(missing_ok=True)
+            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump(_me(), file)
+            except OSError:
+                lock.unlink(missing_ok=True)  # an empty one would be nobody's
+                raise
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be written: {error}; free some space or make it writable, or choose another"
+        ) from error
+
+
+def give_back_lock(folder: Path) -> None:
+    """Delete the lock, if it is this process's."""
+    with suppress(OSError):
+        if _owner(folder / NAME) == _me():
+            (folder / NAME).unlink()
+
+
+def is_owned(folder: Path) -> bool:
+    """Whether a process owns the directory, as far as can be told from this machine."""
+    lock = folder / NAME
+    return lock.exists() and not _is_gone(_owner(lock))
+
+
+@contextmanager
+def _guarded(folder: Path) -> Iterator[bool]:
+    """One process at a time looks at a lock and takes it; False on a file system that cannot do this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            import fcntl  # not on every system
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _me() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
+
+
+def _owner(lock: Path) -> dict[str, Any]:
+    """What a lock names; {} if it names nothing."""
+    try:
+        owner = json.loads(lock.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _is_cut(lock: Path) -> bool:
+    """Whether a lock was never written to its end."""
+    try:
+        json.loads(lock.read_text())
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _is_gone(owner: dict[str, Any]) -> bool:
+    """Whether the owner is a process of this machine that has ended. Ids are used again, in containers soon."""
+    pid, started = owner.get("pid"), owner.get("started")
+    if owner.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return started is not None and started != _started(pid)
+
+
+def _started(pid: int) -> str | None:
+    """Start of a process, as the kernel counts: boot and tick. None if it has ended, and where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The name in parentheses may hold anything; the state follows it, the start is the 20th field.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else f"{boot}-{fields[19]}"
+    except (OSError, IndexError):
+        return None
