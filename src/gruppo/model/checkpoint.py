@@ -67,7 +67,7 @@ def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path, **facts: Any
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
 
-    if folder.exists() and not any(folder.iterdir()):
+    if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
     if folder.exists():
         raise InputError(f"{folder} exists and is not empty; save to a new folder")
@@ -112,5 +112,7 @@ def _check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder:
             raise CheckpointError(
                 f"{folder}: {name} has shape {tuple(weights[name].shape)}, the model's is {tuple(parameter.shape)}"
             )
+        if not weights[name].is_floating_point():
+            raise CheckpointError(f"{folder}: {name} holds {weights[name].dtype}, the model's are {parameter.dtype}")
         if not weights[name].isfinite().all():
             raise CheckpointError(f"{folder}: {name} holds non-finite numbers")

@@ -13,7 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, get_origin
 
-from gruppo.errors import InputError, require
+from gruppo.errors import GruppoError, InputError, require
 from gruppo.imports import did_you_mean, import_name, import_object, read_spec
 from gruppo.reward.call import Parameters, name_of, parameters_of
 from gruppo.reward.length import LengthPenalty, SoftOverlong
@@ -105,8 +105,14 @@ def load_reward(
         parameters = _typed(target, default_name, options) | parameters
         try:
             target = target(**parameters)
-        except TypeError as error:
-            raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {error}") from error
+        except GruppoError:
+            raise
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # code of the user's own raises anything, also SystemExit
+            raise InputError(
+                f"reward {spec!r} cannot be made with parameters {parameters!r}: {type(error).__name__}: {error}"
+            ) from error
     elif parameters or options:
         raise InputError(
             f"{spec!r} is a function and takes no parameters, got {', '.join([*options, *parameters])}; make it a "
@@ -115,7 +121,8 @@ def load_reward(
     if isinstance(target, MathMatch) and importlib.util.find_spec("math_verify") is None:
         raise require("math", "math-verify", "math_match")
     if not callable(target):
-        raise InputError(f"{spec!r} is {type(target).__name__} {target!r}, not a function")
+        value = f" {target!r}" if isinstance(target, int | float | str) else ""  # others may be long, or hold secrets
+        raise InputError(f"{spec!r} is {type(target).__name__}{value}, not a function; name a function or a class")
     return Reward(
         name=name or default_name,
         function=target,
@@ -140,7 +147,7 @@ def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:
         return target, found.rpartition(":")[2].rpartition(".")[2], found, options
     if found in BUILTIN:
         return BUILTIN[found], found, "", options
-    if "/" in found or Path(found).is_dir():
+    if found and ("/" in found or Path(found).is_dir()):
         model = import_object(REWARD_MODEL, "reward")
         return model, Path(found).name or "reward_model", "", {**options, "model": found}
     raise InputError(
