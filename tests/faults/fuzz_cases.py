@@ -149,10 +149,10 @@ def rewards(_: Path) -> Iterator[Case]:
             write_rows(folder)
             (folder / "bad.py").write_text(code)
 
-        says, codes = tuple(entry.get("says", ("bad",))), tuple(entry.get("codes", (2,)))
+        says, codes = tuple(entry.get("says", ("reward",))), tuple(entry.get("codes", (2,)))
         words = (*TRAIN, "--rewards", "bad:reward", "--reward-deadline", "2")
         name = f"rewards-{number}-{entry['code'].strip()[:30]!r}"
-        yield Case(name=name, words=words, says=says or ("reward",), codes=codes, prepare=prepare)
+        yield Case(name=name, words=words, says=says, codes=codes, prepare=prepare)
 
 
 def models(_: Path) -> Iterator[Case]:
@@ -247,7 +247,7 @@ def wrong_values(source: random.Random) -> Iterator[Case]:
                 prepare=_with_config(text),
             )
         if get_args(option.annotation) or option.annotation in (int, float):
-            word = source.choice(["-1e30", "nan", "x" * 9, "1" * 50, "\u0663", "0x1p-3", "1_0,0", "[]"])
+            word = source.choice(["-1e30", "nan", "x" * 9, "0x1p-3", "1_0,0", "[]"])
             if "str" not in kinds and not (option.annotation is float or "float" in kinds):
                 flag = f"--{name.replace('_', '-')}"
                 yield Case(name=f"values-{name}-{word}", words=(*TRAIN, f"{flag}={word}"), prepare=write_rows)

@@ -27,7 +27,8 @@ REMEDY = re.compile(
     r"\b(use|give|name|lower|raise|set|choose|leave|load|pass|pip install|write|copy|go on|start|convert|rename|make|"
     r"see|delete|fix|switch|return|fold|read it|check name|did you mean|should|must|looked in|built-ins are|it has|got|"
     r"there (is|are)|looks like|gruppo (reads|never|resume)|only option is|are for|needs|they are|it takes|save to|"
-    r"does not take|it is called|twice|full helptext|is not a regular expression|no such file)\b|docs/\w+.md|--help",
+    r"does not take|it is called|twice|full helptext|is not a regular expression|no such file|has no|"
+    r"raised|cannot be made)\b|docs/\w+.md|--help|failed:",
     re.I,
 )
 TRACE = re.compile(r"^Traceback \(most recent call last\)", re.M)
@@ -95,7 +96,7 @@ def verdict(case: Case, work: Path) -> str:
     missing = [part for part in case.says if part not in said]
     if missing:
         return f"the message lacks {missing}: {said[-500:]}"
-    if not REMEDY.search(said):
+    if code == 2 and not REMEDY.search(said):
         return f"the message has no remedy: {said[-500:]}"
     if len(said) > 4000:
         return f"the message has {len(said)} characters: {said[:100]} ... {said[-100:]}"

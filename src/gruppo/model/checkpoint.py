@@ -51,7 +51,19 @@ def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
             if isinstance(value, Tensor) and value.dim() and value.shape != parameters[int(index)].shape:
                 raise CheckpointError(f"{folder}: {name} of parameter {index} has shape {tuple(value.shape)}")
         groups = description["param_groups"]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError) as error:
+        own = optimizer.state_dict()["param_groups"]
+        if [group.keys() for group in groups] != [group.keys() for group in own]:
+            raise CheckpointError(f"{folder / 'optimizer.json'} does not describe this optimizer: other param_groups")
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(f"{folder} is not a checkpoint of this version: {error}") from error
     _copy_weights(weights.named(), saved, folder)
     weights.write_back()

@@ -123,14 +123,22 @@ def load_reward(
     if not callable(target):
         value = f" {target!r}" if isinstance(target, int | float | str) else ""  # others may be long, or hold secrets
         raise InputError(f"{spec!r} is {type(target).__name__}{value}, not a function; name a function or a class")
-    return Reward(
-        name=name or default_name,
-        function=target,
-        weight=1.0 if weight is None else weight,
-        isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
-        source=source,
-        is_unnamed=name is None and (bool(source or options) or not isinstance(spec, str)),
-    )
+    try:
+        return Reward(
+            name=name or default_name,
+            function=target,
+            weight=1.0 if weight is None else weight,
+            isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
+            source=source,
+            is_unnamed=name is None and (bool(source or options) or not isinstance(spec, str)),
+        )
+    except GruppoError:
+        raise
+    except Exception as error:  # attributes of an object of the user's own
+        raise InputError(
+            f"reward {spec!r} cannot be used: {type(error).__name__}: {error}; its attributes needs and isolated are a "
+            "list of names and a truth value"
+        ) from error
 
 
 def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:

@@ -2,6 +2,7 @@
 that moves. `Snapshots` saves it with the model in every checkpoint."""
 
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,12 +177,15 @@ class Snapshots:
         load_training_state(self.model.weights, self.model.optimizer, folder)
         try:
             facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            step, unfinished = operator.index(facts["step"]), facts["unfinished"]
+            if step < 0 or not all(isinstance(value, int | float | None) for value in (unfinished or {}).values()):
+                raise ValueError(f"step={step!r}, unfinished={unfinished!r:.200}")
             self.model.version = int(facts["version"])
             state.solved.load(facts["solved"])
             state.kl.coefficient = float(facts["kl_coefficient"])
             state.entropy.coefficient = float(facts["entropy_coefficient"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{folder / FILE} cannot be read: {error}") from error
         if state.reference is not None:
             state.reference.load(load_file(folder / REFERENCE))
-        return int(facts["step"]), facts["unfinished"]
+        return step, unfinished

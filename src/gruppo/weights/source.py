@@ -373,9 +373,10 @@ def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTok
     """The tokenizer of `model_id`; of an adapter's folder without one that of its base."""
     from transformers import AutoTokenizer
 
-    path = resolve(model_id if revision is None else f"{model_id}@{revision}")
+    model_id = model_id if revision is None else f"{model_id}@{revision}"
+    path = resolve(model_id)
     if not (Path(path) / "tokenizer_config.json").is_file():
-        path = resolve(base_of(path))
+        path = resolve(base_of(model_id))
     # transformers makes an empty tokenizer of a folder without one, and every prompt would have no tokens.
     if Path(path).is_dir() and not any(next(Path(path).glob(name), None) for name in _TOKENIZERS):
         raise InputError(
@@ -395,11 +396,10 @@ def load_config(model_id: str) -> Any:
     """The config of `model_id`; of an adapter's folder that of its base."""
     from transformers import AutoConfig
 
-    path = resolve(model_id)
-    if holds_adapter(path):
-        return load_config(base_of(path))
+    if holds_adapter(model_id):
+        return load_config(base_of(model_id))
     with _refusing(model_id):
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(resolve(model_id), trust_remote_code=False)
 
 
 def context_length(model: Any) -> int | None:
