@@ -6,6 +6,7 @@
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
 # make quick  the tests without those that train or start processes, in about a minute
+# make fuzz   run every malformed input of tests/faults/corpus and the seeded ones through the command line
 # make docs   write the generated pages and tables of docs/ from the code
 # make site   build the documentation into site/, in an environment of its own
 # make bench  measure against peers, in an environment of its own
@@ -14,13 +15,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick test-install test-lowest test-vllm lint check format bench figures docs site clean
+.PHONY: demo test quick fuzz test-install test-lowest test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
 
 quick: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n auto -m "not slow" tests/unit tests/api
+
+fuzz: $(INSTALLED)
+	GRUPPO_FUZZ=all $(BIN)/python -m pytest -q --timeout 3600 tests/faults/test_fuzz.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -76,16 +76,28 @@ def import_object(spec: str, what: str) -> Any:
             f"no module {error.name!r} for {what} {spec!r}{did_you_mean(module_name, beside)}; looked in the installed "
             "packages and the current directory"
         ) from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may call sys.exit, and the process would end as if all were done
         last_lines = "".join(traceback.format_exception(error, limit=-2)).strip()
         raise InputError(f"importing {module_name!r} for {what} {spec!r} failed:\n{last_lines}") from error
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not _has(found, part, what, spec):
             names = [key for key, value in vars(found).items() if callable(value)] if hasattr(found, "__dict__") else []
             where = getattr(found, "__file__", None) or getattr(found, "__name__", module_name)
             raise InputError(f"{where} has no {part!r} for {what} {spec!r}{did_you_mean(part, names)}")
         found = getattr(found, part)
     return found
+
+
+def _has(found: Any, part: str, what: str, spec: str) -> bool:
+    """Whether an object has the attribute. Code of the user's own may answer by raising anything."""
+    try:
+        return hasattr(found, part)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise InputError(f"{part!r} of {what} {spec!r} raised {type(error).__name__}: {error}") from error
 
 
 def import_name(function: Callable[..., Any]) -> str:

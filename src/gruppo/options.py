@@ -6,6 +6,7 @@ concern one group are here, those between groups in `trainer/config.py`.
 
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -17,6 +18,10 @@ Place = Annotated[str, AfterValidator(lambda text: _at_home(text))]
 """A path, or a name of something elsewhere; ~ is the home folder."""
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """Several names; in YAML and Python one name does for a list of one."""
+MAX_THREADS = 1024
+"""More threads than any machine has cores: starting them ends the process."""
+MAX_RANK = 65_536
+"""More than any layer has rows."""
 Plain = bool | int | float | str  # in this order: a flag's "False" is a truth value before it is a text
 
 
@@ -31,9 +36,11 @@ class ModelOptions(Options):
 
     model: Place = "builtin"
     """Folder, hf://org/name, ms://org/name, hub id, or 'builtin' (0.17 M parameters, adds two numbers, badly)."""
+    revision: str | None = None
+    """Commit, tag or branch of a model from a hub. Unset: the newest. The config of the run holds the commit."""
     lora: bool = False
     """Train an adapter instead of the weights. A model folder that holds an adapter continues with that one."""
-    lora_rank: Positive | None = None
+    lora_rank: Annotated[int, Field(ge=1, le=MAX_RANK)] | None = None
     """Rank of the adapter. Unset: 8."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """The adapter is scaled by lora_alpha / lora_rank. Unset: 16."""
@@ -62,6 +69,11 @@ class ModelOptions(Options):
     keep_activations: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of its activations that a compiled block keeps for the backward pass; what is cheapest to compute again is
     not kept. Unset: 0.9, where norms and activation functions are computed again and no product."""
+
+    @property
+    def pinned_model(self) -> str:
+        """The model id with its revision."""
+        return self.model if self.revision is None else f"{self.model}@{self.revision}"
 
 
 class DataOptions(Options):
@@ -150,7 +162,7 @@ class RolloutOptions(Options):
     """Temperature of sampling, and of scoring what was sampled."""
     max_new_tokens: Positive = 256
     """Token limit of a completion. Unset: 256, or a quarter of a context that is shorter than 1024."""
-    stop: Names = ()
+    stop: Annotated[Names, AfterValidator(lambda texts: _not_empty(texts))] = ()
     """Texts that end a completion."""
     dynamic_sampling: Count = 0
     """Dynamic sampling: replace groups with identical rewards, sampling at most this many batches of prompts per step.
@@ -172,6 +184,10 @@ class RolloutOptions(Options):
     @model_validator(mode="after")
     def _check_sampler(self) -> Self:
         read_sampler(self.sampler)
+        for name in sorted(self.vllm_options.keys() & _OF_THE_SERVER.keys()):
+            raise ValueError(
+                f"vllm_options has {name}={self.vllm_options[name]!r}: {_OF_THE_SERVER[name]}; leave it out"
+            )
         if self.vllm_options and self.sampler not in ("vllm", "vllm:start"):
             raise ValueError(f"vllm_options are for sampler=vllm or vllm:start, not for sampler={self.sampler!r}")
         if self.max_staleness and self.sampler == "vllm":
@@ -307,9 +323,9 @@ class RunOptions(Options):
 
     output: Place = "runs/run"
     """Run directory: config, metrics, completions, checkpoints, the model. It must not hold a run that was saved."""
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of everything random: prompts, samples, a new adapter."""
-    threads: Count = 0
+    threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = 0
     """CPU threads; a run is bitwise repeatable with the same number of them. 0: torch's choice."""
     save_every: Positive = 50
     """Save a checkpoint every N steps, and at the end."""
@@ -334,6 +350,20 @@ class RunOptions(Options):
         return tuple(name for name in ("tensorboard", "wandb", "trackio") if getattr(self, name))
 
 
+_ADDRESS = "the server that a run starts listens on a socket that its user alone can open"
+_OF_THE_SERVER = {
+    "trust_remote_code": "code from a model folder is never run",
+    **dict.fromkeys(("host", "port", "uds", "api_key", "root_path", "ssl_keyfile", "ssl_certfile"), _ADDRESS),
+}
+"""Options of vLLM that a run does not hand on, with the reason."""
+
+
+def _not_empty(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in texts:
+        raise ValueError("an empty text would end every completion at once; leave it out")
+    return texts
+
+
 def read_sampler(sampler: str) -> tuple[str, tuple[str, ...]]:
     """The kind of sampler and, for vLLM, its servers: () means an engine in this process.
 
@@ -344,11 +374,24 @@ def read_sampler(sampler: str) -> tuple[str, tuple[str, ...]]:
         return sampler, ()
     kind, _, servers = sampler.partition(":")
     addresses = tuple(servers.split(","))
-    if kind != "vllm" or not all(a == "start" or a.startswith("http://") for a in addresses):
+    if kind != "vllm" or not all(a == "start" or _is_address(a) for a in addresses):
         raise ValueError(
             f"sampler={sampler!r} is unknown; use torch, vllm, vllm:start or vllm:http://host:port[,http://...]"
         )
     return kind, addresses
+
+
+def _is_address(address: str) -> bool:
+    """Whether this is `http://host:port`.
+
+    >>> [_is_address(a) for a in ("http://a:8000", "http://a", "http://", "http://a:99999", "http://a:b", "http://[::1")]
+    [True, True, False, False, False, False]
+    """
+    try:
+        parts = urlsplit(address)
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, a bracket that is not closed
+        return False
 
 
 def _at_home(place: str) -> str:

@@ -74,6 +74,8 @@ def check_data(given: DataCheckArguments, console: Console | None = None) -> int
     """
     console = console or Console()
     try:
+        if given.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {given.max_new_tokens}")
         columns = given.column_map | ({} if given.answer_column == "answer" else {given.answer_column: "answer"})
         options: Any = {"prompt_column": given.prompt_column, "column_map": columns}
         rows = resolve_source(given.source, on_bad_row="drop", **options)

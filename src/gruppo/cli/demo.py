@@ -9,6 +9,7 @@ from rich.table import Table
 
 from gruppo.cli.options import parse_run, take_flag, take_value
 from gruppo.cli.train import run
+from gruppo.errors import InputError
 from gruppo.run.console import visible
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def demo(arguments: Sequence[str]) -> int:
         from gruppo.task.builtin import rebuild_base
         from gruppo.weights.files import set_usual_mode
 
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise InputError(f"--rebuild-base {folder} is a file; name a folder")
         set_usual_mode(rebuild_base(folder, log=print))
         print(f"the base model is in {folder}; train it with: gruppo demo --model {folder}")
         return 0

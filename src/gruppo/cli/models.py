@@ -10,13 +10,14 @@ import tyro
 
 from gruppo.cli.options import parse
 from gruppo.errors import InputError
-from gruppo.run.reader import RunReader
+from gruppo.run.reader import RunReader, read_lines
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
     from gruppo.sampler import Sampler
     from gruppo.types import Group
 
+MAX_SAMPLES = 65_536
 BUILTIN_HELD_OUT = "builtin:carries?split=heldout"
 
 
@@ -71,6 +72,8 @@ class EvalArguments:
     """New Parquet file for the completions. Unset: eval.parquet in the run, where one is given."""
     json: bool = False
     """Print one JSON object instead of a table."""
+    trust: bool = False
+    """Import the rewards that the run names although its directory belongs to another user."""
 
 
 def evaluate_model(arguments: Sequence[str]) -> int:
@@ -87,11 +90,12 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     config, objects = take_objects(config)
     with build_rewards(config, objects) as scorer:
         options = prompt_options(config)
-        options["max_prompt_tokens"] = longest_prompt(config.model, 1, config.max_prompt_tokens)
-        found = load_prompts(config.data, load_tokenizer(config.model), **options)
+        options["max_prompt_tokens"] = longest_prompt(config.pinned_model, 1, config.max_prompt_tokens)
+        found = load_prompts(config.data, load_tokenizer(config.pinned_model), **options)
         prompts = list(found)
         if given.limit is not None and given.limit < 1:
             raise InputError(f"limit must be at least 1, got {given.limit}")
+        check_length(config, given.max_new_tokens)
         if given.limit is not None and given.limit < len(prompts):  # the rows of a file may be sorted
             prompts = [found[i] for i in sorted(shuffle(len(found), config.seed, EVAL_STREAM)[: given.limit].tolist())]
         sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
@@ -124,7 +128,10 @@ def eval_config(given: EvalArguments) -> TrainConfig:
     """The options of the run, if there is one, with those that are given."""
     values: dict[str, Any] = {"model": "builtin", "data": BUILTIN_HELD_OUT}
     if given.run is not None:
-        values = RunReader(given.run).config() | {"model": str(given.run), "eval_data": None}
+        run = RunReader(given.run)
+        if given.rewards is None:  # those of the run are imported
+            run.check_owner(given.trust)
+        values = run.config() | {"model": str(given.run), "revision": None, "eval_data": None}
         if given.data is None:
             values |= _held_out(given.run)
     own = {name: value for name, value in vars(given).items() if name in TrainConfig.model_fields and value is not None}
@@ -161,16 +168,27 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
         torch.set_num_threads(config.threads)
     kind, servers = read_sampler(config.sampler)
     if kind == "torch":
-        return TorchSampler(config.model, temperature=config.temperature, dtype=config.dtype)
+        return TorchSampler(config.pinned_model, temperature=config.temperature, dtype=config.dtype)
     has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return vLLMSampler(
-        config.model,
+        config.pinned_model,
         servers=servers,
         dtype=("bfloat16" if has_bf16 else "float32") if config.dtype == "auto" else config.dtype,
         max_model_len=longest + config.max_new_tokens + 1,
         options=dict(config.vllm_options),
         deadline_s=config.sampler_deadline,
     )
+
+
+def check_length(config: TrainConfig, given: int | None) -> None:
+    """Refuse a token limit beyond the model's context, if one was given: its memory is taken at once."""
+    from gruppo.weights.source import context_length
+
+    context = None if given is None else context_length(config.pinned_model)
+    if context is not None and config.max_new_tokens > context:
+        raise InputError(
+            f"max_new_tokens={config.max_new_tokens} is more than the model's context of {context} tokens; lower it"
+        )
 
 
 def completions_file(path: Path | None) -> Path | None:
@@ -192,7 +210,7 @@ def write_completions(path: Path, groups: "Sequence[Group]") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(parquet_bytes(completions_table(0, groups)))
     except OSError as error:
-        raise InputError(f"output={str(path)!r} cannot be written: {error}") from error
+        raise InputError(f"output={str(path)!r} cannot be written: {error}; choose another") from error
 
 
 @dataclass
@@ -252,7 +270,7 @@ def sample(arguments: Sequence[str]) -> int:
     from gruppo.sampler import SamplingParams
     from gruppo.task import load_prompts
     from gruppo.types import Group, Rollout
-    from gruppo.weights.source import load_tokenizer
+    from gruppo.weights.source import load_tokenizer, longest_prompt
 
     params = SamplingParams(
         temperature=config.temperature if given.temperature is None else given.temperature,
@@ -263,13 +281,20 @@ def sample(arguments: Sequence[str]) -> int:
         stop=config.stop,
         seed=given.seed,
     )
-    prompts = load_prompts(
+    found = load_prompts(
         [{"prompt": text} for text in given.prompts],
-        load_tokenizer(config.model),
+        load_tokenizer(config.pinned_model),
+        max_prompt_tokens=longest_prompt(config.pinned_model, 1),
         chat=config.chat,
         system=config.system,
         chat_template_kwargs=config.chat_template_kwargs,
-    ).prompts
+    )
+    if found.dropped:
+        raise InputError(f"{found.left_out()}; leave it out")
+    prompts = found.prompts
+    check_length(config, given.max_new_tokens)
+    if given.num_samples > MAX_SAMPLES:
+        raise InputError(f"num_samples={given.num_samples} is more than {MAX_SAMPLES:,}; lower it")
     sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
     try:
         samples = sampler.draw(prompts, given.num_samples, params)
@@ -292,10 +317,10 @@ def sample_config(given: SampleArguments) -> TrainConfig:
     values: dict[str, Any] = {"model": "builtin", "max_new_tokens": 64}
     if given.run is not None:
         run = RunReader(given.run)
-        values = run.config() | {"model": str(given.run), "vllm_options": {}}
+        values = run.config() | {"model": str(given.run), "revision": None, "vllm_options": {}}
         # A list of messages goes through the template whether the run was told so or not.
-        first = run.held_out.read_text().partition("\n")[0] if run.held_out.is_file() else "{}"
-        values["chat"] = values.get("chat", False) or isinstance(json.loads(first).get("prompt"), list)
+        rows = read_lines(run.held_out)[:1]
+        values["chat"] = values.get("chat", False) or any(isinstance(row.get("prompt"), list) for row in rows)
     own = {name: value for name, value in vars(given).items() if name in TrainConfig.model_fields and value is not None}
     own |= {"chat": given.chat or values.get("chat", False), "output": values.get("output", "runs/run")}
     own.pop("temperature", None)
@@ -323,7 +348,10 @@ def export(arguments: Sequence[str]) -> int:
     folder = given.source / "model" if (given.source / "model").is_dir() else given.source
     is_adapter = (folder / "adapter_config.json").is_file()
     if not is_adapter and not (folder / "config.json").is_file():
-        raise InputError(f"{given.source} holds no model: no model/, config.json or adapter_config.json in it")
+        raise InputError(
+            f"{given.source} holds no model: no model/, config.json or adapter_config.json in it; give a run that has "
+            "ended, or the folder of a model"
+        )
     if given.merge and not is_adapter:
         raise InputError(f"{folder} holds no adapter to merge; leave out --merge")
     from gruppo.model import TransformersModel

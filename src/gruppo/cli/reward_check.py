@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.cli.options import parse
-from gruppo.errors import GruppoError
+from gruppo.errors import GruppoError, InputError
 from gruppo.reward import RewardResult, RewardScorer, load_reward
 from gruppo.reward.scorer import statistics
 from gruppo.run.console import printable
@@ -75,6 +75,8 @@ def check_reward(given: RewardCheckArguments, console: Console | None = None) ->
     console = console or Console(highlight=False)
     printed: list[str] = []
     try:
+        if given.num_rows < 1:
+            raise InputError(f"num_rows must be at least 1, got {given.num_rows}")
         source = [MADE_UP_ROW] if given.data is None else given.data
         rows = list(resolve_source(source, prompt_column=given.prompt_column))[: given.num_rows]
         with _captured(printed):

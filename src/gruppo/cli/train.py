@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gruppo.cli.options import parse, parse_run, take_flag
 from gruppo.output import unhindered
+from gruppo.run.reader import RunReader
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -45,18 +46,22 @@ def train(arguments: Sequence[str]) -> int:
 @dataclass
 class ResumeArguments:
     """Go on with a run from its newest whole checkpoint. On the same machine with the same threads and versions the
-    result is that of a run that was never stopped, bit for bit."""
+    result is that of a run that was never stopped, bit for bit. Code that the run's config names is run: its rewards,
+    loss and metrics."""
 
     directory: tyro.conf.Positional[Path]
     """The run directory."""
     steps: Annotated[int | None, tyro.conf.arg(help="Go on to this step instead of the run's own last one.")] = None
     accept_changes: bool = False
     """Go on although options in config.yaml, the prompts or the base weights are not those that the run began with."""
+    trust: bool = False
+    """Run what the config names although the directory belongs to another user."""
 
 
 def resume(arguments: Sequence[str]) -> int:
     given = parse(ResumeArguments, arguments, "resume")
     own = {} if given.steps is None else {"steps": given.steps}
+    RunReader(given.directory).check_owner(given.trust)
     config = TrainConfig.of_run(given.directory, own)
     return run(config, resume=True, accept_changes=given.accept_changes)
 

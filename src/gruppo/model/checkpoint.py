@@ -53,9 +53,22 @@ def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
             state.setdefault(int(index), {})[name] = value
             if isinstance(value, Tensor):
                 _check_entry(f"{folder}: {name} of parameter {index}", value, parameters[int(index)])
+        groups = description["param_groups"]
+        own = optimizer.state_dict()["param_groups"]
+        if [group.keys() for group in groups] != [group.keys() for group in own]:
+            raise CheckpointError(f"{folder / 'optimizer.json'} does not describe this optimizer: other param_groups")
         _check_fit(weights.named(), saved, folder, has_dtypes=True)
-        optimizer.load_state_dict({"state": state, "param_groups": description["param_groups"]})
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError) as error:
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(f"{folder} is not a checkpoint of this version: {error}") from error
     _copy(weights.named(), saved)
     weights.write_back()
@@ -80,7 +93,7 @@ def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path, **facts: Any
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
 
-    if folder.exists() and not any(folder.iterdir()):
+    if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
     if folder.exists():
         raise InputError(f"{folder} exists and is not empty; save to a new folder")

@@ -80,6 +80,7 @@ def add_lora(model: "PreTrainedModel", spec: LoraSpec) -> "PeftModel":
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
+        revision=getattr(model.config, "_commit_hash", None),  # of a base from a hub
     )
     with torch.random.fork_rng(devices=[]):  # PEFT draws from torch's global generator
         torch.manual_seed(spec.seed)

@@ -13,7 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, get_origin
 
-from gruppo.errors import InputError, require
+from gruppo.errors import GruppoError, InputError, require
 from gruppo.imports import did_you_mean, import_name, import_object, read_spec
 from gruppo.reward.call import Parameters, name_of, parameters_of
 from gruppo.reward.length import LengthPenalty, SoftOverlong
@@ -105,8 +105,14 @@ def load_reward(
         parameters = _typed(target, default_name, options) | parameters
         try:
             target = target(**parameters)
-        except TypeError as error:
-            raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {error}") from error
+        except GruppoError:
+            raise
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # code of the user's own raises anything, also SystemExit
+            raise InputError(
+                f"reward {spec!r} cannot be made with parameters {parameters!r}: {type(error).__name__}: {error}"
+            ) from error
     elif parameters or options:
         raise InputError(
             f"{spec!r} is a function and takes no parameters, got {', '.join([*options, *parameters])}; make it a "
@@ -115,15 +121,24 @@ def load_reward(
     if isinstance(target, MathMatch) and importlib.util.find_spec("math_verify") is None:
         raise require("math", "math-verify", "math_match")
     if not callable(target):
-        raise InputError(f"{spec!r} is {type(target).__name__} {target!r}, not a function")
-    return Reward(
-        name=name or default_name,
-        function=target,
-        weight=1.0 if weight is None else weight,
-        isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
-        source=source,
-        is_unnamed=name is None and (bool(source or options) or not isinstance(spec, str)),
-    )
+        value = f" {target!r}" if isinstance(target, int | float | str) else ""  # others may be long, or hold secrets
+        raise InputError(f"{spec!r} is {type(target).__name__}{value}, not a function; name a function or a class")
+    try:
+        return Reward(
+            name=name or default_name,
+            function=target,
+            weight=1.0 if weight is None else weight,
+            isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
+            source=source,
+            is_unnamed=name is None and (bool(source or options) or not isinstance(spec, str)),
+        )
+    except GruppoError:
+        raise
+    except Exception as error:  # attributes of an object of the user's own
+        raise InputError(
+            f"reward {spec!r} cannot be used: {type(error).__name__}: {error}; its attributes needs and isolated are a "
+            "list of names and a truth value"
+        ) from error
 
 
 def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:
@@ -140,7 +155,7 @@ def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:
         return target, found.rpartition(":")[2].rpartition(".")[2], found, options
     if found in BUILTIN:
         return BUILTIN[found], found, "", options
-    if "/" in found or Path(found).is_dir():
+    if found and ("/" in found or Path(found).is_dir()):
         model = import_object(REWARD_MODEL, "reward")
         return model, Path(found).name or "reward_model", "", {**options, "model": found}
     raise InputError(

@@ -59,8 +59,10 @@ class RunDirectory(RunReader):
             is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
             if not is_used:
                 path.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # a file in the way, no permission, a name that is none
-            raise InputError(f"output={output!r} cannot be a directory: {error}; choose another") from error
+        except (OSError, ValueError, RecursionError) as error:  # a file in the way, no permission, a name that is none
+            raise InputError(
+                f"output={output[:200]!r} cannot be a directory: {str(error)[:200]}; choose another"
+            ) from error
         if is_used and not run._is_ours():
             raise InputError(
                 f"output={output!r} exists already and is not a run; nothing was touched. Choose another output"

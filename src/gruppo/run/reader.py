@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"step-(\d+)(\.parquet)?")
+
+
+MAX_CONFIG_BYTES = 2**20
+MAX_CONFIG_VALUES = 10_000
 
 
 class RunReader:
@@ -38,8 +43,23 @@ class RunReader:
 
     def check(self) -> None:
         """Raise where there is no run."""
-        if not (self.path / "config.yaml").is_file():
+        try:
+            has_config = (self.path / "config.yaml").is_file()
+        except ValueError:  # a NUL in its name
+            has_config = False
+        if not has_config:
             raise InputError(f"{self.path} is not a run directory: it has no config.yaml")
+
+    def check_owner(self, is_trusted: bool) -> None:
+        """Raise where another user could have written what this run names: rewards and losses of it are imported."""
+        self.check()
+        for path in (self.path, self.path / "config.yaml"):
+            owner = path.stat().st_uid
+            if owner != os.geteuid() and not is_trusted:
+                raise InputError(
+                    f"{path} belongs to another user (uid {owner}), and code that its config names would be run: "
+                    "rewards, loss, metrics. Read it first; --trust goes on all the same"
+                )
 
     def status(self) -> dict[str, Any]:
         """`status` (running, done, stopped, failed or killed), `step`, and the `error` of a run that failed.
@@ -125,15 +145,47 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     import yaml
 
     path = Path(path).expanduser()
-    if not path.is_file():
-        raise InputError(f"config file {path} does not exist")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not YAML: {error}") from None
+        if not path.is_file():
+            raise InputError(f"config file {path} does not exist; give one that does")
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise InputError(f"config file {path} has more than {MAX_CONFIG_BYTES:,} bytes; name another file")
+        loader = yaml.SafeLoader(content.decode("utf-8"))
+        node = loader.get_single_node()
+        _check_yaml(node, path)
+        values = None if node is None else loader.construct_document(node)
+    except InputError:
+        raise
+    except RecursionError:
+        raise InputError(f"{path} is not YAML that can be used: it is nested too deeply; write options flat") from None
+    except (yaml.YAMLError, ValueError, OSError) as error:  # not UTF-8, a number of 5,000 digits, not readable
+        raise InputError(f"{path} is not YAML: {str(error)[:1000]}; fix it there") from None
     if not isinstance(values, dict | None):
         raise InputError(f"{path} must hold `option: value` lines, got a {type(values).__name__}")
     return values or {}
+
+
+def _check_yaml(root: Any, path: Path) -> None:
+    """Refuse keys that come twice, and aliases that stand for more values than a config has: a few hundred bytes of
+    them can stand for billions."""
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MAX_CONFIG_VALUES  # what it is inside itself
+            parts = node.value if isinstance(node.value, list) else []
+            pairs = [part if isinstance(part, tuple) else (part,) for part in parts]
+            keys = [pair[0].value for pair in pairs if len(pair) == 2 and isinstance(pair[0].value, str)]
+            twice = next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
+            if twice is not None:
+                raise InputError(f"{path}:{node.start_mark.line + 1}: {twice[:80]!r} is given twice; leave one out")
+            sizes[id(node)] = 1 + sum(size(part) for pair in pairs for part in pair)
+        return sizes[id(node)]
+
+    if root is not None and size(root) > MAX_CONFIG_VALUES:
+        raise InputError(f"{path} stands for more than {MAX_CONFIG_VALUES:,} values by its aliases; write them out")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

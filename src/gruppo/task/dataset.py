@@ -150,7 +150,7 @@ def read_rows(
 def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row: BadRowPolicy) -> None:
     """Raises when the bad rows of a source are more than the policy allows, or all there is."""
     if total == 0:
-        raise InputError(f"{label} has no rows")
+        raise InputError(f"{label} has no rows; give a file that has")
     if dropped and on_bad_row == "fail":
         more = f" (the first of {len(dropped)} bad rows of {total})" if len(dropped) > 1 else ""
         raise InputError(f"{dropped[0].row}: {dropped[0].reason}{more}; {BAD_ROW_REMEDY}")
@@ -210,7 +210,7 @@ def _check_path(source: str | os.PathLike[str]) -> Path:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(f"no such file: {path}") from error
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a home that does not exist
-        raise InputError(f"{str(source)[:80]!r} is not a usable path: {error}") from error
+        raise InputError(f"{str(source)[:80]!r} is not a usable path: {str(error)[:200]}; give a file") from error
     if not is_file:
         raise InputError(f"{path} is not a file; name a .jsonl, .csv or .parquet file")
     return path

@@ -18,6 +18,7 @@ from gruppo.reward.call import STANDARD
 from gruppo.task.dataset import BAD_ROW_REMEDY, BadRowPolicy, DroppedRow, Row, Rows, TooLongRow, prompt_kind
 from gruppo.task.order import HOLDOUT_STREAM, shuffle
 from gruppo.task.sources import resolve_source
+from gruppo.task.template import render_all
 from gruppo.types import Prompt
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 ENCODE_CHUNK = 1024
 
 _FIXED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "tokenizer_kwargs", "messages"})
-"""Arguments of `apply_chat_template` that `render_chat` sets."""
+"""Arguments of `apply_chat_template` that are not the caller's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +147,8 @@ def load_prompts(
             )
         )
     if not prompts:
-        raise InputError(f"{rows.source} has no usable prompt; {dropped[0].row}: {dropped[0].reason}")
+        remedy = "; raise the limit, or give shorter prompts" if isinstance(dropped[0], TooLongRow) else ""
+        raise InputError(f"{rows.source} has no usable prompt; {dropped[0].row}: {dropped[0].reason}{remedy}")
     reading = rows.recognised()
     if is_text and chat:
         reading.append("text prompts go through the chat template")
@@ -177,18 +179,21 @@ def _render(
                 yield row, (token_ids, text) if token_ids else "prompt has no tokens"
         return
     _check_chat_template(tokenizer)
-    for row in rows.rows:
-        prompt = row.values["prompt"]
-        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        # Arrow gives every message the keys of all of them, None where there was none; templates would print it.
-        turns = [{key: value for key, value in turn.items() if value is not None} for turn in given]
-        if system is not None and turns[0]["role"] not in ("system", "developer"):
-            turns.insert(0, {"role": "system", "content": system})
-        try:
-            rendered = render_chat(turns, tokenizer, template_kwargs)
-        except InputError as error:
-            rendered = str(error)
-        yield row, rendered
+    remaining = iter(rows.rows)
+    while chunk := list(islice(remaining, ENCODE_CHUNK)):
+        conversations = [_conversation(row.values["prompt"], system) for row in chunk]
+        for row, rendered in zip(chunk, render_chats(conversations, tokenizer, template_kwargs), strict=True):
+            yield row, str(rendered) if isinstance(rendered, InputError) else rendered
+
+
+def _conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:
+    """The messages of a prompt; text is the turn of a user."""
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    # Arrow gives every message the keys of all of them, None where there was none; templates would print it.
+    turns = [{key: value for key, value in turn.items() if value is not None} for turn in given]
+    if system is not None and turns[0]["role"] not in ("system", "developer"):
+        turns.insert(0, {"role": "system", "content": system})
+    return turns
 
 
 def render_chat(
@@ -200,28 +205,30 @@ def render_chat(
 
     Raises InputError when the template refuses the conversation, as some do when roles do not alternate.
     """
-    from jinja2 import TemplateError
+    (rendered,) = render_chats([messages], tokenizer, template_kwargs)
+    if isinstance(rendered, InputError):
+        raise rendered
+    return rendered
 
+
+def render_chats(
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[tuple[tuple[int, ...], str] | InputError]:
+    """Token ids and text of each conversation, or why there are none."""
     _check_chat_template(tokenizer)
-    conversation = [dict(message) for message in messages]
     options = dict(template_kwargs or {})
     clash = sorted(options.keys() & _FIXED)
     if clash:
         raise InputError(f"chat_template_kwargs has {clash[0]!r}, which is not the template's to decide; leave it out")
-    try:
-        # Encoding the rendered text would put a second start token before the one that the template writes.
-        encoded: Any = tokenizer.apply_chat_template(
-            conversation,
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=True,
-            tokenizer_kwargs={"verbose": False},  # lengths are our caller's to judge
-            **options,
-        )
-        text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **options)
-    except TemplateError as error:
-        raise InputError(f"the chat template refuses the conversation: {error}") from error
-    return tuple(encoded["input_ids"]), text
+    texts = render_all([[dict(message) for message in messages] for messages in conversations], tokenizer, options)
+    # A template writes the special tokens itself; lengths are our caller's to judge.
+    found: Any = tokenizer(
+        [text for text in texts if isinstance(text, str)] or [""], add_special_tokens=False, verbose=False
+    )
+    ids = iter(found["input_ids"])
+    return [text if isinstance(text, InputError) else (tuple(next(ids)), text) for text in texts]
 
 
 def encode_texts(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gruppo.advantage import ADVANTAGES, Advantage
-from gruppo.errors import InputError
+from gruppo.errors import GruppoError, InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
@@ -95,7 +95,13 @@ def _named(kind: str, name: str, known: Mapping[str, Any], given: Iterable[str])
         own = f"your.module:Your{kind.capitalize()}"
         raise InputError(f"{kind}={name!r} is unknown; use one of {', '.join(known)}, or {own}")
     cls = known[name] if name in known else import_object(name, kind)
-    parameters = inspect.signature(cls).parameters
+    try:
+        parameters = inspect.signature(cls).parameters
+    except (TypeError, ValueError) as error:  # no callable, or one of C without a signature
+        raise InputError(
+            f"{kind}={name!r} names a {type(cls).__name__}, which cannot be called; name a class or function with a "
+            "signature (docs/extending.md)"
+        ) from error
     for option in given:
         if option not in parameters:
             takers = [n for n, c in known.items() if option in inspect.signature(c).parameters]
@@ -106,9 +112,11 @@ def _named(kind: str, name: str, known: Mapping[str, Any], given: Iterable[str])
 def _made(kind: str, name: str, cls: Any, options: dict[str, Any]) -> Any:
     try:
         return cls(**options)
-    except TypeError as error:
+    except GruppoError:
+        raise
+    except Exception as error:  # code of the user's own raises anything
         given = ", ".join(options) or "no options"
-        raise InputError(f"{kind}={name!r} cannot be made with {given}: {error}") from error
+        raise InputError(f"{kind}={name!r} cannot be made with {given}: {error} (docs/extending.md)") from error
 
 
 def build_rewards(options: RewardOptions, objects: Objects, poll: Any = None) -> RewardScorer:
@@ -202,7 +210,7 @@ def build_sampler(
         return TorchSampler(model, poll=poll), None
     longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
     sampler = vLLMSampler(
-        config.model,
+        config.pinned_model,
         servers=servers,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=longest + config.max_new_tokens + 1,  # no longer than the longest prompt needs

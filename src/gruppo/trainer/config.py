@@ -1,6 +1,7 @@
 """TrainConfig: every option of a run, for Python, YAML and flags alike, checked before anything heavy is loaded."""
 
 import difflib
+import reprlib
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,6 +11,13 @@ from gruppo import options
 from gruppo.errors import InputError
 from gruppo.run.reader import RunReader, read_yaml
 from gruppo.trainer.elsewhere import ELSEWHERE, REFUSED
+
+MAX_ROLLOUTS = 2**22
+MAX_LINES = 20
+"""Of an error on a config."""
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxtuple, _REPR.maxdict = 3, 8, 8, 8
+_REPR.maxstring, _REPR.maxlong, _REPR.maxother = 200, 60, 200
 
 
 # Bases in reverse: pydantic puts the fields of the last base first, and so do --help and YAML.
@@ -33,10 +41,15 @@ class TrainConfig(
 
             read_clip_range(self.clip_range, low_acts=False)  # whether it does is checked with the loss
         if self.prompts_per_step % self.minibatches:
-            divisors = [d for d in range(1, self.prompts_per_step + 1) if self.prompts_per_step % d == 0]
+            divisors = [d for d in range(1, min(self.prompts_per_step, 10_000) + 1) if self.prompts_per_step % d == 0]
             raise ValueError(
                 f"minibatches={self.minibatches} does not divide prompts_per_step={self.prompts_per_step}; "
                 f"use one of {divisors}"
+            )
+        if self.prompts_per_step * self.group_size > MAX_ROLLOUTS:
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} with group_size={self.group_size} is more than "
+                f"{MAX_ROLLOUTS:,} completions in a step, which no memory holds; lower one of them"
             )
         if self.overlong_cache > self.max_new_tokens:
             raise ValueError(
@@ -107,7 +120,7 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
     for item in error.errors():
         field = ".".join(str(p) for p in item["loc"] if not str(p).startswith(("function-", "float", "tuple", "int")))
         if item["type"] == "extra_forbidden" and field in REFUSED:
-            lines.append(f"{where}: {field}={item['input']!r} is refused: {REFUSED[field]}")
+            lines.append(f"{where}: {field}={_shown(item['input'])} is refused: {REFUSED[field]}")
         elif item["type"] == "extra_forbidden" and field in ELSEWHERE:
             lines.append(f"{where}: unknown option {field!r}; {called_here(field)}")
         elif item["type"] == "extra_forbidden":
@@ -115,7 +128,14 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
             hint = f"did you mean {near[0]!r}?" if near else "see `gruppo train --help`"
             lines.append(f"{where}: unknown option {field!r}; {hint}")
         elif field:
-            lines.append(f"{where}: {field}={item['input']!r}: {item['msg']}")
+            lines.append(f"{where}: {field}={_shown(item['input'])}: {item['msg']}")
         else:
             lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
-    return "\n".join(dict.fromkeys(lines))
+    lines = list(dict.fromkeys(lines))
+    more = [f"{where}: and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    return "\n".join([line if len(line) <= 1000 else f"{line[:1000]}..." for line in lines[:MAX_LINES]] + more)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, cut: `repr` of a hostile one is of any length."""
+    return _REPR.repr(value)

@@ -14,6 +14,7 @@ from gruppo.reward import Reward, load_reward
 from gruppo.reward.load import sendable
 from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
+from gruppo.weights.source import pin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,7 +83,14 @@ def take_objects(
             f"this run was made with Python objects, which its directory cannot hold: {', '.join(missing)}. Go on in "
             "Python: GRPOTrainer(TrainConfig.of_run(directory), resume=True, ...) with the same objects"
         )
-    named = {name: getattr(made, name) for name in ("model", "rewards", "data", "eval_data")}
+    if "model" not in given:
+        plain, revision = pin(made.model, made.revision)
+        if (plain, revision) != (made.model, made.revision):
+            made = TrainConfig.read(made.model_dump(exclude_unset=True) | {"model": plain, "revision": revision})
+    elif made.revision is not None:
+        raise InputError(f"revision={made.revision!r} is for a model that is loaded by its name; leave it out")
+    named: dict[str, Any] = {name: getattr(made, name) for name in ("rewards", "data", "eval_data")}
+    named["model"] = made.pinned_model
     return made, Objects(**(named | given))
 
 

@@ -2,6 +2,7 @@
 that moves. `Snapshots` saves it with the model in every checkpoint."""
 
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,13 +185,13 @@ class Snapshots:
         state = self.state
         try:
             facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            step, version, unfinished = int(facts["step"]), int(facts["version"]), facts["unfinished"]
+            step, version, unfinished = operator.index(facts["step"]), int(facts["version"]), facts["unfinished"]
             kl, entropy = float(facts["kl_coefficient"]), float(facts["entropy_coefficient"])
-            if unfinished is not None and not all(isinstance(value, int | float) for value in unfinished.values()):
-                raise ValueError(f"unfinished must hold numbers, got {unfinished}")
+            if step < 0 or not all(isinstance(value, int | float | None) for value in (unfinished or {}).values()):
+                raise ValueError(f"step={step!r}, unfinished={unfinished!r:.200}")
             state.solved.load(facts["solved"])
             reference = None if state.reference is None else load_file(folder / REFERENCE)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, RecursionError) as error:
             raise CheckpointError(f"{folder / FILE} cannot be read: {error}") from error
         load_training_state(self.model.weights, self.model.optimizer, folder)
         if state.reference is not None and reference is not None:

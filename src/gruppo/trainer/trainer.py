@@ -134,7 +134,7 @@ class GRPOTrainer:
         estimate = build.build_advantage(config)
         with ExitStack() as stack:
             self.scorer = stack.enter_context(build.build_rewards(config, objects, poll=poll))
-            tokenizer = objects.tokenizer or load_tokenizer(config.model)
+            tokenizer = objects.tokenizer or load_tokenizer(config.pinned_model)
             self.prompts = build.build_prompts(config, objects, tokenizer)
             self.scorer.max_steps = config.steps
             self.scorer.steps_per_epoch = len(self.prompts.train) / config.prompts_per_step

@@ -1,17 +1,20 @@
 """Model ids: the folder or hub repository behind one, its tokenizer and config, and which are refused.
 
-A model id is a local folder, a run directory, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`.
-Code from a model repository is never run and pickled weights are never read: both can do anything to the machine.
+A model id is a local folder, a run directory, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`;
+`@revision` after a hub id is a commit, tag or branch of it. Code from a model repository is never run and pickled
+weights are never read: both can do anything to the machine. docs/security.md lists what is refused.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gruppo.errors import CheckpointError, InputError, require
+from gruppo.errors import CheckpointError, GruppoError, InputError, require
 from gruppo.weights.files import MANIFEST, digest_tensors, read_manifest
 
 if TYPE_CHECKING:
@@ -25,36 +28,103 @@ _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
-def resolve(model_id: str) -> str:
-    """A model id as something transformers can open: a checked local folder, or a hub id."""
+_HUB_ID = re.compile(r"(?P<hub>hf://|ms://|)(?P<name>\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(?P<revision>.*))?", re.ASCII | re.S)
+_REVISION = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)*", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SMALL = ("*.json", "*.jinja", "*.txt", *_TOKENIZERS)
+_WEIGHTS = ("*.safetensors",)
+_BESIDE = ("*/*", "consolidated*")
+"""Files that no loader reads: folders of other formats, and weights a second time."""
+
+
+def resolve(model_id: str, *, weights: bool = False) -> str:
+    """The checked local folder behind a model id. A hub's files are fetched into its cache first.
+
+    Args:
+        weights: fetch the weights of a hub's model too.
+    """
     if model_id in (BUILTIN, f"{BUILTIN}:carries"):
         from gruppo.task.builtin import builtin_model_path
 
         return str(builtin_model_path())
-    if model_id.startswith("hf://"):
-        return model_id.removeprefix("hf://")
-    if model_id.startswith("ms://"):
-        try:
-            from modelscope import snapshot_download  # pyright: ignore[reportMissingImports]  # optional
-        except ImportError:
-            raise require("modelscope", "modelscope", f"model {model_id!r}") from None
-        return snapshot_download(model_id.removeprefix("ms://"))
-    folder = Path(model_id).expanduser()
-    if folder.is_dir():
-        if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():  # a run directory
-            if not (folder / "model").is_dir():
-                raise InputError(
-                    f"run {folder} has no model yet, which its end saves; `gruppo resume {folder}` goes on"
-                )
-            folder /= "model"
-        check_folder(folder)
-        return str(folder)
-    if folder.exists() or model_id.startswith((".", "/", "~")) or model_id.count("/") != 1:
+    folder = _local_folder(model_id)
+    if folder is None:
+        hub, name, revision = _hub_parts(model_id)
+        fetched = Path((_from_modelscope if hub == "ms://" else _from_hub)(name, revision, weights))
+        check_folder(fetched, name=model_id, needs_weights=weights)
+        return str(fetched)
+    if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():  # a run directory
+        if not (folder / "model").is_dir():
+            raise InputError(f"run {folder} has no model yet, which its end saves; `gruppo resume {folder}` goes on")
+        folder /= "model"
+    check_folder(folder)
+    return str(folder)
+
+
+def _local_folder(model_id: str) -> Path | None:
+    """The folder of that name; None for a name of a hub."""
+    if model_id.startswith(("hf://", "ms://")):
+        return None
+    try:
+        folder = Path(model_id).expanduser()
+        return folder if model_id and folder.is_dir() else None
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a home that does not exist
+        raise InputError(f"model {_cut(model_id)!r} is not a usable path: {_cut(str(error))}; give a folder") from error
+
+
+def _hub_parts(model_id: str) -> tuple[str, str, str | None]:
+    """Hub, name and revision of the id of a hub's model."""
+    match = _HUB_ID.fullmatch(model_id)
+    if match is None or (not match["hub"] and "/" not in match["name"]) or ".." in match["name"]:
         raise InputError(
-            f"model {model_id!r} is neither a folder nor a hub id; give a folder with config.json and "
+            f"model {_cut(model_id)!r} is neither a folder nor a hub id; give a folder with config.json and "
             "*.safetensors, a hub id like org/name, or 'builtin'"
         )
-    return model_id
+    revision = match["revision"]
+    if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
+        raise InputError(f"revision={_cut(revision)!r} of model {match['name']!r} must be a commit, tag or branch")
+    return match["hub"], match["name"], revision
+
+
+def pin(model_id: str, revision: str | None) -> tuple[str, str | None]:
+    """A model id without its revision, and the revision to load: of the Hugging Face hub the commit that it is now."""
+    local = model_id.startswith(BUILTIN) or _local_folder(model_id) is not None
+    if local:
+        if revision is not None:
+            raise InputError(
+                f"revision={revision!r} is for a model from a hub, and {model_id!r} is local: its files are what they "
+                "are. Leave revision out, or name the model hf://org/name"
+            )
+        return model_id, None
+    hub, _, own = _hub_parts(model_id)
+    if own is not None and revision is not None:
+        raise InputError(f"revision={revision!r} and model={model_id!r} both name a revision; give one of the two")
+    chosen = own if revision is None else revision
+    plain = model_id if own is None else model_id.removesuffix(f"@{own}")
+    folder = Path(resolve(plain if chosen is None else f"{plain}@{chosen}"))
+    return plain, folder.name if hub != "ms://" and _COMMIT.fullmatch(folder.name) else chosen
+
+
+@lru_cache(maxsize=64)
+def _from_hub(name: str, revision: str | None, weights: bool) -> str:
+    """The folder of a snapshot in the cache of the Hugging Face hub. It is called after its commit."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SMALL, *(_WEIGHTS if weights else ())]
+    given = "" if revision is None else f"@{revision}"
+    with _refusing(f"hf://{name}{given}", "cannot be fetched from the hub"):
+        return snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=list(_BESIDE))
+
+
+@lru_cache(maxsize=64)
+def _from_modelscope(name: str, revision: str | None, weights: bool) -> str:
+    try:
+        from modelscope import snapshot_download  # pyright: ignore[reportMissingImports]  # optional
+    except ImportError:
+        raise require("modelscope", "modelscope", f"model 'ms://{name}'") from None
+    patterns = [*_SMALL, *(_WEIGHTS if weights else ())]
+    with _refusing(f"ms://{name}", "cannot be fetched from the hub"):
+        return snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=list(_BESIDE))
 
 
 def holds_adapter(model_id: str) -> bool:
@@ -63,21 +133,54 @@ def holds_adapter(model_id: str) -> bool:
 
 
 def base_of(model_id: str) -> str:
-    """The model that an adapter's folder was trained on; any other model id itself."""
+    """The model that an adapter's folder was trained on, at the revision it notes; any other model id itself."""
     if not holds_adapter(model_id):
         return model_id
     config = Path(resolve(model_id)) / ADAPTER
-    base = json.loads(config.read_text()).get("base_model_name_or_path")
-    if not base:
+    values = read_object(config)
+    base, revision = values.get("base_model_name_or_path"), values.get("revision")
+    if not base or not isinstance(base, str):
         raise InputError(f"{config} does not name its base model (base_model_name_or_path)")
+    if revision is not None and not isinstance(revision, str):
+        raise InputError(f"{config} has revision={revision!r}, which must be a commit, tag or branch of the base model")
+    if revision and base != BUILTIN and _local_folder(base) is None and "@" not in base:
+        base = f"{base}@{revision}"
+    if holds_adapter(base):
+        raise InputError(
+            f"{config} names {base!r} as its base model (base_model_name_or_path), which is an adapter itself; fold "
+            f"that one into its own base first: gruppo export {base} FOLDER --merge"
+        )
     return base
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not JSON: {_cut(str(error))}; copy the file from where it came") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{file} must hold a JSON object, got a {type(values).__name__}; copy it from where it came")
+    return values
+
+
+def _cut(text: str, length: int = 400) -> str:
+    """Text for a message, which a hostile file would make as long as it likes."""
+    return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
 
 
 def quantization_of(model_id: str) -> dict[str, str]:
     """How the base of an adapter's folder was quantised while it trained, and from which dtype; {}: not at all."""
     file = Path(resolve(model_id)) / MANIFEST
-    noted = json.loads(file.read_text()) if holds_adapter(model_id) and file.is_file() else {}
-    return {name: noted[name] for name in ("quantize", "dtype")} if "quantize" in noted else {}
+    noted = read_object(file) if holds_adapter(model_id) and file.is_file() else {}
+    if "quantize" not in noted:
+        return {}
+    if noted["quantize"] != "nf4" or noted.get("dtype") not in ("float32", "bfloat16"):
+        raise InputError(
+            f"{file} has quantize={noted['quantize']!r} with dtype={noted.get('dtype')!r}; they must be nf4 and "
+            "float32 or bfloat16. Copy it from where it came"
+        )
+    return {name: noted[name] for name in ("quantize", "dtype")}
 
 
 def weights_digest(model_id: str, revision: str | None = None) -> str | None:
@@ -125,28 +228,81 @@ def _check_whole(folder: Path) -> None:
             ) from error
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that lacks a model, would run its own code, or holds its weights as pickles."""
+def check_folder(folder: Path, *, name: str = "", needs_weights: bool = True) -> None:
+    """Refuse a folder that lacks a model, would run code, or holds its weights as pickles.
+
+    Args:
+        name: of a hub's model. Code that it brings besides a model that transformers has is not run, and no reason to
+            refuse it.
+    """
     if (folder / ADAPTER).is_file():
-        if not (folder / "adapter_model.safetensors").is_file():
+        read_object(folder / ADAPTER)
+        if needs_weights and not (folder / "adapter_model.safetensors").is_file():
             raise InputError(f"adapter folder {folder} has no adapter_model.safetensors; gruppo reads no pickles")
         return
     config = folder / "config.json"
     if not config.is_file():
-        raise InputError(f"model folder {folder} has no config.json; is it the folder that save() wrote?")
-    try:
-        values = json.loads(config.read_text())
-    except ValueError as error:
-        raise InputError(f"{config} is not JSON: {error}") from None
-    if "auto_map" in values:
+        raise InputError(
+            f"model folder {name or folder} has no config.json; is it the folder that save() wrote? Give one that has"
+        )
+    values = read_object(config)
+    if "auto_map" in values and not name:
         raise InputError(
             f"{config} asks to run code from the model folder (auto_map); gruppo never does. Use a model that "
             "transformers supports, or convert it"
         )
-    if not any(folder.glob("*.safetensors")):
+    for key, kernel in _kernels(values):
+        raise InputError(
+            f"{config} has {key}={kernel!r}, a kernel that transformers would fetch from a hub and run; gruppo never "
+            "does. Delete the line: an implementation is chosen without it"
+        )
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        _check_index(index, needs_weights)
+    explicit = values.get("transformers_weights")
+    if explicit is not None and not _is_shard(explicit):
+        raise InputError(
+            f"{config} has transformers_weights={explicit!r}; gruppo reads *.safetensors in the folder only"
+        )
+    if needs_weights and not any(folder.glob("*.safetensors")):
         pickles = ", ".join(sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern)))
         found = f"only pickled weights ({pickles}), which can run code when loaded" if pickles else "no weights"
-        raise InputError(f"model folder {folder} holds {found}; gruppo reads *.safetensors only")
+        raise InputError(f"model folder {name or folder} holds {found}; gruppo reads *.safetensors only")
+
+
+def _kernels(config: Any) -> Iterator[tuple[str, str]]:
+    """Kernels of a hub that a config names, `org/name`, in any of its parts."""
+    stack = [config]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack += part
+        if not isinstance(part, dict):
+            continue
+        for key, value in part.items():
+            named = value.values() if isinstance(value, dict) else [value]
+            if "_implementation" in f"_{key}":
+                yield from ((key, text) for text in named if isinstance(text, str) and "/" in text)
+            stack.append(value)
+
+
+def _check_index(index: Path, needs_weights: bool) -> None:
+    """Refuse an index of shards that names anything but safetensors files beside it."""
+    shards = read_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise InputError(f"{index} has no weight_map with the file of each tensor; copy it from where it came")
+    for tensor, shard in shards.items():
+        if not _is_shard(shard):
+            raise InputError(
+                f"{index} names {_cut(str(shard))!r} for tensor {_cut(tensor, 80)!r}; gruppo reads *.safetensors in "
+                "the folder only"
+            )
+        if needs_weights and not (index.parent / shard).is_file():
+            raise InputError(f"model folder {index.parent} lacks {shard}, which {index.name} names; copy it too")
+
+
+def _is_shard(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
 def load_model(
@@ -169,18 +325,19 @@ def load_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a bar per load would run across gruppo's own
-    path = resolve(model_id)
+    model_id, revision = pin(model_id, revision)
+    pinned = model_id if revision is None else f"{model_id}@{revision}"
+    path = resolve(pinned, weights=True)
     _check_whole(Path(path))
     options: dict[str, Any] = {"dtype": dtype}
-    given = {"attn_implementation": attn_implementation, "revision": revision}
-    options |= {name: value for name, value in given.items() if value is not None}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
     if holds_adapter(path):
-        options.pop("revision", None)
         # Other weights come out of 4 bits if they were rounded otherwise before.
         options |= {"quantize": quantize, "device": device} | quantization_of(path)
         return _with_adapter(load_model(base_of(path), head=head, **options), path)
     if quantize is not None:
-        options |= _quantization(model_id, quantize, dtype) | {"device_map": {"": device}}
+        options |= _quantization(pinned, quantize, dtype) | {"device_map": {"": device}}
     with _refusing(model_id):
         auto = getattr(transformers, f"AutoModelFor{head}")
         loaded: Any = auto.from_pretrained(
@@ -189,7 +346,12 @@ def load_model(
     model, report = loaded
     if report["missing_keys"]:  # transformers would fill them with random numbers
         missing = sorted(report["missing_keys"])
-        raise InputError(f"the weights of {model_id!r} lack {len(missing)} tensors: {', '.join(missing[:3])}")
+        raise InputError(
+            f"the weights of {model_id!r} lack {len(missing)} tensors: {', '.join(missing[:3])}; copy the folder again"
+        )
+    if revision is not None:  # not the folder of the cache: an adapter notes its base by these
+        model.name_or_path = model_id.removeprefix("hf://")
+        model.config._name_or_path, model.config._commit_hash = model.name_or_path, revision
     return model
 
 
@@ -222,12 +384,15 @@ def _quantization(model_id: str, quantize: str, dtype: Any) -> dict[str, Any]:
 
 def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
     """A base with the adapter of a folder on it."""
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
     _check_base(folder)
     with _refusing(folder):
-        model = PeftModel.from_pretrained(base, folder, is_trainable=True)
+        # PEFT would import the module that `auto_mapping` names; what kind of model the base is shows in it.
+        config = PeftConfig.from_pretrained(folder)
+        config.auto_mapping = None
+        model = PeftModel.from_pretrained(base, folder, is_trainable=True, config=config)
     own = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
         names = set(file.keys())
@@ -244,51 +409,63 @@ def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
 
 
 @contextmanager
-def _refusing(model_id: str) -> Iterator[None]:
-    """Turns errors of transformers, PEFT and safetensors on opening a model into an InputError that names the model."""
-    from safetensors import SafetensorError
-
+def _refusing(model_id: str, what: str = "cannot be opened") -> Iterator[None]:
+    """Turns errors of transformers, PEFT, tokenizers and safetensors on a model's files into an InputError that names
+    the model. Files of a stranger bring up errors of any class."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise InputError(f"model {model_id!r} cannot be opened: {error}") from error
+    except GruppoError:
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        remedy = "copy its files again, or use another model" if "fetched" not in what else "check name and network"
+        raise InputError(f"model {model_id!r} {what}: {_cut(reason, 1000)}; {remedy}") from error
 
 
 def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
     """The tokenizer of `model_id`; of an adapter's folder without one that of its base."""
     from transformers import AutoTokenizer
 
-    options = {} if revision is None else {"revision": revision}
+    model_id = model_id if revision is None else f"{model_id}@{revision}"
     path = resolve(model_id)
     if not (Path(path) / "tokenizer_config.json").is_file():
-        path = resolve(base_of(path))
+        path = resolve(base_of(model_id))
     # transformers makes an empty tokenizer of a folder without one, and every prompt would have no tokens.
     if Path(path).is_dir() and not any(next(Path(path).glob(name), None) for name in _TOKENIZERS):
         raise InputError(
             f"model folder {path} has no tokenizer (tokenizer.json and tokenizer_config.json); copy the files from the "
             "model that it was made from"
         )
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
-        raise InputError(f"model {model_id!r} has no usable tokenizer: {error}") from error
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        if (Path(path) / name).is_file():
+            read_object(Path(path) / name)
+    with _refusing(model_id, "has no usable tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer("1", verbose=False)  # some files can be read and not used
+        return tokenizer
 
 
 def load_config(model_id: str) -> Any:
     """The config of `model_id`; of an adapter's folder that of its base."""
     from transformers import AutoConfig
 
-    path = resolve(model_id)
-    if holds_adapter(path):
-        return load_config(base_of(path))
+    if holds_adapter(model_id):
+        return load_config(base_of(model_id))
     with _refusing(model_id):
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(resolve(model_id), trust_remote_code=False)
 
 
 def context_length(model: Any) -> int | None:
     """Longest context of a model, by its id or the object, in tokens; None if its config does not give it."""
     config = load_config(model) if isinstance(model, str) else model.config
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise InputError(
+            f"the config of model {model!r} has max_position_embeddings={length!r}, which must be at least 1"
+        )
+    return length
 
 
 def longest_prompt(model: Any, max_new_tokens: int, max_prompt_tokens: int | None = None) -> int | None:
@@ -312,18 +489,23 @@ def end_tokens(model_id: str, tokenizer: Any) -> frozenset[int]:
     """Every token that ends a completion, by the generation config, the config or the tokenizer."""
     from transformers import GenerationConfig
 
-    try:
-        generation = GenerationConfig.from_pretrained(resolve(model_id))
-    except OSError:  # it has none
-        generation = None
+    folder = Path(resolve(model_id))
+    generation = None
+    if (folder / "generation_config.json").is_file():
+        read_object(folder / "generation_config.json")
+        with _refusing(model_id):
+            generation = GenerationConfig.from_pretrained(folder)
     return end_tokens_of(generation, load_config(model_id), tokenizer)
 
 
 def end_tokens_of(*sources: Any) -> frozenset[int]:
     """The end tokens that any of these names."""
     named = [getattr(source, "eos_token_id", None) for source in sources]
-    lists = [ids if isinstance(ids, list) else [ids] for ids in named]
-    return frozenset(int(i) for ids in lists for i in ids if i is not None)
+    listed = [i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+    for token in listed:
+        if not isinstance(token, int):
+            raise InputError(f"the config of the model has eos_token_id={token!r}, which must be a token's number")
+    return frozenset(listed)
 
 
 def linear_layers(model: Any) -> tuple[str, ...]:

@@ -349,9 +349,7 @@ def test_a_file_is_not_a_model_folder(tmp_path: Path) -> None:
         resolve(str(tmp_path / "model.safetensors"))
 
 
-def test_ids_of_hubs_and_of_the_builtin_model_resolve() -> None:
-    assert resolve("hf://org/name") == "org/name"
-    assert resolve("org/name") == "org/name"
+def test_the_builtin_model_resolves() -> None:
     assert resolve("builtin") == resolve("builtin:carries") == str(builtin_model_path())
 
 

@@ -43,18 +43,24 @@ class HttpEngine(Engine):
     """Client of one server.
 
     Args:
-        address: `http://host:port`.
+        address: `http://host:port`, or `unix://PATH` of a socket.
         process: the server, if gruppo started it: it is restarted when it dies.
     """
 
     is_remote = True
 
     def __init__(self, address: str, *, process: ServerProcess | None = None) -> None:
-        parts = urlsplit(address)
-        if parts.scheme != "http" or not parts.hostname:
+        self.socket = address.removeprefix("unix://") if address.startswith("unix://") else None
+        """Path of the socket of a server on this machine."""
+        try:
+            parts = urlsplit("http://localhost" if self.socket else address)
+            self.host, self.port = parts.hostname or "", parts.port or 80
+            is_usable = parts.scheme == "http" and bool(self.host)
+        except ValueError:  # a port that is none, a bracket that is not closed
+            is_usable = False
+        if not is_usable:
             raise InputError(f"a vLLM server's address looks like http://127.0.0.1:8000, got {address!r}")
-        self.host, self.port = parts.hostname, parts.port or 80
-        self.name = f"vLLM at {self.host}:{self.port}"
+        self.name = f"vLLM at {self.socket or f'{self.host}:{self.port}'}"
         self.process = process
         self.poll: Poll = lambda: None
         self.model = ""
@@ -224,13 +230,20 @@ class HttpEngine(Engine):
             if not wait(sent, timeout=0.1).not_done:
                 return
 
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        if self.socket is not None:
+            connection.connect = lambda: _connect(connection, str(self.socket), timeout)
+        return connection
+
     def _exchange(self, path: str, timeout: float, body: dict[str, Any] | None = None, remedy: str = "") -> Any:
         """The answer to a GET, or with a body to a POST."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        connection = self._connection(timeout)
         self._open.add(connection)
         try:
             verb, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
-            connection.request(verb, path, payload, {"Content-Type": "application/json"})
+            key = {} if self.process is None else {"Authorization": f"Bearer {self.process.key}"}
+            connection.request(verb, path, payload, {"Content-Type": "application/json"} | key)
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
@@ -251,3 +264,10 @@ class HttpEngine(Engine):
             raise EngineLost(answered)
         has_remedy = remedy and response.status in (403, 404, 405)
         raise Refused(f"{answered}; {remedy}" if has_remedy else answered, response.status)
+
+
+def _connect(connection: http.client.HTTPConnection, path: str, timeout: float) -> None:
+    """Open a connection through a socket in the file system."""
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.settimeout(timeout)
+    connection.sock.connect(path)

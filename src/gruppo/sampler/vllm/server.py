@@ -2,8 +2,9 @@
 
 import importlib.util
 import os
+import secrets
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,37 +16,43 @@ from gruppo.errors import SamplerError, require
 from gruppo.sampler.vllm.engine import platform_settings
 from gruppo.sampler.vllm.guard import PATIENCE_S
 
+SOCKET = "server.sock"
 SETTINGS = {
-    "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, by which weights are loaded; the server listens on localhost
+    "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, by which weights are loaded and which no key protects
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
 
 class ServerProcess:
-    """A server at a free port of this machine, started when it is made with `engine_arguments`."""
+    """A server on a socket in a folder that this user alone can open, started when it is made with `engine_arguments`.
+
+    Whoever reaches it can load other weights: a port would be open to every user of the machine and every web page.
+    """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
+        found = importlib.util.find_spec("vllm")
+        if found is None or found.origin is None:  # or a folder of that name; the child's error is less clear
+            raise require("vllm", "vllm", "sampler=vllm:start")
         self.arguments = {name: value for name, value in arguments.items() if name != "enable_sleep_mode"}
-        self.log = Path(tempfile.mkdtemp(prefix="gruppo-vllm-")) / "server.log"
+        self.folder = _private_folder()
+        self.log = self.folder / "server.log"
+        self.address = f"unix://{self.folder / SOCKET}"
+        self.key = secrets.token_hex(16)
+        """Sent with every request. vLLM wants it for what is under /v1."""
         self.process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        self.address = f"http://127.0.0.1:{self.port}"
+        self._has_failed = False
         self.start()
 
     def start(self) -> None:
         """Start or restart it, at the same address."""
-        found = importlib.util.find_spec("vllm")
-        if found is None or found.origin is None:  # or a folder of that name; the child's error is less clear
-            raise require("vllm", "vllm", "sampler=vllm:start")
-        self.close()
+        self._end()
         guard = str(Path(__file__).with_name("guard.py"))
-        flags = _flags(self.arguments | {"host": "127.0.0.1", "port": self.port})
-        command = [sys.executable, "-P", guard, *flags]
-        environment = SETTINGS | platform_settings() | dict(os.environ)
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an engine inside this process may have set it
+        (self.folder / SOCKET).unlink(missing_ok=True)
+        command = [sys.executable, "-P", guard, *_flags(self.arguments | {"uds": self.folder / SOCKET})]
+        environment = SETTINGS | platform_settings() | dict(os.environ) | {"VLLM_API_KEY": self.key}
+        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
+            environment.pop(name, None)  # of an engine inside this process; pickles in requests
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -54,11 +61,18 @@ class ServerProcess:
     def check_alive(self) -> None:
         """Raise with the end of the log if the server has ended."""
         if self.process is None or self.process.poll() is not None:
+            self._has_failed = True  # the log stays to be read
             lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
             telling = [line for line in lines if "Error" in line] or lines
             raise SamplerError(f"the vLLM server ended: {' | '.join(telling[-3:])}; all of it is in {self.log}")
 
     def close(self) -> None:
+        """End it and remove its folder, unless the server failed: then its log stays."""
+        self._end()
+        if not self._has_failed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end(self) -> None:
         if self.process is None:
             return
         assert self.process.stdin is not None
@@ -69,6 +83,15 @@ class ServerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process = None
+
+
+def _private_folder() -> Path:
+    """A temporary folder for this user alone. A socket's path has at most 107 bytes."""
+    folder = tempfile.mkdtemp(prefix="gruppo-vllm-")
+    if len(os.fsencode(folder)) + len(SOCKET) > 100:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="gruppo-vllm-", dir="/tmp")
+    return Path(folder)
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
