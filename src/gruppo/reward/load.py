@@ -13,9 +13,10 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, get_origin
 
-from gruppo.errors import InputError, require
+from gruppo.errors import GruppoError, InputError, Terminated, require
 from gruppo.imports import did_you_mean, import_name, import_object, read_spec
-from gruppo.reward.call import Parameters, name_of, parameters_of
+from gruppo.output import printable
+from gruppo.reward.call import Parameters, name_of, parameters_of, short_traceback
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.math_equal import MathMatch
 from gruppo.reward.number import NumberMatch
@@ -105,8 +106,11 @@ def load_reward(
         parameters = _typed(target, default_name, options) | parameters
         try:
             target = target(**parameters)
-        except TypeError as error:
-            raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {error}") from error
+        except (KeyboardInterrupt, MemoryError, GruppoError, Terminated):
+            raise
+        except BaseException as error:  # also `sys.exit()`
+            reason = printable(str(error) if isinstance(error, TypeError) else short_traceback(error))
+            raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {reason}") from error
     elif parameters or options:
         raise InputError(
             f"{spec!r} is a function and takes no parameters, got {', '.join([*options, *parameters])}; make it a "
@@ -116,14 +120,20 @@ def load_reward(
         raise require("math", "math-verify", "math_match")
     if not callable(target):
         raise InputError(f"{spec!r} is {type(target).__name__} {target!r}, not a function")
-    return Reward(
-        name=name or default_name,
-        function=target,
-        weight=1.0 if weight is None else weight,
-        isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
-        source=source,
-        is_unnamed=name is None and (bool(source or options) or not isinstance(spec, str)),
-    )
+    try:
+        return Reward(
+            name=name or default_name,
+            function=target,
+            weight=1.0 if weight is None else weight,
+            isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
+            source=source,
+            is_unnamed=name is None and (bool(source or options) or not isinstance(spec, str)),
+        )
+    except GruppoError:
+        raise
+    except Exception as error:  # its attributes may be properties, and raise
+        reason = printable(short_traceback(error))
+        raise InputError(f"reward {spec!r} cannot be used, its attributes raise: {reason}") from error
 
 
 def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:

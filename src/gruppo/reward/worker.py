@@ -20,7 +20,7 @@ from typing import Any
 
 from gruppo.errors import GruppoError
 from gruppo.imports import import_object
-from gruppo.output import Output
+from gruppo.output import Output, printable
 from gruppo.reward.call import Call, CallResult, call_reward, short_traceback
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -65,6 +65,14 @@ def work(connection: Connection, parent: int) -> None:
         _send(connection, {"failed": str(error) if isinstance(error, GruppoError) else short_traceback(error)})
 
 
+class _Prints(Output):
+    """What reward functions print, which may quote a model: without control characters."""
+
+    def write(self, text: str, /) -> int:
+        super().write(printable(text))
+        return len(text)
+
+
 def _isolate() -> None:
     """Own session, no terminal, stdout to stderr: prints and signals of a reward stay away from the trainer."""
     os.setsid()
@@ -74,7 +82,7 @@ def _isolate() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(2, 1)
     if sys.stderr is not None:
-        sys.stderr = Output(sys.stderr)  # a print that nobody reads must not cost a reward its deadline
+        sys.stderr = _Prints(sys.stderr)  # a print that nobody reads must not cost a reward its deadline
     sys.stdout = sys.stderr
     # The trainer decides what a signal to the whole job means. A handler rather than SIG_IGN, because an ignored
     # signal stays ignored in programs that a reward function starts.

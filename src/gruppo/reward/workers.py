@@ -24,6 +24,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from gruppo.errors import InputError, RewardError
+from gruppo.output import printable
 from gruppo.reward.call import Call, CallResult
 from gruppo.reward.load import is_in_main
 from gruppo.reward.worker import STACK_SIGNAL, work
@@ -113,7 +114,7 @@ class WorkerPool:
         if message is None:
             return self._lose(worker)
         if "failed" in message:
-            raise InputError(f"a reward worker cannot use what it was sent:\n{message['failed']}")
+            raise InputError(f"a reward worker cannot use what it was sent:\n{printable(str(message['failed']))}")
         if "ready" in message:
             worker.is_ready, self._failed_starts = True, 0
             return None

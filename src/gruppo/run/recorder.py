@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from gruppo.output import printable
 from gruppo.run.advice import advice
-from gruppo.run.console import RunConsole, printable
+from gruppo.run.console import RunConsole
 from gruppo.run.directory import RunDirectory
 from gruppo.run.trackers import Trackers
 from gruppo.types import Group, Rollout

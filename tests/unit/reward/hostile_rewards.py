@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 
 def _texts(completions):
@@ -68,6 +69,35 @@ def sleep_always(completions, **kwargs):
 
 def slow_each(completions, **kwargs):
     time.sleep(0.1 * len(completions))
+    return [1.0] * len(completions)
+
+
+def ranks(prompts, completions, **kwargs):
+    """Share of the other completions of a prompt that are shorter: 0 for one that is scored alone."""
+    file = Path(os.environ.get("GRUPPO_TEST_FILE", "/nonexistent"))
+    if "bad" in completions:
+        time.sleep(1000)
+    if len(completions) > 1 and file.exists():  # late once
+        file.unlink()
+        time.sleep(1000)
+    if "loud" in completions:
+        raise KeyError("no such answer")
+    sizes = {prompt: [len(c) for p, c in zip(prompts, completions, strict=True) if p == prompt] for prompt in prompts}
+    return [
+        sum(size < len(text) for size in sizes[prompt]) / max(len(sizes[prompt]) - 1, 1)
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+
+
+def dies_from_step_3(completions, step, **kwargs):
+    if step >= 3:
+        os._exit(3)
+    return [1.0] * len(completions)
+
+
+def sleeps_from_step_3(completions, step, **kwargs):
+    if step >= 3:
+        time.sleep(1000)
     return [1.0] * len(completions)
 
 

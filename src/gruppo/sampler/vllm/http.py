@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gruppo.errors import InputError, SamplerError
+from gruppo.output import printable
 from gruppo.sampler.base import Poll, SamplingParams
 from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request
 from gruppo.sampler.vllm.server import ServerProcess
@@ -243,7 +244,7 @@ class HttpEngine(Engine):
                 return json.loads(text or "{}")
             except ValueError:
                 return {}  # /v1/load_lora_adapter answers with a sentence
-        answered = f"{self.name} answered {path} with {response.status}: {text[:300]}"
+        answered = f"{self.name} answered {path} with {response.status}: {printable(text[:300])}"
         if response.status == 404 and body is not None and body.get("model") == ADAPTER:
             raise EngineLost(f"{self.name} does not know the adapter it was given")
         # 500 to a request: the engine has died and the server has yet to end. 500 to a command: the command failed.
