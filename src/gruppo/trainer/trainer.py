@@ -175,7 +175,12 @@ class GRPOTrainer:
             # Last: a board leaves files behind, and a run that cannot begin must not.
             self.recorder = Recorder(
                 self.run,
-                Trackers(config.trackers, self.run.path, config.model_dump(mode="json")),
+                Trackers(
+                    config.trackers,
+                    self.run.path,
+                    config.model_dump(mode="json"),
+                    deadline_s=config.tracker_deadline,
+                ),
                 steps=config.steps,
                 completions_every=config.completions_every,
                 completions_limit=config.completions_limit,

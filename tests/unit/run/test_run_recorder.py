@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -35,9 +35,7 @@ def board() -> Board:
 def make(tmp_path: Path, board: Board) -> Callable[..., Recorder]:
     def recorder(**options: Any) -> Recorder:
         run = RunDirectory.create(str(tmp_path / "run"), "steps: 8\n")
-        trackers = Trackers((), run.path, {})
-        trackers.trackers["board"] = board
-        return Recorder(run, trackers, **{"steps": 8, "quiet": True, **options})
+        return Recorder(run, cast("Trackers", board), **{"steps": 8, "quiet": True, **options})
 
     return recorder
 
