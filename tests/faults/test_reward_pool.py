@@ -139,6 +139,19 @@ def test_many_dead_workers_stop_the_run(monkeypatch):
         rewards.score(PROMPTS, ["bad"] * 8, step=5)
 
 
+def test_a_worker_that_never_is_ready_is_named_with_its_functions_and_the_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "_START_DEADLINE_S", 0.5)
+    (tmp_path / "endless_import.py").write_text(
+        "import multiprocessing, time\n"
+        "if multiprocessing.parent_process() is not None:\n    time.sleep(1000)\n"
+        "def f(completions):\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "had not imported 'f' within 0.6 s \\(the greater of reward_deadline and 0.5 s\\)"
+    with RewardScorer(["endless_import:f"], deadline_s=0.6) as rewards, pytest.raises(RewardError, match=text):
+        rewards.score(["p"], ["a"])
+
+
 @pytest.mark.parametrize("name", ["dies_from_step_3", "sleeps_from_step_3", "raises_from_step_3"])
 def test_failing_on_everything_stops_a_run_of_small_steps_too(name):
     with scorer(name, workers=2, deadline_s=0.2) as rewards:

@@ -296,7 +296,7 @@ def call_within(
             raise result
         return result
     _give_up(thread)
-    return CallResult(kind="timeout", text=f"no answer within {seconds:g} s; the call was given up")
+    return CallResult(kind="timeout", text=f"no answer within {seconds:g} s; the call was given up (reward_deadline)")
 
 
 def _give_up(thread: threading.Thread) -> None:

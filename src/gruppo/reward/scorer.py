@@ -125,7 +125,7 @@ class RewardScorer:
         """Length of the run and of a pass over its prompts, for `trainer_state`; a trainer sets them."""
         self._isolated = {reward.name: reward for reward in self.rewards if reward.isolated}
         functions = {name: sendable(reward) for name, reward in self._isolated.items()}
-        self._pool = WorkerPool(functions, size=workers, poll=poll)
+        self._pool = WorkerPool(functions, size=workers, deadline_s=deadline_s, poll=poll)
         self._poll = poll
         self._deadline_s = deadline_s
         self._failure_score = float(failure_score)

@@ -37,7 +37,7 @@ Functions = Mapping[str, str | Callable[..., Any]]
 _SPAWN = multiprocessing.get_context("spawn")  # fork would copy the trainer's threads and CUDA context
 
 _START_DEADLINE_S = 120.0
-"""For a worker to import its functions."""
+"""Least time for a worker to import its functions."""
 _MAX_FAILED_STARTS = 3
 _POLL_S = 0.5
 _EXIT_S = 1.0
@@ -49,8 +49,11 @@ _MAX_RESULT_BYTES = 256 * 2**20
 class WorkerPool:
     """A fixed number of workers that make calls."""
 
-    def __init__(self, functions: Functions, *, size: int, poll: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, functions: Functions, *, size: int, deadline_s: float = 0.0, poll: Callable[[], None] | None = None
+    ) -> None:
         self._functions = functions
+        self._start_s = max(_START_DEADLINE_S, deadline_s)
         self.size = size
         self._poll = poll
         self.workers: list[WorkerHandle] = []
@@ -60,7 +63,7 @@ class WorkerPool:
     def start(self) -> None:
         """Start the missing workers without waiting until they are ready."""
         while len(self.workers) < self.size:
-            self.workers.append(WorkerHandle(self._functions))
+            self.workers.append(WorkerHandle(self._functions, self._start_s))
 
     def close(self) -> None:
         while self.workers:
@@ -143,7 +146,12 @@ class WorkerPool:
         if not worker.is_ready:
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:
-                ending = f"was not ready within {_START_DEADLINE_S:g} s" if is_hanging else ending
+                if is_hanging:
+                    names = ", ".join(map(repr, self._functions))
+                    ending = (
+                        f"had not imported {names} within {self._start_s:g} s (the greater of reward_deadline and "
+                        f"{_START_DEADLINE_S:g} s)"
+                    )
                 raise RewardError(
                     f"a reward worker {ending} before it was ready, {self._failed_starts} times in a row; its own "
                     "output is on stderr. If the reward is defined in the script you run, put the rest of that script "
@@ -153,9 +161,8 @@ class WorkerPool:
         self.start()
         if call is None:
             return None
-        text = (
-            f"no answer within {call.deadline_s:g} s; the worker was killed" if is_hanging else f"the worker {ending}"
-        )
+        late = f"no answer within {call.deadline_s:g} s; the worker was killed (reward_deadline)"
+        text = late if is_hanging else f"the worker {ending}"
         return call, CallResult(kind="timeout" if is_late else "died", text=text)
 
     def _replace(self, worker: "WorkerHandle") -> None:
@@ -167,7 +174,7 @@ class WorkerPool:
 class WorkerHandle:
     """One worker process, the pipe to it, and the call it is busy with."""
 
-    def __init__(self, functions: Functions) -> None:
+    def __init__(self, functions: Functions, start_s: float) -> None:
         self.connection, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid()), name="gruppo-reward")
         # A new process imports the trainer's script, which may take seconds or start a second run, so that functions of
@@ -189,7 +196,7 @@ class WorkerHandle:
             view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.call: Call | None = None
         self.is_ready = False
-        self.expires = time.monotonic() + _START_DEADLINE_S
+        self.expires = time.monotonic() + start_s
         with contextlib.suppress(OSError):  # it died at once: seen at the first receive
             self.connection.send(dict(functions))
 

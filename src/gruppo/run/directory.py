@@ -244,16 +244,18 @@ class RunDirectory(RunReader):
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         # Opened for each line: what was written is on its way to the disk whatever happens next.
-        path = self.path / name
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
         with self._dropping(name):
-            size = path.stat().st_size if path.exists() else 0
-            try:
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record, allow_nan=False) + "\n")
-            except OSError:
-                with suppress(OSError):
-                    os.truncate(path, size)  # half a line would hide all that follow
-                raise
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            with open(os.open(self.path / name, flags, 0o666), "ab", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                try:
+                    if file.write(line) != len(line):
+                        raise OSError("the disk took half a line")
+                except OSError:
+                    with suppress(OSError):
+                        file.truncate(size)  # half a line would hide all that follow
+                    raise
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:

@@ -270,6 +270,7 @@ class GRPOTrainer:
             recorder.finished(self.step_number)
             result.status = "done"
         except Interrupted as signal_name:
+            recorder.flush()
             self.snapshots.save(self.step_number, self.unfinished)
             recorder.stopped(self.step_number, str(signal_name))
             result.status = "stopped"
@@ -302,6 +303,7 @@ class GRPOTrainer:
         self.unfinished = None
         if number % config.save_every == 0 or is_last or is_over:
             with self._timed("checkpoint"):
+                recorder.flush()
                 self.snapshots.save(number)
             recorder.checkpointed(number)
         recorder.timed(number, self.seconds, time.monotonic() - started)
@@ -365,6 +367,8 @@ class GRPOTrainer:
 
     def _is_over(self, number: int, metrics: dict[str, float]) -> bool:
         """Whether a callback ended the run, `stop_at_score` is reached, or `patience` is at its end."""
+        if self.callbacks:
+            self.recorder.flush()  # they may read the completions of the step
         asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
         target, patience = self.config.stop_at_score, self.config.patience
         if patience and "eval/accuracy" in metrics:

@@ -126,7 +126,7 @@ def test_a_call_in_this_process_is_given_up_at_its_deadline(function):
         result = rewards.score(["p"] * 4, ["good", "bad", "good", "good"], step=1)
         assert result.totals == [1.0, -1.0, 1.0, 1.0]
         assert result.metrics[f"reward/{function.__name__}/timeout_frac"] == 0.25
-        assert "no answer within 0.2 s; the call was given up" in result.tracebacks[function.__name__]
+        assert "no answer within 0.2 s; the call was given up (reward_deadline)" in result.tracebacks[function.__name__]
         assert rewards.score(["p"] * 2, ["good"] * 2, step=2).totals == [1.0, 1.0]
     assert time.monotonic() - started < 5
 

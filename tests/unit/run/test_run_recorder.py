@@ -62,6 +62,7 @@ def test_a_run_from_start_to_end(make: Callable[..., Recorder], board: Board) ->
     for number in (1, 2):
         recorder.sampled(number, [group(), group("surplus")])
         recorder.step(number, METRICS)
+        recorder.flush()
         recorder.checkpointed(number)
         recorder.timed(number, {"train": 0.1234567}, 0.2)
     recorder.finished(2)
@@ -157,6 +158,7 @@ def test_rollouts_beyond_the_limit_are_an_event_once(make: Callable[..., Recorde
     recorder = make(completions_limit=2)
     for number in (1, 2, 3):
         recorder.sampled(number, [group(), group(), group()][: 1 if number == 1 else 3])
+    recorder.flush()
     assert events(recorder) == [
         {
             "event": "completions_limit",

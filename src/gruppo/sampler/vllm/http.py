@@ -79,7 +79,8 @@ class HttpEngine(Engine):
                 self.process.check_alive()
             if time.monotonic() > ends:
                 raise SamplerError(
-                    f"{self.name} did not answer within {self.deadline_s:g} s; is `vllm serve` running there?"
+                    f"{self.name} did not answer within {self.deadline_s:g} s; is `vllm serve` running there? A model "
+                    "that takes longer to load needs a longer sampler_deadline"
                 )
             self.poll()
             time.sleep(0.25)
@@ -209,7 +210,8 @@ class HttpEngine(Engine):
                     future.result()  # raises what the request raised
                 if waiting and time.monotonic() > ends:
                     raise EngineLost(
-                        f"{self.name} had not answered {len(waiting)} requests after {self.deadline_s:g} s"
+                        f"{self.name} had not answered {len(waiting)} requests after {self.deadline_s:g} s "
+                        f"({path}; sampler_deadline)"
                     )
             return [future.result() for future in futures]
         finally:
