@@ -65,6 +65,13 @@ def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
         assert rewards.score(["p"] * 2, ["x", "y"], step=1).totals == [1.0, 1.0]
 
 
+def test_a_reward_that_writes_into_every_pipe_is_killed_at_once():
+    with scorer("writes_pipes", deadline_s=60.0) as rewards:
+        start = time.monotonic()
+        assert rewards.score(PROMPTS, TEXTS).totals == ONE_FAILED
+        assert time.monotonic() - start < 20.0  # far below the deadline: its message is none
+
+
 @pytest.mark.parametrize(
     ("name", "ending"),
     [("exits", "exit code 3"), ("segfaults", "killed by SIGSEGV"), ("out_of_memory", "ran out of memory")],
@@ -432,13 +439,14 @@ def test_a_reward_of_a_script_without_a_main_guard_is_refused_before_the_script_
 @pytest.mark.parametrize(
     ("name", "text"), [("length", "a"), ("c_call", "bad"), ("sleep", "bad"), ("stray_thread", "bad")]
 )
-def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text):
+@pytest.mark.parametrize("deadline_s", [1.0, 40.0])
+def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text, deadline_s):
     process, *_ = run_script(
         tmp_path,
         f"""
         import threading, time
         from gruppo.reward import RewardScorer
-        scorer = RewardScorer(["hostile_rewards:{name}"], deadline_s=1.0)
+        scorer = RewardScorer(["hostile_rewards:{name}"], deadline_s={deadline_s})
         scorer.score(["p"], ["a"])
         print(*scorer.worker_pids, flush=True)
         scorer.score(["p"], ["{text}"])

@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import types
 from collections import deque
@@ -176,7 +177,9 @@ class WorkerHandle:
 
     def __init__(self, functions: Functions, start_s: float) -> None:
         self.connection, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid()), name="gruppo-reward")
+        # The kernel ends a child together with the thread that started it, which must be the one that lasts.
+        is_bound = threading.current_thread() is threading.main_thread()
+        self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid(), is_bound), name="gruppo-reward")
         # A new process imports the trainer's script, which may take seconds or start a second run, so that functions of
         # the script can be found. Where all are found by module, the script is hidden from it.
         main = sys.modules["__main__"]
@@ -219,8 +222,10 @@ class WorkerHandle:
 
     def kill(self, *, exit_s: float = 0.0) -> str:
         """End the process and what it started, and describe how it ended. A lost one gets `exit_s` to end by itself."""
-        self._process.join(exit_s)
-        code = self._process.exitcode
+        # Not join(exit_s): it waits for ever once a reward function has written into the pipe that it watches.
+        ends = time.monotonic() + exit_s
+        while (code := self._process.exitcode) is None and time.monotonic() < ends:
+            time.sleep(0.01)
         with contextlib.suppress(OSError):  # before its setsid() it has no group of its own
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()

@@ -1,6 +1,7 @@
 """Reward functions that misbehave, for tests with real worker processes; a completion "bad" sets them off."""
 
 import asyncio
+import contextlib
 import os
 import random
 import resource
@@ -123,6 +124,16 @@ def out_of_memory(completions, **kwargs):
 def closes_pipes(completions, **kwargs):
     if "bad" in completions:
         os.closerange(3, 100)
+        time.sleep(1000)
+    return [1.0] * len(completions)
+
+
+def writes_pipes(completions, **kwargs):
+    """Write into every open descriptor but the standard ones, and stay."""
+    if "bad" in completions:
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(number, b"x" * 16)
         time.sleep(1000)
     return [1.0] * len(completions)
 
