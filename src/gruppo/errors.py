@@ -49,6 +49,12 @@ class CheckpointError(GruppoError, RuntimeError):
     exit_code = 6
 
 
+class Terminated(SystemExit):
+    """SIGTERM before training began. Not `SystemExit` itself, which a user's module may raise."""
+
+    exit_code = 143
+
+
 def require(extra: str, module: str, what_for: str) -> MissingExtraError:
     """The error to raise when `module` of an optional `extra` is absent: it says what to install."""
     return MissingExtraError(f"{what_for} needs {module!r}, which is not installed; pip install 'gruppo[{extra}]'")

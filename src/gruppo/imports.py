@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from gruppo.errors import InputError
+from gruppo.errors import InputError, Terminated
+from gruppo.output import printable
 
 _WITH_OPTIONS = re.compile(r"(?P<name>.+?):(?P<options>[A-Za-z_]\w*=.*)", re.S)
 _NEXT_OPTION = re.compile(r",\s*(?=[A-Za-z_]\w*=)")
@@ -76,10 +77,10 @@ def import_object(spec: str, what: str) -> Any:
             f"no module {error.name!r} for {what} {spec!r}{did_you_mean(module_name, beside)}; looked in the installed "
             "packages and the current directory"
         ) from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         raise
-    except BaseException as error:  # a module may call sys.exit, and the process would end as if all were done
-        last_lines = "".join(traceback.format_exception(error, limit=-2)).strip()
+    except BaseException as error:  # also `sys.exit()`, which would end the command with the exit code of success
+        last_lines = printable("".join(traceback.format_exception(error, limit=-2)).strip())
         raise InputError(f"importing {module_name!r} for {what} {spec!r} failed:\n{last_lines}") from error
     for part in path.split("."):
         if not _has(found, part, what, spec):

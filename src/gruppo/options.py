@@ -112,7 +112,7 @@ class RewardOptions(Options):
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward. Unset: all 1."""
     reward_deadline: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds that a reward may take for one completion before its process is killed."""
+    """Seconds that a reward may take for one call, and for one completion alone, before its process is killed."""
     reward_workers: Positive = 2
     """Number of processes that run your own reward functions."""
     correct_by: str | None = None
@@ -343,6 +343,8 @@ class RunOptions(Options):
     """Log to Weights & Biases."""
     trackio: bool = False
     """Log to trackio."""
+    tracker_deadline: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that TensorBoard, W&B or trackio may take for one call before the run goes on without it."""
 
     @property
     def trackers(self) -> tuple[str, ...]:

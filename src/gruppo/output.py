@@ -1,9 +1,11 @@
-"""Output: a stream for a terminal, a pipe or a log file that neither ends nor delays the run that writes to it."""
+"""Output: a stream for a terminal, a pipe or a log file that neither ends nor delays the run that writes to it;
+and text that is safe to write there."""
 
 import io
 import os
 import sys
 import threading
+import unicodedata
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -80,6 +82,19 @@ class Output(io.TextIOBase):
                 self._size -= len(data)
                 self._is_slow = self._is_slow and bool(self._size)
                 self._changed.notify_all()
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    r"""Text that is safe on a terminal: control, format and unassigned characters as escapes, but for those in `keep`.
+
+    >>> print(printable("\x1b[2J Caf\u00e9\u202e"))
+    \x1b[2J Café\u202e
+    """
+    return "".join(
+        # A space of another width is not printable to Python, and harmless.
+        c if c.isprintable() or c in keep or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def fails(
     monkeypatch.setattr(TransformersModel, "__init__", forbidden)
     monkeypatch.setattr(logging, "raiseExceptions", False)  # transformers logs to a stderr that pytest has replaced
 
-    def run(*words: str, verb: str = "train", **changes: Any) -> str:
+    def run(*words: str, verb: str = "train", quotes: bool = False, **changes: Any) -> str:
         output = tmp_path / "run"
         existed = output.exists()
         place = changes.pop("output", output)
@@ -43,7 +43,7 @@ def fails(
         captured = capsys.readouterr()
         text = " ".join(re.sub("[│╭╰─╮╯]", " ", captured.err + captured.out).split())
         assert ended.value.code == 2, text
-        assert "Traceback" not in text
+        assert quotes or "Traceback" not in text
         assert output.exists() == existed
         return text
 
@@ -161,6 +161,25 @@ def text(completions):
 def needs_gold(completions, gold):
     return [1.0] * len(completions)
 
+class Exits:
+    def __init__(self):
+        raise SystemExit(0)
+
+class Raises:
+    def __init__(self):
+        raise OSError("no judge \x1b[2J")
+
+class Needs:
+    needs = 5
+    def __call__(self, completions):
+        return [1.0] * len(completions)
+
+class Property(Needs):
+    @property
+    def isolated(self):
+        raise OSError("not decided")
+    needs = ()
+
 for function in (one_number, text):
     function.isolated = False
 """
@@ -184,12 +203,40 @@ def bad_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("one_number", ["'one_number'"]),
         ("text", ["'text'"]),
         ("needs_gold", ["'needs_gold' needs 'gold'", "answer"]),
+        ("Needs", ["needs=5 of reward 'needs' must be a sequence of column names"]),
     ],
 )
 def test_a_reward_that_returns_the_wrong_thing_is_named(name: str, expected: list[str], fails: Fails) -> None:
     text = fails("--rewards", f"bad_rewards:{name}")
     for part in expected:
         assert part in text
+
+
+@pytest.mark.usefixtures("bad_rewards")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Exits", ["reward 'bad_rewards:Exits' cannot be made with parameters {}", "SystemExit: 0"]),
+        ("Raises", ["reward 'bad_rewards:Raises' cannot be made", r"OSError: no judge \x1b[2J"]),
+        ("Property", ["reward 'bad_rewards:Property' cannot be used", "OSError: not decided"]),
+    ],
+)
+def test_a_reward_that_fails_while_it_is_made_is_named(name: str, expected: list[str], fails: Fails) -> None:
+    text = fails("--rewards", f"bad_rewards:{name}", quotes=True)
+    for part in expected:
+        assert part in text
+
+
+@pytest.mark.parametrize("line", ["sys.exit(0)", "raise SystemExit('x')", "raise type('Own', (BaseException,), {})"])
+@pytest.mark.parametrize(("option", "what"), [("--rewards", "reward"), ("--loss", "loss")])
+def test_a_module_that_leaves_while_it_is_imported_is_named(
+    option: str, what: str, line: str, fails: Fails, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving.py").write_text(f"import sys\n{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = fails(option, "leaving:thing", quotes=True)
+    assert f"importing 'leaving' for {what} 'leaving:thing' failed" in text
+    assert line in text
 
 
 # --- models and folders -------------------------------------------------------------------------------------------

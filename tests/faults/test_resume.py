@@ -28,6 +28,7 @@ VARIANTS = {
     "full": {},
     "lora": {"lora": True, "lora_rank": 4, "beta": 0.01},
     "whole": {"lora": True, "lora_modules_to_save": ["norm"], "beta": 0.01, "ref_every": 3},
+    "records": {"completions_every": 1, "save_every": 3},
     "dynamic": {"dynamic_sampling": 2, "retire_solved": 1, "kl_in_reward": 0.01, "kl_target": 0.1, "ref_every": 3},
 }
 VARIANTS["ahead"] = {"max_staleness": 2, "dynamic_sampling": 2, "retire_solved": 1, "eval_every": 5}
@@ -45,9 +46,9 @@ def tensor_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def product(run: Path) -> tuple[bytes, str, list[str]]:
+def product(run: Path) -> tuple[bytes, str, dict[str, bytes]]:
     """What must be equal between two runs."""
-    completions = sorted(p.name for p in (run / "completions").iterdir())
+    completions = {path.name: path.read_bytes() for path in sorted((run / "completions").iterdir())}
     return (run / "metrics.jsonl").read_bytes(), tensor_hash(run / "model"), completions
 
 

@@ -65,6 +65,13 @@ def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
         assert rewards.score(["p"] * 2, ["x", "y"], step=1).totals == [1.0, 1.0]
 
 
+def test_a_reward_that_writes_into_every_pipe_is_killed_at_once():
+    with scorer("writes_pipes", deadline_s=60.0) as rewards:
+        start = time.monotonic()
+        assert rewards.score(PROMPTS, TEXTS).totals == ONE_FAILED
+        assert time.monotonic() - start < 20.0  # far below the deadline: its message is none
+
+
 @pytest.mark.parametrize(
     ("name", "ending"),
     [("exits", "exit code 3"), ("segfaults", "killed by SIGSEGV"), ("out_of_memory", "ran out of memory")],
@@ -139,14 +146,67 @@ def test_many_dead_workers_stop_the_run(monkeypatch):
         rewards.score(PROMPTS, ["bad"] * 8, step=5)
 
 
-def test_a_slow_reward_without_a_guilty_completion_is_called_singly_from_then_on(caplog):
+def test_a_worker_that_never_is_ready_is_named_with_its_functions_and_the_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "_START_DEADLINE_S", 0.5)
+    (tmp_path / "endless_import.py").write_text(
+        "import multiprocessing, time\n"
+        "if multiprocessing.parent_process() is not None:\n    time.sleep(1000)\n"
+        "def f(completions):\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "had not imported 'f' within 0.6 s \\(the greater of reward_deadline and 0.5 s\\)"
+    with RewardScorer(["endless_import:f"], deadline_s=0.6) as rewards, pytest.raises(RewardError, match=text):
+        rewards.score(["p"], ["a"])
+
+
+@pytest.mark.parametrize("name", ["dies_from_step_3", "sleeps_from_step_3", "raises_from_step_3"])
+def test_failing_on_everything_stops_a_run_of_small_steps_too(name):
+    with scorer(name, workers=2, deadline_s=0.2) as rewards:
+        for step in range(3):
+            assert rewards.score(["p"] * 4 + ["q"] * 4, ["a"] * 8, step=step).totals == [1.0] * 8
+        with pytest.raises(
+            RewardError, match=r"failed on 8 of 8(?s:.*)of the last 3[26] completions failed, the budget"
+        ):
+            for step in range(3, 7):
+                rewards.score(["p"] * 4 + ["q"] * 4, ["a"] * 8, step=step)
+
+
+def test_a_slow_reward_without_a_guilty_completion_gets_the_deadline_for_each_for_some_time(caplog, monkeypatch):
+    monkeypatch.setattr(scorer_module, "_GROUPWISE_SCORES", 1)
     with scorer("slow_each") as rewards:  # 0.1 s each: 16 take longer than the deadline, one does not
         assert rewards.score(["p"] * 16, ["a"] * 16).totals == [1.0] * 16
-        assert "gets one completion at a time" in caplog.text
+        assert "'slow_each' took longer than reward_deadline=0.8 s for a call of 16 completions" in caplog.text
         pids = rewards.worker_pids
         result = rewards.score(["p"] * 16, ["a"] * 16, step=1)
         assert result.totals == [1.0] * 16
         assert rewards.worker_pids == pids  # nobody had to be killed this time
+        assert len(caplog.messages) == 2
+        rewards.score(["p"] * 16, ["a"] * 16, step=2)
+        assert rewards.worker_pids != pids  # the time was over: a whole call, as at first
+        assert len(caplog.messages) == 3  # a line about the lateness each time, one about the stack in all
+
+
+RANKED = ["a", "bb", "ccc", "dddd", "aa", "a", "aaa", "aaaaa"]
+RANKS = [0, 1 / 3, 2 / 3, 1, 1 / 3, 0, 2 / 3, 1]
+TWO_GROUPS = ["p"] * 4 + ["q"] * 4
+
+
+def test_a_reward_that_compares_a_group_is_late_once_and_gives_the_same_values(tmp_path, monkeypatch, caplog):
+    late = tmp_path / "late"
+    late.touch()
+    monkeypatch.setenv("GRUPPO_TEST_FILE", str(late))
+    with scorer("ranks", workers=1) as rewards:
+        for step in range(3):
+            assert rewards.score(TWO_GROUPS, RANKED, step=step).totals == RANKS
+    assert not late.exists()
+    assert "the next 10 times a call gets one group" in caplog.text
+
+
+@pytest.mark.parametrize(("text", "value"), [("bad", -1.0), ("loud", None)])
+def test_a_completion_that_breaks_a_comparing_reward_leaves_the_others_to_be_compared(text, value):
+    with scorer("ranks", workers=1) as rewards:
+        totals = rewards.score(TWO_GROUPS, ["a", "bb", text, "dddd", *RANKED[4:]], step=1).totals
+    assert totals == [0, 1 / 2, value, 1, *RANKS[4:]]
 
 
 def test_a_meddling_reward_leaves_the_trainer_as_it_was(capfd, monkeypatch):
@@ -379,13 +439,14 @@ def test_a_reward_of_a_script_without_a_main_guard_is_refused_before_the_script_
 @pytest.mark.parametrize(
     ("name", "text"), [("length", "a"), ("c_call", "bad"), ("sleep", "bad"), ("stray_thread", "bad")]
 )
-def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text):
+@pytest.mark.parametrize("deadline_s", [1.0, 40.0])
+def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text, deadline_s):
     process, *_ = run_script(
         tmp_path,
         f"""
         import threading, time
         from gruppo.reward import RewardScorer
-        scorer = RewardScorer(["hostile_rewards:{name}"], deadline_s=1.0)
+        scorer = RewardScorer(["hostile_rewards:{name}"], deadline_s={deadline_s})
         scorer.score(["p"], ["a"])
         print(*scorer.worker_pids, flush=True)
         scorer.score(["p"], ["{text}"])

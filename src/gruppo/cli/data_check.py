@@ -16,7 +16,7 @@ from rich.text import Text
 
 from gruppo.cli.options import parse
 from gruppo.errors import GruppoError, InputError
-from gruppo.run.console import printable
+from gruppo.output import printable
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
 from gruppo.task.prompts import PromptSet, load_prompts
 from gruppo.task.sources import resolve_source

@@ -4,10 +4,11 @@ import importlib
 import io
 import os
 import sys
+import traceback
 
 from gruppo import __version__
 from gruppo.errors import GruppoError, require_train
-from gruppo.output import unhindered
+from gruppo.output import printable, unhindered
 
 OVERVIEW = """\
 gruppo: group-relative policy optimization of language models
@@ -60,13 +61,17 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdout.flush()
     except GruppoError as error:
         with unhindered():
-            print(f"gruppo: {error}", file=sys.stderr)
+            print(printable(f"gruppo: {error}"), file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except Exception:  # a defect; its text may quote a model, a data row or a file
+        with unhindered():
+            print(printable(traceback.format_exc()), end="", file=sys.stderr)
+        code = 1
     sys.exit(code)
 
 

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from gruppo.cli.options import parse
 from gruppo.errors import GruppoError, InputError
+from gruppo.output import printable
 from gruppo.reward import RewardResult, RewardScorer, load_reward
 from gruppo.reward.scorer import statistics
-from gruppo.run.console import printable
 from gruppo.task.sources import resolve_source
 
 MADE_UP_ROW = {"prompt": "What is 6 times 7?", "answer": "42"}

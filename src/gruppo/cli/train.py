@@ -1,7 +1,6 @@
 """`gruppo train` and `gruppo resume`."""
 
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import tyro
 from rich.console import Console
 
 from gruppo.cli.options import parse, parse_run, take_flag
+from gruppo.errors import Terminated
 from gruppo.output import unhindered
 from gruppo.run.reader import RunReader
 from gruppo.trainer.config import TrainConfig
@@ -69,8 +69,12 @@ def resume(arguments: Sequence[str]) -> int:
 @contextmanager
 def _leaving_tidily() -> Iterator[None]:
     """SIGTERM as an exception, so that a run that has not begun takes back what it made. Training handles it itself."""
+
+    def leave(*_: object) -> None:
+        raise Terminated(Terminated.exit_code)
+
     try:
-        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        before = signal.signal(signal.SIGTERM, leave)
     except ValueError:  # not the main thread
         yield
         return

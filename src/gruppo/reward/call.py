@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from gruppo.errors import GruppoError, InputError
+from gruppo.errors import GruppoError, InputError, Terminated
 
 if TYPE_CHECKING:
     from gruppo.reward.load import Reward
@@ -133,8 +133,10 @@ class StepCompletions:
         torn = [mark for mark, times in Counter(mark for mark, _ in groups).items() if times > 1] if group_ids else []
         if torn:
             raise InputError(f"group_ids must keep the completions of a group together, got {torn[0]} in two places")
-        self._places = [place for _, size in groups for place in range(size)]
-        """Place of each completion within its group."""
+        ends = list(itertools.accumulate(size for _, size in groups))
+        self.groups = [range(end - size, end) for end, (_, size) in zip(ends, groups, strict=True)]
+        """Completions of each group."""
+        self._groups = [group for group in self.groups for _ in group]
         self._texts = completions
         self.available: dict[str, Any] = {
             **{name: values for name, values in columns.items() if name not in STANDARD},
@@ -175,13 +177,17 @@ class StepCompletions:
         aim = -(-self.num // parts)
         cuts = [0]
         for start in range(1, self.num):
-            if start - cuts[-1] >= aim and self._places[start] == 0:
+            if start - cuts[-1] >= aim and self._groups[start].start == start:
                 cuts.append(start)
         return [range(start, end) for start, end in zip(cuts, [*cuts[1:], self.num], strict=True)]
 
     def spread(self, indices: Sequence[int]) -> list[int]:
         """The same completions in an order that visits every group early: one bad group should not look like all."""
-        return sorted(indices, key=lambda index: (self._places[index], index))
+        return sorted(indices, key=lambda index: (index - self._groups[index].start, index))
+
+    def group_of(self, index: int) -> range:
+        """All completions of the group that one belongs to."""
+        return self._groups[index]
 
     def describe(self, index: int) -> str:
         """A completion for an error text, short and without control characters."""
@@ -195,7 +201,10 @@ def _shorten(text: str) -> str:
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
     """The signature of a function, with the columns of its attribute `needs`, if it has one."""
-    needs = tuple(getattr(function, "needs", ()))
+    needs = getattr(function, "needs", ())
+    if not isinstance(needs, tuple | list | set | frozenset) or not all(isinstance(name, str) for name in needs):
+        raise InputError(f"needs={needs!r} of reward {name_of(function)!r} must be a sequence of column names")
+    needs = tuple(needs)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some compiled callables have none
@@ -248,7 +257,7 @@ def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str,
         if inspect.isawaitable(returned):
             returned = _await(returned)
         result = check_returned(name, returned, num)
-    except (MemoryError, KeyboardInterrupt):
+    except (MemoryError, KeyboardInterrupt, Terminated):
         raise
     except GruppoError as error:  # wrong return value, wrong use of a hook, absent extra: the same in every step
         return CallResult(kind="invalid", text=str(error))
@@ -287,7 +296,7 @@ def call_within(
             raise result
         return result
     _give_up(thread)
-    return CallResult(kind="timeout", text=f"no answer within {seconds:g} s; the call was given up")
+    return CallResult(kind="timeout", text=f"no answer within {seconds:g} s; the call was given up (reward_deadline)")
 
 
 def _give_up(thread: threading.Thread) -> None:

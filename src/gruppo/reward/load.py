@@ -13,9 +13,10 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, get_origin
 
-from gruppo.errors import GruppoError, InputError, require
+from gruppo.errors import GruppoError, InputError, Terminated, require
 from gruppo.imports import did_you_mean, import_name, import_object, read_spec
-from gruppo.reward.call import Parameters, name_of, parameters_of
+from gruppo.output import printable
+from gruppo.reward.call import Parameters, name_of, parameters_of, short_traceback
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.math_equal import MathMatch
 from gruppo.reward.number import NumberMatch
@@ -105,14 +106,11 @@ def load_reward(
         parameters = _typed(target, default_name, options) | parameters
         try:
             target = target(**parameters)
-        except GruppoError:
+        except (KeyboardInterrupt, MemoryError, GruppoError, Terminated):
             raise
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # code of the user's own raises anything, also SystemExit
-            raise InputError(
-                f"reward {spec!r} cannot be made with parameters {parameters!r}: {type(error).__name__}: {error}"
-            ) from error
+        except BaseException as error:  # also `sys.exit()`
+            reason = printable(str(error) if isinstance(error, TypeError) else short_traceback(error))
+            raise InputError(f"reward {spec!r} cannot be made with parameters {parameters!r}: {reason}") from error
     elif parameters or options:
         raise InputError(
             f"{spec!r} is a function and takes no parameters, got {', '.join([*options, *parameters])}; make it a "
@@ -134,10 +132,13 @@ def load_reward(
         )
     except GruppoError:
         raise
-    except Exception as error:  # attributes of an object of the user's own
+    except Exception as error:  # its attributes may be properties, and raise
+        reason = printable(short_traceback(error))
         raise InputError(
-            f"reward {spec!r} cannot be used: {type(error).__name__}: {error}; its attributes needs and isolated are a "
-            "list of names and a truth value"
+        raise InputError(
+            f"reward {spec!r} cannot be used, its attributes raise: {reason}; needs and isolated are a list of names and a "
+            "truth value"
+        ) from error
         ) from error
 
 

@@ -1,7 +1,8 @@
 """RewardScorer: scores of a step's completions by several reward functions, their totals, metrics and failures.
 
 Functions marked `isolated` run in worker processes, several whole groups in one call; others run in this process. The
-completions of a call that fails are tried again one at a time. A completion that makes a verifier hang or die gets
+completions of a call that fails are tried one at a time, which finds those that break it; the rest of each group is
+then scored in one call, since a function may compare them. A completion that makes a verifier hang or die gets
 `failure_score`; an exception or a NaN of the function itself is None, as if it had abstained. docs/rewards.md says why.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gruppo.errors import InputError, RewardError
+from gruppo.output import printable
 from gruppo.reward.call import FLOAT32_MAX, Call, CallResult, StepCompletions, TrainerState, call_reward, call_within
 from gruppo.reward.load import Reward, load_reward, number_names, sendable
 from gruppo.reward.workers import WorkerPool
@@ -35,6 +37,8 @@ _FREE_FAILURES = 16
 _FIRST_TIMEOUTS = 8
 """Timeouts without a single success that end the first step: a function that waits for a dead server would otherwise
 hold the run for the deadline times the number of completions."""
+_GROUPWISE_SCORES = 10
+"""Times that a function gets one group per call after it was late with several and with no completion alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,10 @@ class RewardResult:
         return {name: reasons[min(reasons)] for name, reasons in self.failures.items()}
 
 
+_Planned = tuple[Sequence[int], float]
+"""A call to make: its completions, and its deadline in seconds."""
+
+
 class RewardScorer:
     """Reward functions with the processes they run in. One `score` at a time; use it in a `with`, or call `close`.
 
@@ -89,7 +97,7 @@ class RewardScorer:
 
         Args:
             deadline_s: wall-clock time for one call in a worker, or of a timed function in this process. A completion
-                that alone takes longer has failed.
+                that alone takes longer has failed. The call for the rest of its group has this time for each of them.
             failure_score: value of a completion whose verification timed out or killed the worker. It should be the
                 least that the functions give, or the policy gains by breaking them.
             stop_on_failures: raise when a function fails too often; at step 0, when it fails on every completion.
@@ -117,14 +125,19 @@ class RewardScorer:
         """Length of the run and of a pass over its prompts, for `trainer_state`; a trainer sets them."""
         self._isolated = {reward.name: reward for reward in self.rewards if reward.isolated}
         functions = {name: sendable(reward) for name, reward in self._isolated.items()}
-        self._pool = WorkerPool(functions, size=workers, poll=poll)
+        self._pool = WorkerPool(functions, size=workers, deadline_s=deadline_s, poll=poll)
         self._poll = poll
         self._deadline_s = deadline_s
         self._failure_score = float(failure_score)
         self._stop_on_failures = stop_on_failures
         self._num_completions = 0
         self._num_errors: Counter[str] = Counter()
-        self._one_at_a_time: set[str] = set()
+        # More steps than a window of so many completions can have
+        window = 2 * _FREE_FAILURES
+        self._recent: dict[str, deque[tuple[int, int]]] = {name: deque(maxlen=window) for name in names}
+        """Failures and completions of the last steps."""
+        self._groupwise: Counter[str] = Counter()
+        """Times that a function still gets one group per call."""
         self._ids = itertools.count()
 
     def __enter__(self) -> Self:
@@ -189,103 +202,139 @@ class RewardScorer:
         )
         given = StepCompletions(prompts, completions, completion_ids, columns, step, rng_seed, group_ids, state)
         outcomes = {reward.name: Outcome(name=reward.name, values=[None] * given.num) for reward in self.rewards}
-        late: set[str] = set()
-        singles = [range(index, index + 1) for index in range(given.num)]
         for reward in self.rewards:
             if reward.isolated or not given.num:
                 continue
-            queue = deque[Sequence[int]](singles if reward.name in self._one_at_a_time else [range(given.num)])
+            queue: deque[_Planned] = deque([(range(given.num), self._deadline_s)])
+            if self._groupwise[reward.name]:
+                queue = deque(self._group_calls(reward.name, given))
             while queue:
-                indices = queue.popleft()
+                indices, deadline_s = queue.popleft()
                 call = (reward.name, reward.function, given.arguments(reward, indices), len(indices))
-                result = call_within(self._deadline_s, self._poll, *call) if reward.is_timed else call_reward(*call)
-                if result.kind == "timeout" and len(indices) > 1:
-                    late.add(reward.name)
+                result = call_within(deadline_s, self._poll, *call) if reward.is_timed else call_reward(*call)
                 queue.extend(self._record(outcomes[reward.name], given, indices, result))
         if self._isolated and given.num:
-            late |= self._score_in_workers(given, outcomes)
-        if late:
-            self._slow_down(late, outcomes)
+            self._score_in_workers(given, outcomes)
         self._num_completions += given.num
         for outcome in outcomes.values():
-            self._num_errors[outcome.name] += outcome.failures["raised"]
-            errors, num = self._num_errors[outcome.name], self._num_completions
-            # One step's worth is free: early in a run, a share of all completions is a share of very few.
-            is_over = errors >= _FREE_FAILURES and errors > _MAX_FAILED_RUN * num + given.num
-            if outcome.failures["raised"] and is_over and self._stop_on_failures:
-                limit = f"{errors} of {num} in this run, the budget is {_MAX_FAILED_RUN:.0%}"
-                raise _too_many(outcome, given, limit)
+            self._recent[outcome.name].append((len(outcome.reasons), given.num))
+            if outcome.late_call:
+                self._see_lateness(outcome)
+            if outcome.reasons and self._stop_on_failures:
+                self._check_budget(outcome, given)
         return self._combine(list(outcomes.values()))
 
-    def _score_in_workers(self, given: StepCompletions, outcomes: Mapping[str, "Outcome"]) -> set[str]:
-        """Enter the values of the isolated functions; the names of those that were late with several completions."""
+    def _group_calls(self, name: str, given: StepCompletions) -> list[_Planned]:
+        """A call for each group, for a function that was late with several of them."""
+        self._groupwise[name] -= 1
+        return [(group, self._deadline_s * len(group)) for group in given.groups]
+
+    def _score_in_workers(self, given: StepCompletions, outcomes: Mapping[str, "Outcome"]) -> None:
+        """Enter the values of the isolated functions."""
         self.start()
         queue: deque[Call] = deque()
 
-        def add(name: str, indices: Sequence[int]) -> None:
-            call = Call(
-                id=next(self._ids),
-                function=name,
-                indices=indices,
-                arguments=given.arguments(self._isolated[name], indices),
-                seed=abs(given.rng_seed) * 1_000_003 + indices[0],
-                deadline_s=self._deadline_s,
-            )
-            queue.append(call)
+        def add(name: str, calls: Sequence[_Planned]) -> None:
+            for indices, deadline_s in calls:
+                call = Call(
+                    id=next(self._ids),
+                    function=name,
+                    indices=indices,
+                    arguments=given.arguments(self._isolated[name], indices),
+                    seed=abs(given.rng_seed) * 1_000_003 + indices[0],
+                    deadline_s=deadline_s,
+                )
+                queue.append(call)
 
-        chunks = given.chunks(self._pool.size)
-        singles = [range(index, index + 1) for index in range(given.num)]
+        chunks: list[_Planned] = [(chunk, self._deadline_s) for chunk in given.chunks(self._pool.size)]
         for name in self._isolated:
-            for indices in singles if name in self._one_at_a_time else chunks:
-                add(name, indices)
-        late: set[str] = set()
+            add(name, self._group_calls(name, given) if self._groupwise[name] else chunks)
         with contextlib.closing(self._pool.run(queue)) as results:
             for call, result in results:
-                if result.kind == "timeout" and len(call.indices) > 1:
-                    late.add(call.function)
-                for indices in self._record(outcomes[call.function], given, call.indices, result):
-                    add(call.function, indices)
-        return late
+                add(call.function, self._record(outcomes[call.function], given, call.indices, result))
 
-    def _slow_down(self, late: set[str], outcomes: Mapping[str, "Outcome"]) -> None:
-        """From now on one completion at a time for functions that were late with several, but with none alone."""
-        for name in late:
-            if not outcomes[name].failures["timeout"]:
-                self._one_at_a_time.add(name)
-                _log.warning(
-                    "reward %r takes longer than deadline_s=%g for a whole call, though no completion alone does; "
-                    "from now on it gets one completion at a time. A longer deadline_s avoids that",
-                    name,
-                    self._deadline_s,
-                )
+    def _see_lateness(self, outcome: "Outcome") -> None:
+        """One group per call for some time, for a function that was late with several completions and with none alone.
+
+        A delay that has passed must not change the run, so the time ends.
+        """
+        if outcome.failures["timeout"]:
+            return
+        self._groupwise[outcome.name] = _GROUPWISE_SCORES
+        _log.warning(
+            "reward %r took longer than reward_deadline=%g s for a call of %d completions, though for none of them "
+            "alone. They were scored again in whole groups; the next %d times a call gets one group and the "
+            "deadline for each of its completions. A longer reward_deadline avoids that",
+            outcome.name,
+            self._deadline_s,
+            outcome.late_call,
+            _GROUPWISE_SCORES,
+        )
+
+    def _check_budget(self, outcome: "Outcome", given: StepCompletions) -> None:
+        """Raise when too many completions of the last steps failed, or of the run."""
+        recent = self._recent[outcome.name]
+        while sum(num for _, num in recent) - recent[0][1] >= 2 * _FREE_FAILURES:
+            recent.popleft()
+        failures, num = (sum(column) for column in zip(*recent, strict=True))
+        if failures >= _FREE_FAILURES and failures > _MAX_FAILED_STEP * num:
+            limit = f"{failures} of the last {num} completions failed, the budget is {_MAX_FAILED_STEP:.0%}"
+            raise _too_many(outcome, given, limit)
+        self._num_errors[outcome.name] += outcome.failures["raised"]
+        errors, num = self._num_errors[outcome.name], self._num_completions
+        # One step's worth is free: early in a run, a share of all completions is a share of very few.
+        is_over = errors >= _FREE_FAILURES and errors > _MAX_FAILED_RUN * num + given.num
+        if outcome.failures["raised"] and is_over:
+            raise _too_many(outcome, given, f"{errors} of {num} in this run, the budget is {_MAX_FAILED_RUN:.0%}")
 
     def _record(
         self, outcome: "Outcome", given: StepCompletions, indices: Sequence[int], result: CallResult
-    ) -> list[Sequence[int]]:
+    ) -> list[_Planned]:
         """Enter a result, and return the calls that are to be made because of it."""
         if result.kind == "invalid":
-            raise InputError(result.text)
-        if result.kind != "scored" and len(indices) > 1:
-            return [(index,) for index in given.spread(indices)]
-        if result.kind == "scored":
+            raise InputError(printable(result.text))
+        is_first = indices[0] not in outcome.alone
+        if result.kind == "timeout" and len(indices) > 1:
+            outcome.late_call = max(outcome.late_call, len(indices))
+        if result.kind != "scored" and len(indices) > 1 and is_first:
+            outcome.alone |= dict.fromkeys(indices)
+            return [((index,), self._deadline_s) for index in given.spread(indices)]
+        if result.kind != "scored":
+            for index in indices:
+                outcome.failures[result.kind] += 1
+                outcome.reasons[index] = printable(result.text)
+                if result.kind != "raised":
+                    outcome.values[index] = self._failure_score
+        else:
+            outcome.has_scored = outcome.has_scored or len(result.non_finite) < len(indices)
+            if len(indices) == 1 and not is_first:
+                return self._rest_of_group(outcome, given, indices[0], result)
             for index, value in zip(indices, result.values, strict=True):
                 outcome.values[index] = value
             for place in result.non_finite:
                 outcome.failures["raised"] += 1
                 outcome.reasons[indices[place]] = "it returned NaN, an infinity, or a number beyond float32"
-            outcome.num_scored += len(indices) - len(result.non_finite)
             for column, logged in result.extras.items():
                 outcome.extras.setdefault(column, {}).update(zip(indices, logged, strict=True))
             for metric, value in result.metrics.items():
                 outcome.metrics.setdefault(metric, []).append((value, len(indices)))
-        else:
-            outcome.failures[result.kind] += 1
-            outcome.reasons[indices[0]] = result.text
-            if result.kind != "raised":
-                outcome.values[indices[0]] = self._failure_score
         if outcome.reasons and self._stop_on_failures:
             _check_step(outcome, given)
-        return []
+        return self._rest_of_group(outcome, given, indices[0], result) if len(indices) == 1 and not is_first else []
+
+    def _rest_of_group(
+        self, outcome: "Outcome", given: StepCompletions, index: int, result: CallResult
+    ) -> list[_Planned]:
+        """Note how a completion fared alone; after the last of its group, the call for those that did not fail."""
+        outcome.alone[index] = result
+        tried = {other: outcome.alone[other] for other in given.group_of(index)}
+        if None in tried.values():
+            return []
+        rest = [other for other, found in tried.items() if found is not None and found.kind == "scored"]
+        if len(rest) == 1:  # nothing to compare it with: what it gave alone counts
+            del outcome.alone[rest[0]]
+            return self._record(outcome, given, rest, tried[rest[0]] or result)
+        return [(rest, self._deadline_s * len(rest))] if rest else []
 
     def _combine(self, outcomes: Sequence["Outcome"]) -> RewardResult:
         """Totals, correctness, metrics and logged columns of a finished step."""
@@ -330,8 +379,12 @@ class Outcome:
 
     name: str
     values: list[float | None]
-    num_scored: int = 0
-    """Completions for which the function returned, None included."""
+    has_scored: bool = False
+    """A call gave a value, None included."""
+    late_call: int = 0
+    """Completions of the largest call that was late, if it had several."""
+    alone: dict[int, CallResult | None] = field(default_factory=dict)
+    """Completions of a call that failed: what each gives alone, None until it is tried."""
     failures: Counter[str] = field(default_factory=Counter)
     """Number of failures by `ResultKind`; NaN and infinities count as `raised`."""
     reasons: dict[int, str] = field(default_factory=dict)
@@ -345,7 +398,7 @@ class Outcome:
 def _check_step(outcome: Outcome, given: StepCompletions) -> None:
     """Raise as soon as a step has too many failures, without waiting for the rest of it."""
     num, failures = len(outcome.values), len(outcome.reasons)
-    is_hanging = outcome.failures["timeout"] >= _FIRST_TIMEOUTS and outcome.num_scored == 0
+    is_hanging = outcome.failures["timeout"] >= _FIRST_TIMEOUTS and not outcome.has_scored
     if given.step == 0 and (failures == num or is_hanging):
         raise _too_many(outcome, given, "nothing succeeded at the first step")
     if failures >= _FREE_FAILURES and failures > _MAX_FAILED_STEP * num:

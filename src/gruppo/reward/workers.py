@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import types
 from collections import deque
@@ -24,6 +25,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from gruppo.errors import InputError, RewardError
+from gruppo.output import printable
 from gruppo.reward.call import Call, CallResult
 from gruppo.reward.load import is_in_main
 from gruppo.reward.worker import STACK_SIGNAL, work
@@ -36,7 +38,7 @@ Functions = Mapping[str, str | Callable[..., Any]]
 _SPAWN = multiprocessing.get_context("spawn")  # fork would copy the trainer's threads and CUDA context
 
 _START_DEADLINE_S = 120.0
-"""For a worker to import its functions."""
+"""Least time for a worker to import its functions."""
 _MAX_FAILED_STARTS = 3
 _POLL_S = 0.5
 _EXIT_S = 1.0
@@ -48,8 +50,11 @@ _MAX_RESULT_BYTES = 256 * 2**20
 class WorkerPool:
     """A fixed number of workers that make calls."""
 
-    def __init__(self, functions: Functions, *, size: int, poll: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, functions: Functions, *, size: int, deadline_s: float = 0.0, poll: Callable[[], None] | None = None
+    ) -> None:
         self._functions = functions
+        self._start_s = max(_START_DEADLINE_S, deadline_s)
         self.size = size
         self._poll = poll
         self.workers: list[WorkerHandle] = []
@@ -59,7 +64,7 @@ class WorkerPool:
     def start(self) -> None:
         """Start the missing workers without waiting until they are ready."""
         while len(self.workers) < self.size:
-            self.workers.append(WorkerHandle(self._functions))
+            self.workers.append(WorkerHandle(self._functions, self._start_s))
 
     def close(self) -> None:
         while self.workers:
@@ -113,7 +118,7 @@ class WorkerPool:
         if message is None:
             return self._lose(worker)
         if "failed" in message:
-            raise InputError(f"a reward worker cannot use what it was sent:\n{message['failed']}")
+            raise InputError(f"a reward worker cannot use what it was sent:\n{printable(str(message['failed']))}")
         if "ready" in message:
             worker.is_ready, self._failed_starts = True, 0
             return None
@@ -142,7 +147,12 @@ class WorkerPool:
         if not worker.is_ready:
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:
-                ending = f"was not ready within {_START_DEADLINE_S:g} s" if is_hanging else ending
+                if is_hanging:
+                    names = ", ".join(map(repr, self._functions))
+                    ending = (
+                        f"had not imported {names} within {self._start_s:g} s (the greater of reward_deadline and "
+                        f"{_START_DEADLINE_S:g} s)"
+                    )
                 raise RewardError(
                     f"a reward worker {ending} before it was ready, {self._failed_starts} times in a row; its own "
                     "output is on stderr. If the reward is defined in the script you run, put the rest of that script "
@@ -152,9 +162,8 @@ class WorkerPool:
         self.start()
         if call is None:
             return None
-        text = (
-            f"no answer within {call.deadline_s:g} s; the worker was killed" if is_hanging else f"the worker {ending}"
-        )
+        late = f"no answer within {call.deadline_s:g} s; the worker was killed (reward_deadline)"
+        text = late if is_hanging else f"the worker {ending}"
         return call, CallResult(kind="timeout" if is_late else "died", text=text)
 
     def _replace(self, worker: "WorkerHandle") -> None:
@@ -166,9 +175,11 @@ class WorkerPool:
 class WorkerHandle:
     """One worker process, the pipe to it, and the call it is busy with."""
 
-    def __init__(self, functions: Functions) -> None:
+    def __init__(self, functions: Functions, start_s: float) -> None:
         self.connection, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid()), name="gruppo-reward")
+        # The kernel ends a child together with the thread that started it, which must be the one that lasts.
+        is_bound = threading.current_thread() is threading.main_thread()
+        self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid(), is_bound), name="gruppo-reward")
         # A new process imports the trainer's script, which may take seconds or start a second run, so that functions of
         # the script can be found. Where all are found by module, the script is hidden from it.
         main = sys.modules["__main__"]
@@ -188,7 +199,7 @@ class WorkerHandle:
             view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.call: Call | None = None
         self.is_ready = False
-        self.expires = time.monotonic() + _START_DEADLINE_S
+        self.expires = time.monotonic() + start_s
         with contextlib.suppress(OSError):  # it died at once: seen at the first receive
             self.connection.send(dict(functions))
 
@@ -211,8 +222,10 @@ class WorkerHandle:
 
     def kill(self, *, exit_s: float = 0.0) -> str:
         """End the process and what it started, and describe how it ended. A lost one gets `exit_s` to end by itself."""
-        self._process.join(exit_s)
-        code = self._process.exitcode
+        # Not join(exit_s): it waits for ever once a reward function has written into the pipe that it watches.
+        ends = time.monotonic() + exit_s
+        while (code := self._process.exitcode) is None and time.monotonic() < ends:
+            time.sleep(0.01)
         with contextlib.suppress(OSError):  # before its setsid() it has no group of its own
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()

@@ -141,11 +141,15 @@ class _Tokens:
 
     def untrained(self, is_kept: Sequence[bool]) -> pa.Array:
         """The reason why each token is not trained on, as a list per row."""
-        reason_T = np.zeros(self.offsets_N[-1], np.int32)
-        for row, kept, start, end in zip(self.rows, is_kept, self.offsets_N, self.offsets_N[1:], strict=False):
-            if not kept or row.is_masked or not row.has_advantage:
-                reason_T[start:end] = LEFT_OUT if not kept else MASKED if row.is_masked else NO_ADVANTAGE
-                continue
+        reason_N = [
+            LEFT_OUT if not kept else MASKED if row.is_masked else 0 if row.has_advantage else NO_ADVANTAGE
+            for row, kept in zip(self.rows, is_kept, strict=True)
+        ]
+        reason_T = np.repeat(np.array(reason_N, np.int32), self.length_N)
+        for i, row in enumerate(self.rows):
+            if reason_N[i] or (row.rejected is None and not isinstance(row.advantage, tuple)):
+                continue  # the same for all tokens
+            start, end = self.offsets_N[i : i + 2]
             reasons = np.zeros(row.trajectory.num_sampled, np.int32)
             if row.rejected is not None:
                 reasons[np.array(row.rejected, np.bool_)] = REJECTED

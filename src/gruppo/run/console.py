@@ -5,7 +5,6 @@ import io
 import textwrap
 import threading
 import time
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.keys import KEYS, Key
+from gruppo.output import printable
 from gruppo.types import Group
 
 ORDER = (
@@ -239,19 +239,6 @@ def readable_time(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def printable(text: str, keep: str = "\n\t") -> str:
-    r"""Text that is safe on a terminal: control, format and unassigned characters as escapes, but for those in `keep`.
-
-    >>> print(printable("\x1b[2J Caf\u00e9\u202e"))
-    \x1b[2J Café\u202e
-    """
-    return "".join(
-        # A space of another width is not printable to Python, and harmless.
-        c if c.isprintable() or c in keep or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
-        for c in text
-    )
 
 
 def visible(text: Any, limit: int = 200) -> Text:

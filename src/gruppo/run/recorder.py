@@ -3,11 +3,13 @@
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from gruppo.output import printable
 from gruppo.run.advice import advice
-from gruppo.run.console import RunConsole, printable
+from gruppo.run.console import RunConsole
 from gruppo.run.directory import RunDirectory
 from gruppo.run.trackers import Trackers
 from gruppo.types import Group, Rollout
@@ -17,15 +19,20 @@ logger = logging.getLogger(__name__)
 ADVICE_EVERY = 20
 """Steps after which the numbers of as many steps are looked at."""
 
+MOST_UNWRITTEN = 2
+"""Steps whose completions may wait to be written while the run goes on."""
+
 _MAX_REASON = 300
 """Characters of an exception, or of a completion, in a warning."""
 
 
 @dataclass(eq=False)
 class Recorder:
-    """Records one run. The methods are called in the order of a step: `sampled`, `step`, `checkpointed`, `timed`.
+    """Records one run. The methods are called in the order of a step: `sampled`, `step`, `flush`, `checkpointed`,
+    `timed`.
 
     The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
+    Completions are written in a thread, which `flush` waits for.
     """
 
     run: RunDirectory
@@ -41,6 +48,8 @@ class Recorder:
     _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
     _kept: list[Group] = field(default_factory=list)
     _has_said_limit: bool = False
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "gruppo-completions"))
+    _unwritten: deque[tuple[int, Future[int]]] = field(default_factory=deque)
     _warned: set[tuple[str, str]] = field(default_factory=set)
 
     def started(self, step: int) -> None:
@@ -64,13 +73,21 @@ class Recorder:
         self._check_rewards(step, [rollout for group in groups for rollout in group.rollouts])
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
-        if not self.writes_completions(step):
-            return
-        left_out = self.run.write_completions(step, groups, self.completions_limit)
-        if left_out and not self._has_said_limit:
-            self._has_said_limit = True
-            text = f"completions_limit={self.completions_limit} leaves {left_out} rollouts out of the file of a step"
-            self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
+        if self.writes_completions(step):
+            write = self._writer.submit(self.run.write_completions, step, groups, self.completions_limit)
+            self._unwritten.append((step, write))
+            self.flush(MOST_UNWRITTEN)
+
+    def flush(self, unwritten: int = 0) -> None:
+        """Wait until the completions of all steps but so many are written."""
+        while len(self._unwritten) > unwritten:
+            step, write = self._unwritten.popleft()
+            left_out = write.result()
+            if left_out and not self._has_said_limit:
+                self._has_said_limit = True
+                limit = f"completions_limit={self.completions_limit}"
+                text = f"{limit} leaves {left_out} rollouts out of the file of a step"
+                self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The score of the weights before the first step."""
@@ -151,4 +168,5 @@ class Recorder:
     def close(self) -> None:
         if self._console is not None:
             self._console.close()
+        self._writer.shutdown()
         self.trackers.close()

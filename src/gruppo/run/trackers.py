@@ -1,17 +1,25 @@
 """TensorBoard, W&B and trackio: views of the run directory. One that is absent when asked for is an error at the start;
-one that fails later is dropped with a warning, and the run goes on."""
+one that fails or blocks is dropped with a warning, and the run goes on."""
 
 import logging
+import queue
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from gruppo.errors import require
+from gruppo.output import printable
 
 logger = logging.getLogger(__name__)
+
+HELD = 1000
+"""Most records that wait for a board."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -22,28 +30,90 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All boards of a run: `names` of tensorboard, wandb, trackio."""
+    """All boards of a run: `names` of tensorboard, wandb, trackio.
 
-    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
-        self.trackers: dict[str, Any] = {
-            name: _TensorBoard(folder) if name == "tensorboard" else _Module(name, folder.name, config)
-            for name in names
-        }
+    Args:
+        deadline_s: time for one call of a board; one that takes longer is switched off.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any], *, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._boards: dict[str, _Board] = {}
+        for name in names:
+            make = partial(_TensorBoard, folder) if name == "tensorboard" else partial(_Module, name, folder, config)
+            self._boards[name] = _Board(name, make, deadline_s)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, tracker in list(self.trackers.items()):
-            try:
-                tracker.log(step, metrics)
-            except Exception as error:  # a board must never stop a run, whatever it raises
-                logger.warning("%s failed and is switched off: %s", name, error)
-                del self.trackers[name]
+        for name, board in list(self._boards.items()):
+            if trouble := board.log(step, metrics):
+                self._switch_off(name, trouble)
 
     def close(self) -> None:
-        for name, tracker in self.trackers.items():
-            try:
-                tracker.close()
-            except Exception as error:  # as above
-                logger.warning("%s failed to close: %s", name, error)
+        """End the boards, all within the time of one call."""
+        ends = time.monotonic() + self._deadline_s
+        for board in self._boards.values():
+            board.finish()
+        for name, board in list(self._boards.items()):
+            if trouble := board.wait(ends):
+                self._switch_off(name, trouble)
+        self._boards.clear()
+
+    def _switch_off(self, name: str, trouble: str) -> None:
+        del self._boards[name]
+        logger.warning("%s failed and is switched off: %s", name, printable(trouble))
+
+
+class _Board:
+    """A tracker in a thread of its own, since its calls may block or raise whatever they like."""
+
+    def __init__(self, name: str, make: Callable[[], Any], deadline_s: float) -> None:
+        self._make = make
+        self._deadline_s = deadline_s
+        self._records: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(HELD)
+        self._call: tuple[str, float] | None = ("init", time.monotonic())
+        """The call that runs now, and when it began."""
+        self._error = ""
+        self._thread = threading.Thread(target=self._run, name=f"gruppo-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Hand a record over; the reason if the tracker is to be given up."""
+        call = self._call
+        if self._error:
+            return self._error
+        if call is not None and time.monotonic() - call[1] > self._deadline_s:
+            return f"{call[0]} took longer than tracker_deadline={self._deadline_s:g} s"
+        try:
+            self._records.put_nowait((step, dict(metrics)))
+        except queue.Full:
+            return f"it is {HELD} records behind"
+        return ""
+
+    def finish(self) -> None:
+        with suppress(queue.Full):  # `wait` reports it
+            self._records.put_nowait(None)
+
+    def wait(self, ends: float) -> str:
+        """Wait for the thread to end; the reason if it does not, or failed."""
+        self._thread.join(max(ends - time.monotonic(), 0.0))
+        if self._error or not self._thread.is_alive():
+            return self._error
+        doing = self._call[0] if self._call else "log"
+        return f"{doing} did not end within tracker_deadline={self._deadline_s:g} s"
+
+    def _run(self) -> None:
+        try:
+            tracker = self._make()
+            while True:
+                self._call = None
+                record = self._records.get()
+                self._call = ("finish" if record is None else "log", time.monotonic())
+                if record is None:
+                    return tracker.close()
+                tracker.log(*record)
+        except BaseException as error:  # a board must never stop a run, `sys.exit()` included
+            doing = self._call[0] if self._call else "log"
+            self._error = f"{doing} raised {type(error).__name__}: {error}"
 
 
 class _TensorBoard:
@@ -65,9 +135,9 @@ class _TensorBoard:
 class _Module:
     """W&B and trackio, which share their calls."""
 
-    def __init__(self, name: str, run: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
         self.module: Any = import_module(name)
-        self.module.init(project="gruppo", name=run, config=dict(config))
+        self.module.init(project="gruppo", name=folder.name, config=dict(config))
         self.close = self.module.finish
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

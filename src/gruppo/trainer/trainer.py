@@ -189,7 +189,12 @@ class GRPOTrainer:
             # Last: a board leaves files behind, and a run that cannot begin must not.
             self.recorder = Recorder(
                 self.run,
-                Trackers(config.trackers, self.run.path, config.model_dump(mode="json")),
+                Trackers(
+                    config.trackers,
+                    self.run.path,
+                    config.model_dump(mode="json"),
+                    deadline_s=config.tracker_deadline,
+                ),
                 steps=config.steps,
                 completions_every=config.completions_every,
                 completions_limit=config.completions_limit,
@@ -282,6 +287,7 @@ class GRPOTrainer:
                         if self._take_step(result):
                             break
             except Interrupted as signal_name:
+                recorder.flush()
                 self.snapshots.save(self.step_number, self.unfinished)
                 recorder.stopped(self.step_number, str(signal_name))
                 result.status = "stopped"
@@ -319,6 +325,7 @@ class GRPOTrainer:
         self.unfinished = None
         if number % config.save_every == 0 or is_last or is_over:
             with self._timed("checkpoint"):
+                recorder.flush()
                 self.snapshots.save(number)
             recorder.checkpointed(number)
         recorder.timed(number, self.seconds, time.monotonic() - started)
@@ -407,6 +414,7 @@ class GRPOTrainer:
         if self.model.version != self._finished_version and not isinstance(error, NumericError):
             return
         try:
+            self.recorder.flush()
             self.snapshots.save(self.step_number, self.unfinished)
         except Exception as problem:  # whatever it is, the error above is the one to report
             logger.warning("what was learned up to step %d could not be saved: %s", self.step_number, problem)
@@ -423,6 +431,8 @@ class GRPOTrainer:
 
     def _is_over(self, number: int, metrics: dict[str, float]) -> bool:
         """Whether a callback ended the run, `stop_at_score` is reached, or `patience` is at its end."""
+        if self.callbacks:
+            self.recorder.flush()  # they may read the completions of the step
         asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
         target, patience = self.config.stop_at_score, self.config.patience
         if patience and "eval/accuracy" in metrics:

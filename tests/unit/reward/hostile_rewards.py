@@ -1,6 +1,7 @@
 """Reward functions that misbehave, for tests with real worker processes; a completion "bad" sets them off."""
 
 import asyncio
+import contextlib
 import os
 import random
 import resource
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 
 def _texts(completions):
@@ -71,6 +73,35 @@ def slow_each(completions, **kwargs):
     return [1.0] * len(completions)
 
 
+def ranks(prompts, completions, **kwargs):
+    """Share of the other completions of a prompt that are shorter: 0 for one that is scored alone."""
+    file = Path(os.environ.get("GRUPPO_TEST_FILE", "/nonexistent"))
+    if "bad" in completions:
+        time.sleep(1000)
+    if len(completions) > 1 and file.exists():  # late once
+        file.unlink()
+        time.sleep(1000)
+    if "loud" in completions:
+        raise KeyError("no such answer")
+    sizes = {prompt: [len(c) for p, c in zip(prompts, completions, strict=True) if p == prompt] for prompt in prompts}
+    return [
+        sum(size < len(text) for size in sizes[prompt]) / max(len(sizes[prompt]) - 1, 1)
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+
+
+def dies_from_step_3(completions, step, **kwargs):
+    if step >= 3:
+        os._exit(3)
+    return [1.0] * len(completions)
+
+
+def sleeps_from_step_3(completions, step, **kwargs):
+    if step >= 3:
+        time.sleep(1000)
+    return [1.0] * len(completions)
+
+
 def exits(completions, **kwargs):
     if "bad" in completions:
         os._exit(3)
@@ -93,6 +124,16 @@ def out_of_memory(completions, **kwargs):
 def closes_pipes(completions, **kwargs):
     if "bad" in completions:
         os.closerange(3, 100)
+        time.sleep(1000)
+    return [1.0] * len(completions)
+
+
+def writes_pipes(completions, **kwargs):
+    """Write into every open descriptor but the standard ones, and stay."""
+    if "bad" in completions:
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(number, b"x" * 16)
         time.sleep(1000)
     return [1.0] * len(completions)
 

@@ -126,7 +126,7 @@ def test_a_call_in_this_process_is_given_up_at_its_deadline(function):
         result = rewards.score(["p"] * 4, ["good", "bad", "good", "good"], step=1)
         assert result.totals == [1.0, -1.0, 1.0, 1.0]
         assert result.metrics[f"reward/{function.__name__}/timeout_frac"] == 0.25
-        assert "no answer within 0.2 s; the call was given up" in result.tracebacks[function.__name__]
+        assert "no answer within 0.2 s; the call was given up (reward_deadline)" in result.tracebacks[function.__name__]
         assert rewards.score(["p"] * 2, ["good"] * 2, step=2).totals == [1.0, 1.0]
     assert time.monotonic() - started < 5
 
@@ -141,7 +141,7 @@ def test_a_loop_that_was_given_up_ends():
     pytest.fail("the thread still runs")
 
 
-def test_a_call_that_is_late_as_a_whole_is_made_one_completion_at_a_time_from_then_on(caplog):
+def test_a_call_that_is_late_as_a_whole_is_made_for_each_group_with_the_deadline_for_each_completion(caplog):
     sizes = []
 
     def slow(completions):
@@ -151,9 +151,9 @@ def test_a_call_that_is_late_as_a_whole_is_made_one_completion_at_a_time_from_th
 
     with timed(slow, deadline_s=0.35) as rewards:
         for _ in range(2):
-            assert rewards.score(["p"] * 4, ["a"] * 4, step=1).totals == [1.0] * 4
-    assert sizes == [4, 1, 1, 1, 1, 1, 1, 1, 1]
-    assert "reward 'slow' takes longer than deadline_s=0.35 for a whole call" in caplog.text
+            assert rewards.score(["p", "p", "q", "q"], ["a"] * 4, step=1).totals == [1.0] * 4
+    assert sizes == [4, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert "reward 'slow' took longer than reward_deadline=0.35 s for a call of 4 completions" in caplog.text
 
 
 def test_waiting_for_a_call_in_this_process_can_be_stopped():

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from gruppo.keys import KEYS
-from gruppo.run.console import SHOWN, RunConsole, printable, readable_time, step_line, visible
+from gruppo.output import printable
+from gruppo.run.console import SHOWN, RunConsole, readable_time, step_line, visible
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 METRICS = {

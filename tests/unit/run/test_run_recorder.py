@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -35,9 +35,7 @@ def board() -> Board:
 def make(tmp_path: Path, board: Board) -> Callable[..., Recorder]:
     def recorder(**options: Any) -> Recorder:
         run = RunDirectory.create(str(tmp_path / "run"), "steps: 8\n")
-        trackers = Trackers((), run.path, {})
-        trackers.trackers["board"] = board
-        return Recorder(run, trackers, **{"steps": 8, "quiet": True, **options})
+        return Recorder(run, cast("Trackers", board), **{"steps": 8, "quiet": True, **options})
 
     return recorder
 
@@ -64,6 +62,7 @@ def test_a_run_from_start_to_end(make: Callable[..., Recorder], board: Board) ->
     for number in (1, 2):
         recorder.sampled(number, [group(), group("surplus")])
         recorder.step(number, METRICS)
+        recorder.flush()
         recorder.checkpointed(number)
         recorder.timed(number, {"train": 0.1234567}, 0.2)
     recorder.finished(2)
@@ -159,6 +158,7 @@ def test_rollouts_beyond_the_limit_are_an_event_once(make: Callable[..., Recorde
     recorder = make(completions_limit=2)
     for number in (1, 2, 3):
         recorder.sampled(number, [group(), group(), group()][: 1 if number == 1 else 3])
+    recorder.flush()
     assert events(recorder) == [
         {
             "event": "completions_limit",

@@ -20,6 +20,7 @@ Make = Callable[..., GRPOTrainer]
 
 def per_rollout(trainer: GRPOTrainer) -> list[tuple[Any, Any]]:
     """The rows of the last step's file, each with its rollout."""
+    trainer.recorder.flush()
     found = trainer.run.completions(trainer.step_number).to_pylist()
     return list(zip(found, [r for g in trainer.groups for r in g.rollouts], strict=True))
 

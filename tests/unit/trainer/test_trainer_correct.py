@@ -249,6 +249,7 @@ def test_rejected_tokens_are_reported(make_trainer: Make) -> None:
 def test_logged_columns_and_tolerated_failures_reach_the_run_directory(make_trainer: Make) -> None:
     trainer = make_trainer(rewards=("exact_match", "step_rewards:logs_and_sometimes_fails"), completions_every=1)
     trainer._take_step(TrainResult(0))
+    trainer.recorder.flush()
     rows = pq.read_table(trainer.run.path / "completions" / "step-000001.parquet").to_pylist()
     assert [r["extra/first_letter"] for r in rows] == [
         None if r["error/logs_and_sometimes_fails"] else r["completion"][:1] for r in rows
@@ -265,6 +266,7 @@ def test_groups_that_are_left_out_are_in_the_file_of_completions_too(make_traine
     trainer = make_trainer(dynamic_sampling=2, rewards=("step_rewards:later_half",), completions_every=1)
     trainer._take_step(TrainResult(0))
     (metrics,) = trainer.run.metrics()
+    trainer.recorder.flush()
     rows = pq.read_table(trainer.run.path / "completions" / "step-000001.parquet").to_pylist()
     counts = {s: sum(r["status"] == s for r in rows) / 4 for s in ("kept", "no_signal", "surplus")}
     assert counts == {

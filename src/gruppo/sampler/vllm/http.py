@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gruppo.errors import InputError, SamplerError
+from gruppo.output import printable
 from gruppo.sampler.base import Poll, SamplingParams
 from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request
 from gruppo.sampler.vllm.server import ServerProcess
@@ -84,7 +85,8 @@ class HttpEngine(Engine):
                 self.process.check_alive()
             if time.monotonic() > ends:
                 raise SamplerError(
-                    f"{self.name} did not answer within {self.deadline_s:g} s; is `vllm serve` running there?"
+                    f"{self.name} did not answer within {self.deadline_s:g} s; is `vllm serve` running there? A model "
+                    "that takes longer to load needs a longer sampler_deadline"
                 )
             self.poll()
             time.sleep(0.25)
@@ -214,7 +216,8 @@ class HttpEngine(Engine):
                     future.result()  # raises what the request raised
                 if waiting and time.monotonic() > ends:
                     raise EngineLost(
-                        f"{self.name} had not answered {len(waiting)} requests after {self.deadline_s:g} s"
+                        f"{self.name} had not answered {len(waiting)} requests after {self.deadline_s:g} s "
+                        f"({path}; sampler_deadline)"
                     )
             return [future.result() for future in futures]
         finally:
@@ -256,7 +259,7 @@ class HttpEngine(Engine):
                 return json.loads(text or "{}")
             except ValueError:
                 return {}  # /v1/load_lora_adapter answers with a sentence
-        answered = f"{self.name} answered {path} with {response.status}: {text[:300]}"
+        answered = f"{self.name} answered {path} with {response.status}: {printable(text[:300])}"
         if response.status == 404 and body is not None and body.get("model") == ADAPTER:
             raise EngineLost(f"{self.name} does not know the adapter it was given")
         # 500 to a request: the engine has died and the server has yet to end. 500 to a command: the command failed.

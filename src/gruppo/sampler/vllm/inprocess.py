@@ -125,7 +125,8 @@ class InProcessEngine(Engine):
                 self.poll()
                 if time.monotonic() > ends:
                     raise EngineLost(
-                        f"{self.name} had not finished {len(waiting)} requests after {self.deadline_s:g} s"
+                        f"{self.name} had not finished {len(waiting)} requests after {self.deadline_s:g} s "
+                        "(sampler_deadline)"
                     )
                 try:
                     stepped = engine.step()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import SamplerError, require
+from gruppo.output import printable
 from gruppo.sampler.vllm.engine import platform_settings
 from gruppo.sampler.vllm.guard import PATIENCE_S
 
@@ -64,7 +65,8 @@ class ServerProcess:
             self._has_failed = True  # the log stays to be read
             lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
             telling = [line for line in lines if "Error" in line] or lines
-            raise SamplerError(f"the vLLM server ended: {' | '.join(telling[-3:])}; all of it is in {self.log}")
+            ending = printable(" | ".join(telling[-3:]))
+            raise SamplerError(f"the vLLM server ended: {ending}; all of it is in {self.log}")
 
     def close(self) -> None:
         """End it and remove its folder, unless the server failed: then its log stays."""

@@ -1,0 +1,158 @@
+"""What guards and records cost, and what a long run leaves behind.
+
+    OMP_NUM_THREADS=1 python benchmarks/guards.py                    # the share of a step, then 500 steps
+    OMP_NUM_THREADS=1 python benchmarks/guards.py --steps 100
+
+First the share of a step of the demo, with completions written at every step as `gruppo train` does. Processor time of
+the training thread counts, so that a busy machine does not; what other threads do is shown beside it. Then a long run
+whose reward workers are killed every tenth step: the slope of memory and of open files over its steps, with the
+standard error of the fit.
+"""
+
+import argparse
+import functools
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from timing import settle_allocator
+
+from gruppo.model import optim
+from gruppo.reward import call, scorer
+from gruppo.run.directory import RunDirectory
+from gruppo.run.recorder import Recorder
+from gruppo.run.signals import StopFlag
+from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.trainer.trainer import TrainResult
+
+WARMUP = 20
+"""First steps that are not counted."""
+KILL_EVERY = 10
+
+GUARDS: dict[str, tuple[Any, str]] = {
+    "returned rewards are numbers": (call, "check_returned"),
+    "failures within the budget": (scorer, "_check_step"),
+    "signal poll": (StopFlag, "poll"),
+}
+RECORDS: dict[str, tuple[Any, str]] = {
+    "warnings, completions handed over": (Recorder, "sampled"),
+    "metrics, to file and trackers": (Recorder, "step"),
+    "timings": (Recorder, "timed"),
+}
+ELSEWHERE: dict[str, tuple[Any, str]] = {"completions to Parquet": (RunDirectory, "write_completions")}
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    """A reward that runs in the workers."""
+    return [float(len(text)) for text in completions]
+
+
+def watched(owner: Any, name: str, spent: dict[str, float], title: str) -> None:
+    """Replace a function by one that adds up its processor time."""
+    function: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(function)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        started = time.thread_time()
+        try:
+            return function(*arguments, **options)
+        finally:
+            spent[title] += time.thread_time() - started
+
+    setattr(owner, name, timed)
+
+
+def shares(steps: int) -> None:
+    """Print what part of a step each guard and record takes."""
+    spent: dict[str, float] = defaultdict(float)
+    for title, (owner, name) in (GUARDS | RECORDS | ELSEWHERE).items():
+        watched(owner, name, spent, title)
+    norm: dict[str, float] = defaultdict(float)
+    watched(optim.torch.nn.utils, "get_total_norm", norm, "gradient norm")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(config(folder, steps), quiet=True)
+        result = TrainResult(0)
+        for _ in range(WARMUP):
+            trainer._take_step(result)
+        spent.clear()
+        norm.clear()
+        begun = time.thread_time()
+        for _ in range(steps - WARMUP):
+            trainer._take_step(result)
+        total = time.thread_time() - begun
+        step = median(line["sample"] + line["reward"] + line["train"] for line in trainer.run.timings()[WARMUP:])
+        trainer.close()
+    each = total / (steps - WARMUP)
+    print(f"a step of 32 x 8 completions: {each * 1e3:.1f} ms of processor time, {step * 1e3:.1f} ms on the clock\n")
+    for title in (*GUARDS, *RECORDS):
+        print(f"{title:36} {spent[title] / total:7.2%}")
+    print(f"{'together':36} {sum(spent[title] for title in (*GUARDS, *RECORDS)) / total:7.2%}")
+    print(f"{'gradient norm, of the clipping':36} {norm['gradient norm'] / total:7.2%}")
+    for title in ELSEWHERE:
+        print(f"{title + ', in a thread':36} {spent[title] / total:7.2%}")
+
+
+def slopes(steps: int) -> bool:
+    """Print how memory and open files grow over a long run; True if neither does by more than the noise."""
+    memory: list[float] = []
+    files: list[float] = []
+    killed = 0
+
+    def look(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        nonlocal killed
+        memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**10)
+        files.append(len(os.listdir("/proc/self/fd")))
+        if step % KILL_EVERY == 0:
+            os.kill(trainer.scorer.worker_pids[0], signal.SIGKILL)
+            killed += 1
+
+    with tempfile.TemporaryDirectory() as folder:
+        changes = {"rewards": "guards:length", "save_every": 50}
+        GRPOTrainer(config(folder, steps, **changes), quiet=True, callbacks=[look]).train()
+    print(f"\n{steps} steps, {killed} reward workers killed, {threading.active_count()} threads left")
+    is_flat = True
+    for title, unit, values in (("memory", "kB", memory), ("open files", "files", files)):
+        # The first fifth fills caches.
+        settled = values[len(values) // 5 :]
+        slope, error = fit(settled)
+        grew = slope * len(settled)
+        is_within = slope <= 3 * error or grew < 0.01 * settled[0]
+        is_flat = is_flat and is_within
+        print(f"{title}: {settled[0]:.0f} -> {settled[-1]:.0f} {unit}, {slope:+.4f} +- {error:.4f} {unit} per step")
+    return is_flat
+
+
+def fit(values: list[float]) -> tuple[float, float]:
+    """Slope of a line through the values, and its standard error."""
+    middle, mean = (len(values) - 1) / 2, fmean(values)
+    spread = sum((i - middle) ** 2 for i in range(len(values)))
+    slope = sum((i - middle) * (value - mean) for i, value in enumerate(values)) / spread
+    rest = sum((value - mean - slope * (i - middle)) ** 2 for i, value in enumerate(values))
+    return slope, (rest / (len(values) - 2) / spread) ** 0.5
+
+
+def config(folder: str, steps: int, **changes: Any) -> TrainConfig:
+    options: dict[str, Any] = {"steps": steps, "output": f"{folder}/run", "eval_prompts": 0, "threads": 1, "lr": 1e-4}
+    return TrainConfig(**options | {"save_every": 10**6} | changes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500, help="steps of the long run")
+    steps = parser.parse_args().steps
+    sys.path.insert(0, str(Path(__file__).parent))  # where the workers find the reward
+    settle_allocator()
+    shares(120)
+    return 0 if slopes(steps) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
