@@ -7,7 +7,7 @@ import gruppo
 
 ROOT = Path(gruppo.__file__).parent
 
-ORDER = ("errors", "types", "imports", "keys", "options", "output", "batch", "random", "kernel", "loss", "advantage",
+ORDER = ("errors", "faults", "types", "imports", "keys", "options", "output", "batch", "random", "kernel", "loss", "advantage",
          "parallel", "metric", "reward", "task", "weights", "model", "sampler", "run", "trainer", "convert", "recipes",
          "report",
          "tutorial", "cli", "__main__")  # fmt: skip

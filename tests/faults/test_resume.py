@@ -73,7 +73,7 @@ def test_killed_at_step_7_of_20_and_resumed_is_bitwise_the_run_that_was_not(
     variant: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert start(["train", *flags(run, **VARIANTS[variant])], "kill", 7).wait() == -signal.SIGKILL
+    assert start(["train", *flags(run, **VARIANTS[variant])], ("recorded", 7, "kill")).wait() == -signal.SIGKILL
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 7
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000005"]
     assert not (run / "model").exists()
@@ -111,7 +111,7 @@ def test_a_signal_saves_and_exits_75_and_the_run_resumes_to_the_same_bits(
     fault: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    stopped = start(["train", *flags(run)], fault, 8)
+    stopped = start(["train", *flags(run)], ("recorded", 8, fault))
     assert stopped.wait() == 75
     assert f"stopped after step 8 and saved; go on with: gruppo resume {run}" in stopped.output
     assert "Traceback" not in stopped.output
@@ -123,14 +123,15 @@ def test_a_signal_saves_and_exits_75_and_the_run_resumes_to_the_same_bits(
 
 
 def test_a_second_signal_leaves_at_once(start: Start, flags: Flags, tmp_path: Path) -> None:
-    assert start(["train", *flags(tmp_path / "run")], "term twice", 3).wait(30) == 128 + signal.SIGTERM
+    twice = [("recorded", 3, "term")] * 2
+    assert start(["train", *flags(tmp_path / "run")], *twice).wait(30) == 128 + signal.SIGTERM
 
 
 def test_dying_while_a_checkpoint_appears_leaves_the_one_before(
     whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert start(["train", *flags(run)], "exit in rename", 10).wait() == 9
+    assert start(["train", *flags(run)], ("filled", 10, "kill")).wait() == -signal.SIGKILL
     assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-000005"]
     assert len(list((run / "checkpoints").glob(".step-000010.tmp-*"))) == 1  # written, complete, and not counted
     assert start(["resume", str(run)]).wait() == 0
@@ -245,7 +246,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over_under_its_name(
     verb: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert start(["train", *flags(run)], "kill", 3).wait() == -signal.SIGKILL
+    assert start(["train", *flags(run)], ("recorded", 3, "kill")).wait() == -signal.SIGKILL
     assert not (run / "checkpoints").exists() and (run / "lock").exists()
     again = start(["resume", str(run)] if verb == "resume" else ["train", *flags(run)])
     assert again.wait() == 0, again.output

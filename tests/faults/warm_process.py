@@ -6,7 +6,6 @@ seven seconds of imports.
 
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -67,42 +66,10 @@ def _redirected(log: str, target: Callable[..., None], args: Sequence[Any]) -> N
     target(*args)
 
 
-def gruppo(arguments: Sequence[str], fault: str = "", step: int = 0) -> None:
-    """The command line, with a fault planted at a step."""
-    if fault:
-        _plant(fault, step)
+def gruppo(arguments: Sequence[str], *plan: tuple[str, int, str]) -> None:
+    """The command line, with faults planned as (site, step, action)."""
+    from gruppo import faults
     from gruppo.cli.main import main
 
+    faults.PLAN = faults.FaultPlan(tuple(faults.Fault(*fault) for fault in plan))
     main(list(arguments))
-
-
-def _plant(fault: str, step: int) -> None:
-    """`kill`, `term`, `int`: the signal, once metrics.jsonl has the step. `term twice`: and again while it saves.
-    `exit in rename`: leave without a word when the checkpoint of the step is about to appear."""
-    from gruppo.run.directory import RunDirectory
-
-    def myself(number: int) -> None:
-        os.kill(os.getpid(), number)
-
-    if fault == "exit in rename":
-        rename = os.rename
-
-        def dying(source: Any, target: Any) -> None:
-            if Path(target).name == f"step-{step:06d}":
-                os._exit(9)
-            rename(source, target)
-
-        os.rename = dying
-        return
-    log = RunDirectory.log_metrics
-    number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "term twice": signal.SIGTERM, "int": signal.SIGINT}[fault]
-
-    def log_and_fall(self: RunDirectory, at: int, metrics: Any) -> None:
-        log(self, at, metrics)
-        if at == step:
-            myself(number)
-            if fault == "term twice":
-                myself(number)
-                time.sleep(60)
-
-    RunDirectory.log_metrics = log_and_fall

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gruppo import faults
 from gruppo.errors import CheckpointError
 from gruppo.run.reader import numbered
 from gruppo.weights.files import commit_folder, read_manifest
@@ -37,6 +38,8 @@ class Checkpoints:
                 "no step was saved before" if last is None else f"the steps after {last} are lost; then go on from it"
             )
             raise CheckpointError(f"{error}; {ahead}: gruppo resume {self.folder.parent}") from error
+        if faults.PLAN:
+            faults.PLAN.reach("committed", step)
         for _, old in sorted(numbered(self.folder).items())[: -self.keep]:
             shutil.rmtree(old)
 

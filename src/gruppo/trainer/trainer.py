@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gruppo import faults
 from gruppo.errors import InputError
 from gruppo.output import unhindered
 from gruppo.reward import Reward
@@ -295,6 +296,8 @@ class GRPOTrainer:
             self._save_best(number, metrics["eval/accuracy"])
         recorder.step(number, metrics)
         self.unfinished = None
+        if faults.PLAN:
+            faults.PLAN.reach("recorded", number)
         if number % config.save_every == 0 or is_last or is_over:
             with self._timed("checkpoint"):
                 self.snapshots.save(number)
@@ -383,6 +386,8 @@ class GRPOTrainer:
     def _timed(self, name: str) -> Iterator[None]:
         self.recorder.stage, started = name, time.monotonic()
         try:
+            if faults.PLAN:
+                faults.PLAN.reach(name, self.step_number)
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started

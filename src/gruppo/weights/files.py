@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from gruppo import faults
 from gruppo.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -36,6 +37,8 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
         manifest = aside / MANIFEST
         manifest.write_text(json.dumps(facts | {"files": files}, indent=1, sort_keys=True))
         _flush(manifest)
+        if faults.PLAN:
+            faults.PLAN.reach("filled", facts.get("step", 0))
         os.rename(aside, folder)
         _flush(folder.parent)
     except BaseException as error:
