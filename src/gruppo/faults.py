@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from gruppo.errors import InputError
 
 SITES = ("sync", "sample", "reward", "train", "write", "eval", "checkpoint", "recorded", "filled", "committed")
-"""The stages of a step as they begin; `recorded`: metrics.jsonl has the step; `filled`: its checkpoint is complete under a
-temporary name; `committed`: it has its name, and older checkpoints are still there."""
+"""The stages of a step as they begin; `recorded`: metrics.jsonl has the step; `filled`: its checkpoint is complete
+under a temporary name; `committed`: it has its name, and older checkpoints are still there."""
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
 ACTIONS = (*SIGNALS, "raise", "full", "sleep")
@@ -50,24 +50,25 @@ class Fault:
             raise RuntimeError(f"fault planned at {self.site} of step {self.step}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FaultPlan:
-    """Faults of a process, in the order in which those of one site strike.
+    """Faults of a process that are still to come. Each strikes once, those of one site in their order.
 
     >>> plan = FaultPlan.parse('[{"site": "sample", "step": 2, "action": "raise"}]')
     >>> plan.reach("sample", 1)
     >>> plan.reach("sample", 2)
     Traceback (most recent call last):
     RuntimeError: fault planned at sample of step 2
+    >>> plan.reach("sample", 2)
     """
 
-    faults: tuple[Fault, ...]
+    faults: list[Fault]
 
     @classmethod
     def parse(cls, text: str) -> "FaultPlan":
         """A plan from JSON: a list of objects with the fields of `Fault`."""
         try:
-            return cls(tuple(Fault(**fault) for fault in json.loads(text)))
+            return cls([Fault(**fault) for fault in json.loads(text)])
         except (ValueError, TypeError) as error:
             if isinstance(error, InputError):
                 raise
@@ -76,9 +77,9 @@ class FaultPlan:
 
     def reach(self, site: str, step: int) -> None:
         """Strike with the faults planned for this site of this step."""
-        for fault in self.faults:
-            if (fault.site, fault.step) == (site, step):
-                fault.strike()
+        for fault in [fault for fault in self.faults if (fault.site, fault.step) == (site, step)]:
+            self.faults.remove(fault)
+            fault.strike()
 
 
 PLAN: FaultPlan | None = FaultPlan.parse(os.environ["GRUPPO_FAULTS"]) if os.environ.get("GRUPPO_FAULTS") else None

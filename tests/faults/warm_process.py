@@ -43,6 +43,11 @@ class WarmProcess:
         """SIGKILL; nothing happens if it has ended by itself (its number may be another process's by now)."""
         self.process.kill()
 
+    def send(self, number: int) -> None:
+        """A signal, if the process has not ended."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, number)
+
     def wait_until(self, is_true: Callable[[], bool], seconds: float = 120.0) -> None:
         """Wait for something the process does; it must not end before."""
         end = time.monotonic() + seconds
@@ -71,5 +76,77 @@ def gruppo(arguments: Sequence[str], *plan: tuple[str, int, str]) -> None:
     from gruppo import faults
     from gruppo.cli.main import main
 
-    faults.PLAN = faults.FaultPlan(tuple(faults.Fault(*fault) for fault in plan))
+    faults.PLAN = faults.FaultPlan([faults.Fault(*fault) for fault in plan])
     main(list(arguments))
+
+
+def on_small_disk(
+    arguments: Sequence[str], disk: str, size: int, kept: str, *, fill: Sequence[int] = (), read_only: bool = False
+) -> None:
+    """The command line with the folder `disk` on a file system of its own; a copy of it stays in `kept`.
+
+    Args:
+        size: bytes of the file system.
+        fill: once a run on it has recorded this step, it is full until that many milliseconds later.
+        read_only: nothing can be written to it; it holds a copy of `kept`.
+    """
+    import shutil
+    import threading
+
+    from gruppo.cli.main import main
+
+    mount(disk, f"size={size}")
+    if read_only:
+        shutil.copytree(kept, disk, dirs_exist_ok=True)
+        mount(disk, f"size={size}", flags=MS_REMOUNT | MS_RDONLY)
+    if fill:
+        threading.Thread(target=_fill_for_a_while, args=(Path(disk), *fill), daemon=True).start()
+    try:
+        main(list(arguments))
+    finally:
+        if not read_only:
+            shutil.copytree(disk, kept)
+
+
+def _fill_for_a_while(disk: Path, step: int, milliseconds: int) -> None:
+    (metrics,) = _wait_for(lambda: list(disk.glob("*/metrics.jsonl")))
+    _wait_for(lambda: metrics.read_bytes().count(b"\n") > step)
+    with (disk / "filler").open("wb", buffering=0) as filler:
+        for size in (2**16, 1):
+            try:
+                while True:
+                    filler.write(b"\0" * size)
+            except OSError:
+                pass
+    time.sleep(milliseconds / 1000)
+    (disk / "filler").unlink()
+
+
+def _wait_for(found: Callable[[], Any]) -> Any:
+    while not (value := found()):
+        time.sleep(0.001)
+    return value
+
+
+CLONE_NEWUSER, CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 0x10000000, 0x20000, 1, 32, 0x4000, 1 << 18
+
+
+def mount(folder: str, options: str, flags: int = 0) -> None:
+    """A tmpfs on a folder, for this process alone."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(code: int) -> None:
+        if code:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    if not flags:
+        call(libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if os.geteuid() else 0)))
+        call(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    call(libc.mount(b"none", folder.encode(), b"tmpfs", flags, options.encode()))
+
+
+def can_mount(folder: str) -> None:
+    """Ends with 0 where this process may mount a file system of its own."""
+    mount(folder, "size=4096")
