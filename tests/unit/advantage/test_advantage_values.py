@@ -78,6 +78,7 @@ def test_eps_joins_the_deviation():
 
 
 @every_estimate
+@pytest.mark.row("R-21", "0.7 in float32, seven times")
 def test_seven_rewards_of_0_7_in_float32_give_exactly_zero(estimate):
     advantages = estimate(torch.tensor([0.7] * 7, dtype=torch.float32), num_generations=7)
     assert advantages.tolist() == [0.0] * 7
@@ -86,6 +87,7 @@ def test_seven_rewards_of_0_7_in_float32_give_exactly_zero(estimate):
 @pytest.mark.parametrize("form", ["float32 tensor", "float64 tensor", "list", "rows of three", "tensor rows of three"])
 @pytest.mark.parametrize("scale", ["group", "batch"])
 @every_estimate
+@pytest.mark.row("R-21", "equal rewards of any value")
 def test_equal_rewards_that_no_float_holds_give_exactly_zero(estimate, scale, form):
     for n in range(2, 33):
         rewards = {
