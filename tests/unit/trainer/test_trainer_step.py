@@ -493,7 +493,6 @@ def test_the_tensorboard_file_holds_the_numbers_of_the_run(make_trainer: Make) -
     assert {(m["step"], k): v for m in metrics for k, v in m.items() if k != "step"} == pytest.approx(found, rel=1e-6)
 
 
-@pytest.mark.row("R-43", "log and close raise")
 def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(
     make_trainer: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
