@@ -1,4 +1,4 @@
-"""Rewards that misbehave at some step, for runs of real processes."""
+"""Rewards that misbehave after some steps, for runs of real processes. `step` counts the steps before this one."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def compares(completions: list[str], step: int, **others: object) -> list[float]:
-    """1 for each completion that differs from another of its call: alone, it gets 0. One call of step 2 is late."""
+    """1 for each completion that differs from another of its call; alone, 0. One call of the third step is late."""
     late = Path(os.environ["GRUPPO_TEST_LATE"])
     if step == 2 and not late.exists():
         late.touch()
@@ -14,13 +14,13 @@ def compares(completions: list[str], step: int, **others: object) -> list[float]
     return [float(any(text != other for other in completions)) for text in completions]
 
 
-def raises_from_step_4(completions: list[str], step: int, **others: object) -> list[float]:
+def raises_after_step_4(completions: list[str], step: int, **others: object) -> list[float]:
     if step >= 4:
         raise RuntimeError("the judge is down")
     return [float(len(set(text))) for text in completions]
 
 
-def dies_from_step_4(completions: list[str], step: int, **others: object) -> list[float]:
+def dies_after_step_4(completions: list[str], step: int, **others: object) -> list[float]:
     if step >= 4:
         os._exit(3)
     return [float(len(set(text))) for text in completions]

@@ -170,27 +170,27 @@ def test_one_late_call_does_not_change_the_reward_of_later_steps(begin: Begin, f
     ended = begin(["train", *flags(run, **options)], environment=late)
     assert ended.wait() == 0, ended.output
     assert (tmp_path / "late").exists()
-    assert all(line["reward/mean"] > 0.2 for line in metrics(run)[2:])
+    assert all(line["reward/mean"] > 0.2 for line in metrics(run)[3:])
 
 
-@pytest.mark.row("R-16", "a reward that raises from step 4 on")
+@pytest.mark.row("R-16", "a reward that raises after step 4")
 @pytest.mark.xfail(strict=True, reason="a run that a guard stops is not saved")
 def test_a_run_that_its_reward_stopped_is_saved_at_its_last_good_step(
     begin: Begin, flags: Flags, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    options = {"rewards": "run_rewards:raises_from_step_4", "save_every": 50, "eval_prompts": 0}
+    options = {"rewards": "run_rewards:raises_after_step_4", "save_every": 50, "eval_prompts": 0}
     ended = begin(["train", *flags(run, **options)])
     assert ended.wait() == 4, ended.output
     assert "the judge is down" in ended.output
-    assert checkpoints(run) == ["step-000003"]
+    assert checkpoints(run) == ["step-000004"]
 
 
-@pytest.mark.row("R-16", "workers that all die from step 4 on, with eight completions a step")
-@pytest.mark.row("R-19", "workers that all die from step 4 on, with eight completions a step")
+@pytest.mark.row("R-16", "workers that all die after step 4, with eight completions a step")
+@pytest.mark.row("R-19", "workers that all die after step 4, with eight completions a step")
 @pytest.mark.xfail(strict=True, reason="sixteen failures are free, however few completions a step has")
 def test_a_reward_that_always_fails_stops_a_run_of_small_steps_too(begin: Begin, flags: Flags, tmp_path: Path) -> None:
-    options = {"rewards": "run_rewards:dies_from_step_4", "prompts_per_step": 2, "steps": 9, "eval_prompts": 0}
+    options = {"rewards": "run_rewards:dies_after_step_4", "prompts_per_step": 2, "steps": 9, "eval_prompts": 0}
     ended = begin(["train", *flags(tmp_path / "run", **options)])
     assert ended.wait() == 4, ended.output
 
