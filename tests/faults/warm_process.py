@@ -4,6 +4,7 @@ They are forked by a server that has imported torch and transformers already: a 
 seven seconds of imports.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -81,13 +82,13 @@ def gruppo(arguments: Sequence[str], *plan: tuple[str, int, str]) -> None:
 
 
 def on_small_disk(
-    arguments: Sequence[str], disk: str, size: int, kept: str, *, fill: Sequence[int] = (), read_only: bool = False
+    arguments: Sequence[str], disk: str, size: int, kept: str, *, fill_after: int = 0, read_only: bool = False
 ) -> None:
     """The command line with the folder `disk` on a file system of its own; a copy of it stays in `kept`.
 
     Args:
         size: bytes of the file system.
-        fill: once a run on it has recorded this step, it is full until that many milliseconds later.
+        fill_after: once a run on it has recorded this step, it is full until three records were dropped.
         read_only: nothing can be written to it; it holds a copy of `kept`.
     """
     import shutil
@@ -99,8 +100,8 @@ def on_small_disk(
     if read_only:
         shutil.copytree(kept, disk, dirs_exist_ok=True)
         mount(disk, f"size={size}", flags=MS_REMOUNT | MS_RDONLY)
-    if fill:
-        threading.Thread(target=_fill_for_a_while, args=(Path(disk), *fill), daemon=True).start()
+    if fill_after:
+        threading.Thread(target=_fill_for_a_while, args=(Path(disk), fill_after), daemon=True).start()
     try:
         main(list(arguments))
     finally:
@@ -108,7 +109,9 @@ def on_small_disk(
             shutil.copytree(disk, kept)
 
 
-def _fill_for_a_while(disk: Path, step: int, milliseconds: int) -> None:
+def _fill_for_a_while(disk: Path, step: int) -> None:
+    from gruppo.run.directory import RunDirectory
+
     (metrics,) = _wait_for(lambda: list(disk.glob("*/metrics.jsonl")))
     _wait_for(lambda: metrics.read_bytes().count(b"\n") > step)
     with (disk / "filler").open("wb", buffering=0) as filler:
@@ -118,7 +121,8 @@ def _fill_for_a_while(disk: Path, step: int, milliseconds: int) -> None:
                     filler.write(b"\0" * size)
             except OSError:
                 pass
-    time.sleep(milliseconds / 1000)
+    runs = [found for found in gc.get_objects() if isinstance(found, RunDirectory)]
+    _wait_for(lambda: any(run.dropped >= 3 for run in runs))
     (disk / "filler").unlink()
 
 
