@@ -59,7 +59,7 @@ ROWS = {
     "R-44": "a pickle where weights should be",
     "R-45": "crafted safetensors and JSON",
     "R-46": "a model that brings code",
-    "R-47": "a name that leaves its folder",
+    "R-47": "an output that cannot be a folder",
     "R-48": "model text with control characters or markup",
     "R-49": "model code that is executed",
     "R-50": "a server or viewer open to others",
@@ -73,7 +73,7 @@ ROWS = {
 WITHOUT_TEST = {
     **dict.fromkeys(("R-12", "R-40", "R-41", "R-42"), RANKS),
     "R-49": "not applicable: no reward of gruppo executes model text",
-    "R-50": "not applicable: gruppo has no viewer; its vLLM server is a row of R-39",
+    "R-50": "not applicable: gruppo has no viewer and no server of its own",
 }
 
 VLLM = "with the real engine: make test-vllm"
@@ -98,7 +98,8 @@ class Evidence:
             held = f" (holds: {faults})" if faults else ""
             outcome = f"open     {'; '.join(dict.fromkeys(self.xfailed))}{held}"
         elif self.passed:
-            outcome = f"passed   {len(self.passed):3}  {faults}"
+            missing = f" (not run: {'; '.join(dict.fromkeys(self.skipped))})" if self.skipped else ""
+            outcome = f"passed   {len(self.passed):3}  {faults}{missing}"
         elif self.skipped:
             outcome = f"not run  {'; '.join(dict.fromkeys(self.skipped))}"
         else:

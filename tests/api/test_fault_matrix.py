@@ -38,11 +38,15 @@ def test_the_rows_are_numbered_without_a_gap_and_those_without_a_test_have_a_rea
         ({"passed": [of("R-05", "a bit")], "failed": [of("R-05", "a cut")]}, "FAILED   test_x"),
         ({"skipped": [of("R-05", "a bit")]}, "not run  Skipped: no engine"),
         (
+            {"passed": [of("R-05", "a bit")], "skipped": [of("R-05", "a cut")]},
+            "passed     1  a bit (not run: Skipped: no engine)",
+        ),
+        (
             {"skipped": [of("R-05", "a bit", nodeid="tests/vllm/test_vllm_x.py::test_x")]},
             "not run  with the real engine: make test-vllm",
         ),
     ],
-    ids=["nothing", "passed", "open", "failed", "skipped", "vllm"],
+    ids=["nothing", "passed", "open", "failed", "skipped", "in part", "vllm"],
 )
 def test_the_line_of_a_row(stats: dict[str, list[Any]], line: str) -> None:
     found = evidence(stats).get("R-05", Evidence()).line("R-05")

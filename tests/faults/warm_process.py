@@ -7,6 +7,7 @@ seven seconds of imports.
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,6 +69,9 @@ def _redirected(log: str, target: Callable[..., None], args: Sequence[Any]) -> N
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    # As in a terminal, also where the tests run under nohup or in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     target(*args)
 

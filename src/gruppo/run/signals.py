@@ -1,13 +1,11 @@
-"""StopFlag: on Ctrl-C, or a signal by which a scheduler or a lost terminal ends a process, the run finishes the current
-critical section, saves and exits; a second signal exits immediately."""
+"""StopFlag: on Ctrl-C or SIGTERM the run finishes the current critical section, saves and exits; a second signal exits
+immediately."""
 
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Interrupted(Exception):
@@ -32,10 +30,8 @@ class StopFlag:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle the signals while inside; only the main thread can, elsewhere they keep their meaning."""
-        # What is ignored stays so: `nohup` starts a run that outlives its terminal.
-        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         try:
-            previous = {number: signal.signal(number, self._handle) for number in handled}
+            previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:
             yield
             return
