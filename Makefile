@@ -3,6 +3,8 @@
 # make lint   format, lint, types
 # make check  both: lint and test
 # make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
+# make test-faults  run the tests of the fault matrix, and print what each row of it was shown by
+# make campaign  kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
 # make quick  the tests without those that train or start processes, in about a minute
@@ -15,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick fuzz test-install test-lowest test-vllm lint check format bench figures docs site clean
+.PHONY: demo test quick fuzz test-faults campaign test-install test-lowest test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -41,9 +43,16 @@ test-lowest:
 test-install: $(INSTALLED)
 	$(BIN)/python -m pytest -m install tests/install
 
+test-faults: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m row --rows all tests
+
+# One thread: the promise of equal bits is for a number of threads
+campaign: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/campaign.py
+
 test-vllm:
 	PYTHON=$(PYTHON) tests/vllm/setup_env.sh .venv-vllm
-	.venv-vllm/bin/python -m pytest tests/vllm
+	.venv-vllm/bin/python -m pytest --rows seen tests/vllm
 
 demo: $(INSTALLED)
 	$(BIN)/gruppo demo

@@ -3,6 +3,12 @@
 import os
 
 import torch
+from fault_matrix import (  # noqa: F401  # hooks
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_terminal_summary,
+)
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)

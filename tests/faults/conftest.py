@@ -62,12 +62,12 @@ def flags(short_run: Callable[..., dict[str, Any]]) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., WarmProcess]]:
-    """Start `gruppo WORDS`, with a fault planted if one is named."""
+    """Start `gruppo WORDS`, with faults planned as (site, step, action)."""
     processes: list[WarmProcess] = []
 
-    def begin(words: list[str], fault: str = "", step: int = 0) -> WarmProcess:
+    def begin(words: list[str], *plan: tuple[str, int, str]) -> WarmProcess:
         log = tmp_path / f"process-{len(processes)}.log"
-        processes.append(WarmProcess(log, gruppo, words, fault, step))
+        processes.append(WarmProcess(log, gruppo, words, *plan))
         return processes[-1]
 
     yield begin

@@ -90,6 +90,7 @@ def sums(num: int) -> list[dict[str, str]]:
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
 )
+@pytest.mark.row("R-26", "wrong flags")
 def test_a_wrong_option_is_named_with_its_value_and_a_remedy(
     words: list[str], expected: list[str], fails: Fails
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_wrong_option_is_named_with_its_value_and_a_remedy(
         ("1: 2\n", "unknown option '1'"),
     ],
 )
+@pytest.mark.row("R-26", "wrong YAML")
 def test_a_wrong_config_file_is_named_with_the_line_that_is_wrong(
     content: str, expected: str, fails: Fails, tmp_path: Path
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_wrong_config_file_is_named_with_the_line_that_is_wrong(
     ],
     ids=["empty", "not JSON", "cut off", "a number", "null", "no prompt column", "no column of the reward", "too long"],
 )
+@pytest.mark.row("R-27", "unusable files")
 def test_unusable_data_is_named_with_file_and_line(
     rows: list[Any], expected: str, fails: Fails, tmp_path: Path
 ) -> None:
@@ -206,6 +209,7 @@ def bad_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("Needs", ["needs=5 of reward 'needs' must be a sequence of column names"]),
     ],
 )
+@pytest.mark.row("R-17", "returns of the wrong shape before training")
 def test_a_reward_that_returns_the_wrong_thing_is_named(name: str, expected: list[str], fails: Fails) -> None:
     text = fails("--rewards", f"bad_rewards:{name}")
     for part in expected:
@@ -253,6 +257,7 @@ def test_a_model_folder_without_weights_is_named(fails: Fails, tmp_path: Path) -
     assert f"model folder {folder} holds no weights; gruppo reads *.safetensors only" in fails(model=folder)
 
 
+@pytest.mark.row("R-44", "a folder with a pickle only")
 def test_a_model_folder_with_pickles_is_named_and_not_opened(fails: Fails, tmp_path: Path) -> None:
     class Payload:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -276,6 +281,7 @@ def test_a_model_folder_with_an_unknown_architecture_is_named(fails: Fails, tmp_
     assert str(folder) in fails(model=folder)
 
 
+@pytest.mark.row("R-07", "train into a run")
 def test_an_output_folder_in_use_is_left_to_the_byte(fails: Fails, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step-000005").mkdir(parents=True)
@@ -288,6 +294,7 @@ def test_an_output_folder_in_use_is_left_to_the_byte(fails: Fails, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["file/below", "n" * 300, "nul\0byte"])
+@pytest.mark.row("R-47", "a file in the way, 300 characters, NUL")
 def test_an_output_that_cannot_be_a_folder_is_named(name: str, fails: Fails, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "output=" in fails(output=f"{tmp_path}/{name}")
@@ -320,6 +327,7 @@ def test_a_model_that_fails_to_load_leaves_the_output_free(
 
 
 @pytest.mark.slow
+@pytest.mark.row("R-26", "a wrong flag of a real process")
 def test_the_process_exits_2_quickly_and_without_a_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gruppo", "train", "--group-size", "1", "--output", str(tmp_path / "run")],

@@ -91,6 +91,7 @@ def run_in_fork(run: Path, step: int, die_at: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.row("R-04", "an end at every mkdir, write, fsync, rename and rmdir")
 def test_dying_between_any_two_operations_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     process = WarmProcess(tmp_path / "log", save_and_die_everywhere, tmp_path)
     assert process.wait() == 0, process.output

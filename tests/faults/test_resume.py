@@ -71,11 +71,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, short_run: Callable[..., dic
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.row("R-01", "SIGKILL after step 7 of 20")
 def test_killed_at_step_7_of_20_and_resumed_is_bitwise_the_run_that_was_not(
     variant: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert start(["train", *flags(run, **VARIANTS[variant])], "kill", 7).wait() == -signal.SIGKILL
+    assert start(["train", *flags(run, **VARIANTS[variant])], ("recorded", 7, "kill")).wait() == -signal.SIGKILL
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 7
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000005"]
     assert not (run / "model").exists()
@@ -87,6 +88,7 @@ def test_killed_at_step_7_of_20_and_resumed_is_bitwise_the_run_that_was_not(
     assert steps == list(range(21))
 
 
+@pytest.mark.row("R-03", "SIGKILL at fixed delays")
 def test_killed_at_arbitrary_moments_a_run_always_resumes_to_the_same_bits(
     whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
 ) -> None:
@@ -109,11 +111,12 @@ def test_killed_at_arbitrary_moments_a_run_always_resumes_to_the_same_bits(
 
 
 @pytest.mark.parametrize("fault", ["term", "int"])
+@pytest.mark.row("R-11", "SIGTERM and SIGINT after a step")
 def test_a_signal_saves_and_exits_75_and_the_run_resumes_to_the_same_bits(
     fault: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    stopped = start(["train", *flags(run)], fault, 8)
+    stopped = start(["train", *flags(run)], ("recorded", 8, fault))
     assert stopped.wait() == 75
     assert f"stopped after step 8 and saved; go on with: gruppo resume {run}" in stopped.output
     assert "Traceback" not in stopped.output
@@ -124,15 +127,18 @@ def test_a_signal_saves_and_exits_75_and_the_run_resumes_to_the_same_bits(
     assert product(run) == product(whole["full"])
 
 
+@pytest.mark.row("R-11", "SIGTERM twice")
 def test_a_second_signal_leaves_at_once(start: Start, flags: Flags, tmp_path: Path) -> None:
-    assert start(["train", *flags(tmp_path / "run")], "term twice", 3).wait(30) == 128 + signal.SIGTERM
+    twice = [("recorded", 3, "term")] * 2
+    assert start(["train", *flags(tmp_path / "run")], *twice).wait(30) == 128 + signal.SIGTERM
 
 
+@pytest.mark.row("R-04", "SIGKILL before the rename")
 def test_dying_while_a_checkpoint_appears_leaves_the_one_before(
     whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert start(["train", *flags(run)], "exit in rename", 10).wait() == 9
+    assert start(["train", *flags(run)], ("filled", 10, "kill")).wait() == -signal.SIGKILL
     assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-000005"]
     assert len(list((run / "checkpoints").glob(".step-000010.tmp-*"))) == 1  # written, complete, and not counted
     assert start(["resume", str(run)]).wait() == 0
@@ -186,6 +192,7 @@ HOW = ["flip a bit", "truncate", "empty", "remove the manifest", "damage the man
 
 
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.row("R-05", "bits flipped, files cut, emptied and removed")
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
     how: str, stopped: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,6 +206,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
     assert "step-000010" in warning
 
 
+@pytest.mark.row("R-05", "a bit flipped")
 def test_a_run_resumed_past_a_damaged_checkpoint_ends_in_the_same_bits(
     stopped: Path, whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +218,7 @@ def test_a_run_resumed_past_a_damaged_checkpoint_ends_in_the_same_bits(
     assert product(run) == product(whole["full"])
 
 
+@pytest.mark.row("R-44", "pickles beside a checkpoint")
 def test_pickles_in_a_checkpoint_are_not_opened(stopped: Path, tmp_path: Path) -> None:
     class Payload:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -233,6 +242,7 @@ def exit_code(words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("how", ["flip a bit", "remove the manifest"])
+@pytest.mark.row("R-06", "all checkpoints damaged")
 def test_with_no_whole_checkpoint_resume_exits_6_and_changes_nothing(
     how: str, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,11 +257,12 @@ def test_with_no_whole_checkpoint_resume_exits_6_and_changes_nothing(
 
 
 @pytest.mark.parametrize("verb", ["resume", "train"])
+@pytest.mark.row("R-06", "SIGKILL before the first checkpoint")
 def test_a_run_killed_before_its_first_checkpoint_starts_over_under_its_name(
     verb: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert start(["train", *flags(run)], "kill", 3).wait() == -signal.SIGKILL
+    assert start(["train", *flags(run)], ("recorded", 3, "kill")).wait() == -signal.SIGKILL
     assert not (run / "checkpoints").exists() and (run / "lock").exists()
     again = start(["resume", str(run)] if verb == "resume" else ["train", *flags(run)])
     assert again.wait() == 0, again.output
@@ -276,6 +287,7 @@ def test_a_run_whose_reward_failed_at_its_first_step_can_be_started_again(
     assert json.loads((tmp_path / "run" / "status.json").read_text()) == {"status": "done", "step": 2}
 
 
+@pytest.mark.row("R-06", "all checkpoints deleted")
 def test_a_run_whose_checkpoints_were_deleted_keeps_its_model(
     whole: dict[str, Path], flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,6 +340,7 @@ def test_a_full_disk_at_a_checkpoint_exits_6_and_keeps_the_one_before(
 # --- two processes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("R-55", "a second process, then SIGKILL of the first")
 def test_a_second_process_is_refused_and_a_dead_ones_lock_is_taken_over(
     start: Start, flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,7 @@ def wait_until_gone(pids, seconds):
 
 
 @pytest.mark.parametrize("name", ["python_loop", "c_call", "sleep", "ignores_signals", "closes_pipes"])
+@pytest.mark.row("R-13", "loops, sleep, a C call that holds the lock, blocked signals")
 def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
     with scorer(name, workers=2) as rewards:
         start = time.monotonic()
@@ -76,6 +77,7 @@ def test_a_reward_that_writes_into_every_pipe_is_killed_at_once():
     ("name", "ending"),
     [("exits", "exit code 3"), ("segfaults", "killed by SIGSEGV"), ("out_of_memory", "ran out of memory")],
 )
+@pytest.mark.row("R-19", "exit, SIGSEGV, RLIMIT_AS in a worker")
 def test_a_dying_worker_is_replaced_and_costs_one_completion(name, ending):
     with scorer(name, deadline_s=5.0) as rewards:
         rewards.start()
@@ -90,6 +92,7 @@ def test_a_dying_worker_is_replaced_and_costs_one_completion(name, ending):
         assert rewards.score(PROMPTS, ["a"] * 8, step=1).totals == [1.0] * 8
 
 
+@pytest.mark.row("R-15", "one completion of eight raises")
 def test_a_raising_reward_abstains_for_the_completion_that_raised():
     with scorer("raises", "leaves") as rewards:
         result = rewards.score(PROMPTS, TEXTS)
@@ -101,6 +104,7 @@ def test_a_raising_reward_abstains_for_the_completion_that_raised():
     assert "hostile_rewards.py" in result.tracebacks["raises"]
 
 
+@pytest.mark.row("R-18", "NaN, inf, None and 1e38 from a worker")
 def test_values_that_are_not_numbers_abstain():
     with scorer("not_a_number") as rewards:
         result = rewards.score(["p"] * 6, ["a", "nan", "inf", "none", "big", "int"])
@@ -108,6 +112,7 @@ def test_values_that_are_not_numbers_abstain():
     assert result.metrics["reward/not_a_number/error_frac"] == 0.5
 
 
+@pytest.mark.row("R-17", "one value for four completions")
 def test_a_wrong_shape_from_a_worker_is_an_input_error_and_the_scorer_stays_usable():
     with scorer("one_value", workers=2) as rewards:
         with pytest.raises(InputError, match="reward 'one_value' returned 1 values for 4 completions"):
@@ -115,6 +120,7 @@ def test_a_wrong_shape_from_a_worker_is_an_input_error_and_the_scorer_stays_usab
         assert rewards.score(["p"], ["x"]).totals == [1.0]
 
 
+@pytest.mark.row("R-16", "all raise at the first step")
 def test_failing_everywhere_at_step_0_stops_with_the_first_traceback():
     with scorer("raises_always") as rewards, pytest.raises(RewardError, match="the judge is down") as caught:
         rewards.score(PROMPTS, TEXTS)
@@ -122,6 +128,7 @@ def test_failing_everywhere_at_step_0_stops_with_the_first_traceback():
     assert "completion 0 'a' of prompt 'p'" in str(caught.value)
 
 
+@pytest.mark.row("R-16", "all raise from step 3 on")
 def test_failing_later_stops_when_the_budget_is_spent():
     with scorer("raises_from_step_3") as rewards:
         for step in range(3):
@@ -130,6 +137,7 @@ def test_failing_later_stops_when_the_budget_is_spent():
             rewards.score(["p"] * 16, ["a"] * 16, step=3)
 
 
+@pytest.mark.row("R-13", "every call hangs")
 def test_hanging_on_everything_at_step_0_stops_early():
     prompts = [str(number // 4) for number in range(64)]
     with scorer("sleep_always", workers=2, deadline_s=0.3) as rewards:
@@ -139,6 +147,7 @@ def test_hanging_on_everything_at_step_0_stops_early():
         assert time.monotonic() - start < 10.0  # 64 completions one after the other would take longer
 
 
+@pytest.mark.row("R-19", "every worker dies")
 def test_many_dead_workers_stop_the_run(monkeypatch):
     monkeypatch.setattr(scorer_module, "_MAX_FAILED_STEP", 0.1)
     monkeypatch.setattr(scorer_module, "_FREE_FAILURES", 3)
@@ -209,6 +218,7 @@ def test_a_completion_that_breaks_a_comparing_reward_leaves_the_others_to_be_com
     assert totals == [0, 1 / 2, value, 1, *RANKS[4:]]
 
 
+@pytest.mark.row("R-20", "a reward that changes cwd, seeds, environment and handlers")
 def test_a_meddling_reward_leaves_the_trainer_as_it_was(capfd, monkeypatch):
     monkeypatch.setenv("GRUPPO_TEST", "kept")
     random.seed(5)
@@ -227,12 +237,14 @@ def test_a_meddling_reward_leaves_the_trainer_as_it_was(capfd, monkeypatch):
     assert shown.err.count("written by a reward") == 2
 
 
+@pytest.mark.row("R-20", "a reward that changes its folder")
 def test_what_one_call_changed_is_gone_in_the_next(monkeypatch):
     monkeypatch.setenv("GRUPPO_TEST_CWD", os.getcwd())
     with scorer("where") as rewards:
         assert [rewards.score(["p"], ["x"], step=step).totals for step in range(3)] == [[1.0]] * 3
 
 
+@pytest.mark.row("R-20", "unseeded draws")
 def test_unseeded_draws_depend_on_the_seed_and_not_on_the_worker():
     with scorer("draws", workers=2) as rewards:
         first = rewards.score(PROMPTS, TEXTS, rng_seed=1).totals
@@ -288,6 +300,7 @@ def test_what_a_worker_logs_comes_back_in_order():
         rewards.score(["p"] * 8, TEXTS)
 
 
+@pytest.mark.row("R-13", "a catastrophic pattern")
 def test_math_match_runs_in_a_worker_and_a_catastrophic_pattern_is_killed():
     pytest.importorskip("math_verify")
     pattern = load_reward("pattern_match", pattern=r"(\s*\w+\s*)*$")
@@ -310,6 +323,7 @@ def test_no_process_is_started_until_one_is_needed_and_none_is_left_after_closin
     assert wait_until_gone(pids, 2.0) == []
 
 
+@pytest.mark.row("R-19", "SIGKILL of an idle worker")
 def test_a_worker_that_is_killed_while_idle_is_nobodys_failure():
     with scorer("length") as rewards:
         rewards.score(PROMPTS, TEXTS)
@@ -440,6 +454,7 @@ def test_a_reward_of_a_script_without_a_main_guard_is_refused_before_the_script_
     ("name", "text"), [("length", "a"), ("c_call", "bad"), ("sleep", "bad"), ("stray_thread", "bad")]
 )
 @pytest.mark.parametrize("deadline_s", [1.0, 40.0])
+@pytest.mark.row("R-39", "SIGKILL of the trainer of reward workers")
 def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text, deadline_s):
     process, *_ = run_script(
         tmp_path,
@@ -465,6 +480,7 @@ def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text, deadline_s):
     assert wait_until_gone(pids, 8.0) == []
 
 
+@pytest.mark.row("R-54", "restarts of workers")
 def test_restarts_leak_neither_processes_nor_file_descriptors():
     me = psutil.Process()
     with scorer("exits", deadline_s=5.0) as rewards:

@@ -4,6 +4,7 @@ They are forked by a server that has imported torch and transformers already: a 
 seven seconds of imports.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -44,6 +45,11 @@ class WarmProcess:
         """SIGKILL; nothing happens if it has ended by itself (its number may be another process's by now)."""
         self.process.kill()
 
+    def send(self, number: int) -> None:
+        """A signal, if the process has not ended."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, number)
+
     def wait_until(self, is_true: Callable[[], bool], seconds: float = 120.0) -> None:
         """Wait for something the process does; it must not end before."""
         end = time.monotonic() + seconds
@@ -63,46 +69,92 @@ def _redirected(log: str, target: Callable[..., None], args: Sequence[Any]) -> N
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    # As in a terminal, also where the tests run under nohup or in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     target(*args)
 
 
-def gruppo(arguments: Sequence[str], fault: str = "", step: int = 0) -> None:
-    """The command line, with a fault planted at a step."""
-    if fault:
-        _plant(fault, step)
+def gruppo(arguments: Sequence[str], *plan: tuple[str, int, str]) -> None:
+    """The command line, with faults planned as (site, step, action)."""
+    from gruppo import faults
     from gruppo.cli.main import main
 
+    faults.PLAN = faults.FaultPlan([faults.Fault(*fault) for fault in plan])
     main(list(arguments))
 
 
-def _plant(fault: str, step: int) -> None:
-    """`kill`, `term`, `int`: the signal, once metrics.jsonl has the step. `term twice`: and again while it saves.
-    `exit in rename`: leave without a word when the checkpoint of the step is about to appear."""
+def on_small_disk(
+    arguments: Sequence[str], disk: str, size: int, kept: str, *, fill_after: int = 0, read_only: bool = False
+) -> None:
+    """The command line with the folder `disk` on a file system of its own; a copy of it stays in `kept`.
+
+    Args:
+        size: bytes of the file system.
+        fill_after: once a run on it has recorded this step, it is full until three records were dropped.
+        read_only: nothing can be written to it; it holds a copy of `kept`.
+    """
+    import shutil
+    import threading
+
+    from gruppo.cli.main import main
+
+    mount(disk, f"size={size}")
+    if read_only:
+        shutil.copytree(kept, disk, dirs_exist_ok=True)
+        mount(disk, f"size={size}", flags=MS_REMOUNT | MS_RDONLY)
+    if fill_after:
+        threading.Thread(target=_fill_for_a_while, args=(Path(disk), fill_after), daemon=True).start()
+    try:
+        main(list(arguments))
+    finally:
+        if not read_only:
+            shutil.copytree(disk, kept)
+
+
+def _fill_for_a_while(disk: Path, step: int) -> None:
     from gruppo.run.directory import RunDirectory
 
-    def myself(number: int) -> None:
-        os.kill(os.getpid(), number)
+    (metrics,) = _wait_for(lambda: list(disk.glob("*/metrics.jsonl")))
+    _wait_for(lambda: metrics.read_bytes().count(b"\n") > step)
+    with (disk / "filler").open("wb", buffering=0) as filler:
+        for size in (2**16, 1):
+            try:
+                while True:
+                    filler.write(b"\0" * size)
+            except OSError:
+                pass
+    runs = [found for found in gc.get_objects() if isinstance(found, RunDirectory)]
+    _wait_for(lambda: any(run.dropped >= 3 for run in runs))
+    (disk / "filler").unlink()
 
-    if fault == "exit in rename":
-        rename = os.rename
 
-        def dying(source: Any, target: Any) -> None:
-            if Path(target).name == f"step-{step:06d}":
-                os._exit(9)
-            rename(source, target)
+def _wait_for(found: Callable[[], Any]) -> Any:
+    while not (value := found()):
+        time.sleep(0.001)
+    return value
 
-        os.rename = dying
-        return
-    log = RunDirectory.log_metrics
-    number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "term twice": signal.SIGTERM, "int": signal.SIGINT}[fault]
 
-    def log_and_fall(self: RunDirectory, at: int, metrics: Any) -> None:
-        log(self, at, metrics)
-        if at == step:
-            myself(number)
-            if fault == "term twice":
-                myself(number)
-                time.sleep(60)
+CLONE_NEWUSER, CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 0x10000000, 0x20000, 1, 32, 0x4000, 1 << 18
 
-    RunDirectory.log_metrics = log_and_fall
+
+def mount(folder: str, options: str, flags: int = 0) -> None:
+    """A tmpfs on a folder, for this process alone."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(code: int) -> None:
+        if code:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    if not flags:
+        call(libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if os.geteuid() else 0)))
+        call(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    call(libc.mount(b"none", folder.encode(), b"tmpfs", flags, options.encode()))
+
+
+def can_mount(folder: str) -> None:
+    """Ends with 0 where this process may mount a file system of its own."""
+    mount(folder, "size=4096")

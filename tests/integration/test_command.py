@@ -54,6 +54,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert done.stdout == "False False\n"
 
 
+@pytest.mark.row("R-51", "head")
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     for words in ("--help", "train --help"):
         done = subprocess.run(
@@ -65,6 +66,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         assert len(done.stdout.splitlines()) == 1
 
 
+@pytest.mark.row("R-51", "stdout closed")
 def test_a_closed_output_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", '"$0" -m gruppo --help >&-', sys.executable], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
@@ -73,6 +75,7 @@ def test_a_closed_output_is_no_error() -> None:
 TINY = "--prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-prompts 4 --no-tensorboard --threads 1"
 
 
+@pytest.mark.row("R-51", "LC_ALL=C, 20 columns")
 def test_a_narrow_terminal_in_the_c_locale_sees_the_whole_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [*GRUPPO, "train", "--steps", "2", *TINY.split(), "--output", str(tmp_path / "run")],
@@ -105,6 +108,7 @@ def ended(run: Path) -> dict[str, Any]:
     return json.loads((run / "status.json").read_text())
 
 
+@pytest.mark.row("R-51", "a reader that leaves")
 def test_a_run_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = in_shell(
@@ -127,6 +131,7 @@ def test_a_run_in_python_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) 
     assert ended(run) == {"status": "done", "step": 60}
 
 
+@pytest.mark.row("R-51", "stdout on /dev/full")
 def test_a_run_whose_log_is_on_a_full_disk_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = in_shell(f'"$0" -m gruppo train --steps 20 {TINY} --output "$1" > /dev/full 2> /dev/full', str(run))
@@ -154,6 +159,7 @@ def unread(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]
     os.close(writer)
 
 
+@pytest.mark.row("R-51", "a pipe that nobody reads")
 def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert unread("train", "--steps", "60", *TINY.split(), "--output", str(run)).wait(timeout=90) == 0
@@ -186,6 +192,7 @@ def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., 
     assert all(line["reward/mean"] >= 1 for line in lines[1:])
 
 
+@pytest.mark.row("R-11", "SIGTERM while loading")
 def test_a_signal_while_a_run_is_made_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with subprocess.Popen(

@@ -44,6 +44,7 @@ def by_vllm(model: str, adapter: Path | None = None, **options: Any) -> list[flo
     ]
 
 
+@pytest.mark.row("R-52", "read by vLLM")
 def test_adapter_and_merged_model_give_the_same_logps_everywhere(
     trainers: Callable[..., GRPOTrainer], tmp_path: Path
 ) -> None:

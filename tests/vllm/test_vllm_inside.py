@@ -107,6 +107,7 @@ def test_a_stop_in_the_middle_leaves_no_request_in_the_engine(pair: Pair) -> Non
     assert pair.sampler.sample(PROMPTS, 4, PARAMS) == undisturbed
 
 
+@pytest.mark.row("R-37", "a deadline of vLLM that passes")
 def test_a_deadline_that_passes_is_a_loss_and_leaves_no_request_in_the_engine(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_deadline_that_passes_is_a_loss_and_leaves_no_request_in_the_engine(
     assert pair.unfinished == (False, 0)
 
 
+@pytest.mark.row("R-36", "an engine that fails inside the process")
 def test_an_engine_that_fails_is_rebuilt_given_its_weights_and_asked_again(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,7 @@ def test_an_engine_that_fails_is_rebuilt_given_its_weights_and_asked_again(
 
 
 @pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}])
+@pytest.mark.row("R-34", "filters of vLLM")
 def test_filters_are_refused_with_the_reason(option: dict[str, Any], pair: Pair) -> None:
     with pytest.raises(InputError, match="top_k, top_p and min_p are refused with vLLM: its log-probs are then over"):
         pair.sampler.sample(PROMPTS, 2, SamplingParams(max_new_tokens=4, **option))

@@ -72,6 +72,8 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.row("R-36", "SIGKILL of a vllm serve of ours")
+@pytest.mark.row("R-39", "SIGKILL of the trainer of a vllm serve")
 def test_it_comes_back_when_it_is_killed_and_ends_when_the_trainer_is(
     command: Command, trainers: Callable[..., GRPOTrainer]
 ) -> None:

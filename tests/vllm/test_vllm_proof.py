@@ -112,6 +112,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.row("R-38", "weights lost, cut, stale or empty once, in vLLM")
 def test_a_fault_that_happens_once_heals_within_the_step(
     fault: str, trainer: GRPOTrainer, sabotage: Sabotage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,6 +127,7 @@ def test_a_fault_that_happens_once_heals_within_the_step(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.row("R-38", "weights lost, cut, stale or empty, in vLLM")
 def test_a_fault_that_stays_stops_the_run_after_two_tries_and_is_described(
     fault: str, trainer: GRPOTrainer, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def test_two_clients_share_a_batch_and_give_what_one_gives(
     two.close()
 
 
+@pytest.mark.row("R-38", "vLLM with the weights of its start")
 def test_a_server_with_the_weights_of_its_start_is_noticed_after_the_batch(
     sampler: vLLMSampler, model: TransformersModel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,6 +103,7 @@ def undisturbed(trainers: Callable[..., GRPOTrainer]) -> Path:
     return trainer.run.path
 
 
+@pytest.mark.row("R-36", "SIGKILL of vllm serve in a request")
 def test_a_server_that_is_killed_in_the_middle_of_a_request_and_comes_back_changes_no_byte_of_a_run(
     server: ServerProcess,
     trainers: Callable[..., GRPOTrainer],

@@ -135,10 +135,8 @@ def load_reward(
     except Exception as error:  # its attributes may be properties, and raise
         reason = printable(short_traceback(error))
         raise InputError(
-        raise InputError(
-            f"reward {spec!r} cannot be used, its attributes raise: {reason}; needs and isolated are a list of names and a "
-            "truth value"
-        ) from error
+            f"reward {spec!r} cannot be used, its attributes raise: {reason}; needs and isolated are a list of names "
+            "and a truth value"
         ) from error
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from gruppo import faults
 from gruppo.errors import CheckpointError
 from gruppo.run.reader import numbered
 from gruppo.weights.files import commit_folder, read_manifest, remove, remove_temporary, temporary
@@ -41,6 +42,8 @@ class Checkpoints:
             )
             raise CheckpointError(f"{error}; {ahead}: gruppo resume {self.folder.parent}") from error
         self._current = step
+        if faults.PLAN:
+            faults.PLAN.reach("committed", step)
         self._prune(step)
 
     def load(self, read: Callable[[Path], T]) -> T | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gruppo import faults
 from gruppo.errors import CheckpointError, InputError, NumericError
 from gruppo.output import unhindered
 from gruppo.reward import Reward
@@ -323,6 +324,8 @@ class GRPOTrainer:
             self._save_best(number, metrics["eval/accuracy"])
         recorder.step(number, metrics)
         self.unfinished = None
+        if faults.PLAN:
+            faults.PLAN.reach("recorded", number)
         if number % config.save_every == 0 or is_last or is_over:
             with self._timed("checkpoint"):
                 recorder.flush()
@@ -456,6 +459,8 @@ class GRPOTrainer:
     def _timed(self, name: str) -> Iterator[None]:
         self.recorder.stage, started = name, time.monotonic()
         try:
+            if faults.PLAN:
+                faults.PLAN.reach(name, self.step_number)
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started

@@ -18,6 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from gruppo import faults
 from gruppo.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -42,6 +43,8 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
         manifest = aside / MANIFEST
         manifest.write_text(json.dumps(facts | {"files": files}, indent=1, sort_keys=True))
         _flush(manifest)
+        if faults.PLAN:
+            faults.PLAN.reach("filled", facts.get("step", 0))
         os.rename(aside, folder)
         _flush(folder.parent)
     except BaseException as error:

@@ -137,6 +137,7 @@ def test_the_help_of_train_explains_every_option(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("words", [["--top-p", "0.9"], ["--top_k=50"], ["--min-p", "0.1"]])
+@pytest.mark.row("R-34", "top-p and top-k for a run")
 def test_filters_of_the_vocabulary_are_refused_with_the_reason(words: list[str]) -> None:
     with pytest.raises(InputError) as error:
         parse_run(words, verb="train", description="", preset={})

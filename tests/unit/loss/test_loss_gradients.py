@@ -136,6 +136,7 @@ FAR_VALUES = {
 
 
 @pytest.mark.parametrize("name", FAR_VALUES)
+@pytest.mark.row("R-32", "log-ratios far outside")
 def test_log_ratio_is_bounded_far_outside(name):
     expected = FAR_VALUES[name]
     assert [far_outside(name, a)[0] for a in (1.0, -1.0)] == pytest.approx(list(expected), rel=1e-6)
@@ -193,6 +194,7 @@ def test_kl_is_bounded_far_outside(estimator, gap):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @seven_losses
+@pytest.mark.row("R-32", "half-precision log-probs")
 def test_narrow_log_probs_are_computed_in_float32(name, dtype):
     inputs, outputs, keywords = BATCH.arguments()
     narrow = {k: v.to(dtype).requires_grad_() for k, v in outputs.items()}

@@ -31,6 +31,7 @@ def assert_bitwise(got, expected):
 @garbage_values
 @layouts
 @seven_losses
+@pytest.mark.row("R-28", "NaN, inf and ±200 in masked slots")
 def test_masked_slots_change_no_bit(name, layout, garbage):
     loss = every_term(name)
     assert_bitwise(value_and_grad(loss, spoilt(BATCH, garbage), layout), value_and_grad(loss, BATCH, layout))
@@ -38,6 +39,7 @@ def test_masked_slots_change_no_bit(name, layout, garbage):
 
 @garbage_values
 @seven_losses
+@pytest.mark.row("R-28", "gradients of masked slots")
 def test_masked_slots_get_gradient_exactly_zero(name, garbage):
     _, *grads = value_and_grad(every_term(name), spoilt(BATCH, garbage))
     assert [(g[~BATCH.mask] == 0).all().item() for g in grads] == [True, True]
@@ -115,6 +117,7 @@ EMPTY = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", EMPTY)
 @seven_losses
+@pytest.mark.row("R-23", "a batch with nothing scored")
 def test_an_empty_batch_gives_zero_with_a_graph(name, case, dtype):
     shape, extra, num_sequences = EMPTY[case]
     inputs = {"labels": torch.full(shape, -100), **{k: torch.tensor(v, dtype=torch.int64) for k, v in extra.items()}}

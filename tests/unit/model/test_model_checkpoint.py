@@ -168,6 +168,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
      '{"files": {"a.txt": {"size": "x", "sha256": 1}}}', "\ud800".encode("utf-8", "surrogatepass"), "[" * 100_000],
     ids=range(12),
 )  # fmt: skip
+@pytest.mark.row("R-45", "manifests that are none")
 def test_a_manifest_that_is_none_is_refused(content: str | bytes, tmp_path: Path) -> None:
     commit_folder(tmp_path / "one", write_two_files, {})
     (tmp_path / "one" / "manifest.json").write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -176,6 +177,7 @@ def test_a_manifest_that_is_none_is_refused(content: str | bytes, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["../secret.txt", "sub/../../secret.txt", "/etc/hostname"])
+@pytest.mark.row("R-45", "../ in a manifest")
 def test_a_manifest_that_points_outside_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     commit_folder(tmp_path / "one", write_two_files, {})
@@ -186,6 +188,7 @@ def test_a_manifest_that_points_outside_is_refused(name: str, tmp_path: Path) ->
         read_manifest(tmp_path / "one")
 
 
+@pytest.mark.row("R-45", "a symlinked shard")
 def test_a_file_replaced_by_a_link_is_refused(tmp_path: Path) -> None:
     commit_folder(tmp_path / "one", write_two_files, {})
     (tmp_path / "elsewhere.txt").write_text("alpha")
@@ -196,6 +199,7 @@ def test_a_file_replaced_by_a_link_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "grow", "remove"])
+@pytest.mark.row("R-05", "any byte changed")
 def test_any_damage_to_a_file_is_seen(damage: str, tmp_path: Path) -> None:
     commit_folder(tmp_path / "one", write_two_files, {})
     path = tmp_path / "one" / "sub" / "b.txt"
@@ -253,6 +257,7 @@ def test_any_optimizer_of_torch_is_restored(optimizer: str, tmp_path: Path) -> N
     assert all(torch.equal(mine[n], theirs[n]) for n in mine)
 
 
+@pytest.mark.row("R-30", "a checkpoint of NaN")
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     model = trained()
     with torch.no_grad():
@@ -300,6 +305,7 @@ def crafted(tmp_path: Path, what: str) -> None:
     ["shape", "missing key", "extra key", "nan", "optimizer shape", "optimizer index", "optimizer key",
      "optimizer json", "huge header", "overlap", "absent"],
 )  # fmt: skip
+@pytest.mark.row("R-45", "crafted state with a fitting hash")
 def test_a_crafted_state_is_refused_and_changes_nothing(what: str, tmp_path: Path) -> None:
     crafted(tmp_path, what)
     model = trained(steps=1, seed=5)

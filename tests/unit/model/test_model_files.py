@@ -35,6 +35,7 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.row("R-52", "read by transformers")
 def test_saved_weights_load_in_transformers_with_the_same_logits(family: str, tmp_path: Path) -> None:
     model = actor(family, seed=3)
     model.save(tmp_path / "out")
@@ -55,6 +56,7 @@ def adapted(base_folder: Path) -> TransformersModel:
     return model
 
 
+@pytest.mark.row("R-52", "read by PEFT")
 def test_a_saved_adapter_loads_in_peft_with_the_same_logits(adapted: Any, base_folder: Path, tmp_path: Path) -> None:
     adapted.save(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(base_folder)
@@ -64,6 +66,7 @@ def test_a_saved_adapter_loads_in_peft_with_the_same_logits(adapted: Any, base_f
     assert not torch.equal(logits(loaded), plain)
 
 
+@pytest.mark.row("R-52", "names of tensors")
 def test_the_keys_of_a_saved_adapter_are_the_standard_ones(adapted: Any, tmp_path: Path) -> None:
     adapted.save(tmp_path / "adapter")
     keys = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
@@ -204,6 +207,7 @@ def builtin_adapter(tmp_path: Path) -> tuple[Path, torch.Tensor]:
     return tmp_path / "run", logits(model.model, BUILTIN_IDS)
 
 
+@pytest.mark.row("R-52", "merged")
 def test_a_merged_export_has_the_adapters_logits(builtin_adapter: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     folder, expected = builtin_adapter
     assert gruppo(["export", str(folder), str(tmp_path / "merged"), "--merge"]) == 0
@@ -251,6 +255,7 @@ def test_the_canary_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "state.pkl", "last.ckpt"])
+@pytest.mark.row("R-44", "weights in a pickle")
 def test_a_folder_with_pickles_only_is_refused_unread(name: str, tmp_path: Path, base_folder: Path) -> None:
     folder, canary = tmp_path / "evil", tmp_path / "canary"
     folder.mkdir()
@@ -261,6 +266,7 @@ def test_a_folder_with_pickles_only_is_refused_unread(name: str, tmp_path: Path,
     assert not canary.exists()
 
 
+@pytest.mark.row("R-44", "a pickle beside safetensors")
 def test_a_pickle_beside_safetensors_is_not_read(tmp_path: Path, base_folder: Path) -> None:
     canary = tmp_path / "canary"
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth"):
@@ -270,6 +276,7 @@ def test_a_pickle_beside_safetensors_is_not_read(tmp_path: Path, base_folder: Pa
     assert not canary.exists()
 
 
+@pytest.mark.row("R-44", "an adapter in a pickle")
 def test_an_adapter_in_a_pickle_is_refused_unread(tmp_path: Path, base_folder: Path) -> None:
     folder, canary = tmp_path / "evil", tmp_path / "canary"
     folder.mkdir()
@@ -289,6 +296,7 @@ def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["{}", "hf://{}"])
+@pytest.mark.row("R-46", "auto_map in config.json")
 def test_a_model_that_brings_its_own_code_is_refused_and_not_run(
     spelling: str, tmp_path: Path, base_folder: Path
 ) -> None:
@@ -308,6 +316,7 @@ def test_the_refusal_of_own_code_names_the_entry(tmp_path: Path) -> None:
         resolve(str(tmp_path))
 
 
+@pytest.mark.row("R-46", "auto_map in the tokenizer")
 def test_a_tokenizer_that_brings_its_own_code_is_not_run(tmp_path: Path) -> None:
     folder, canary = tmp_path / "model", tmp_path / "canary"
     shutil.copytree(builtin_model_path(), folder)
@@ -368,12 +377,14 @@ def test_a_truncated_weight_file_is_an_input_error(base_folder: Path) -> None:
         TransformersModel(str(base_folder), tokenizer=load_tokenizer("builtin"))
 
 
+@pytest.mark.row("R-45", "a header of gigabytes")
 def test_a_header_that_claims_gigabytes_is_an_input_error(base_folder: Path) -> None:
     (base_folder / "model.safetensors").write_bytes((2**40).to_bytes(8, "little") + b"{}")
     with pytest.raises(InputError, match="base"):
         TransformersModel(str(base_folder), tokenizer=load_tokenizer("builtin"))
 
 
+@pytest.mark.row("R-45", "missing keys")
 def test_weights_with_missing_keys_are_not_filled_with_random_numbers(base_folder: Path) -> None:
     path = base_folder / "model.safetensors"
     tensors = load_file(path)
@@ -395,6 +406,7 @@ def test_an_adapter_with_other_keys_is_not_loaded_as_a_zero_adapter(adapted: Any
         TransformersModel(str(tmp_path / "adapter"), tokenizer=load_tokenizer("builtin"))
 
 
+@pytest.mark.row("R-52", "another base")
 def test_an_adapter_of_another_base_is_refused(adapted: Any, tmp_path: Path) -> None:
     adapted.save(tmp_path / "adapter")
     tiny_model("llama", hidden_size=64).save_pretrained(tmp_path / "wider")

@@ -222,6 +222,7 @@ def test_the_ratio_moves_off_one_after_a_step() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.row("R-33", "attention_dropout in the config")
 def test_dropout_in_the_models_config_is_switched_off(family: str) -> None:
     rates = {"attention_dropout": 0.5}
     if family == "gpt2":

@@ -139,6 +139,7 @@ def test_a_frozen_model_has_nothing_to_train() -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.row("R-29", "NaN and inf in one gradient")
 def test_a_non_finite_gradient_skips_the_step_and_is_named(poison: float) -> None:
     model = actor()
     model.set_optimizer("AdamW", lr=0.01)
@@ -178,6 +179,7 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
     assert (first.lr, second.lr) == (0.25, 0.25)
 
 
+@pytest.mark.row("R-31", "a gradient times a million")
 def test_a_gradient_a_million_times_too_large_is_clipped_to_the_norm() -> None:
     model = actor()
     model.set_optimizer("SGD", lr=1.0)

@@ -56,6 +56,7 @@ def test_logps_with_an_adapter_are_those_of_each_sequence_alone(family: str, lay
     assert largest_gap(model.forward_only(features)["logps"], expected) < 1e-12
 
 
+@pytest.mark.row("R-34", "temperature in the trainer")
 def test_logps_at_a_temperature_divide_the_logits() -> None:
     features = random_features(seed=3)
     model = actor("qwen3", temperature=0.7)
@@ -296,6 +297,7 @@ def test_a_body_that_ends_in_float32_meets_a_head_in_bfloat16(head: str) -> None
         assert cosine > 0.99
 
 
+@pytest.mark.row("R-32", "a bfloat16 model")
 def test_bfloat16_weights_give_float32_logps_near_the_float32_model() -> None:
     features = random_features(seed=8)
     scored = TransformersModel(tiny_model("llama").bfloat16(), device="cpu").forward_only(features)

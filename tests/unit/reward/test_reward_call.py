@@ -26,6 +26,7 @@ from gruppo.reward.call import check_returned
         ([Decimal("0.5"), 1e38], [0.5, 1e38]),
     ],
 )
+@pytest.mark.row("R-17", "bool, int, numpy and tensors")
 def test_numbers_of_every_kind_become_floats(returned, expected):
     assert check_returned("f", returned, 2).values == expected
 
@@ -59,12 +60,14 @@ def test_numbers_of_every_kind_become_floats(returned, expected):
         ({"score": 1.0}, r"returned dict {'score': 1.0} for 2 .*return a list with one float or None per completion"),
     ],
 )
+@pytest.mark.row("R-17", "returns of every wrong kind")
 def test_anything_else_is_refused_by_name(returned, text):
     with pytest.raises(InputError, match=f"reward 'f' {text}"):
         check_returned("f", returned, 2)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400, 1e39, numpy.float32("nan")])
+@pytest.mark.row("R-18", "NaN, inf and beyond float32")
 def test_a_value_that_is_not_finite_in_float32_abstains_and_is_counted(value):
     checked = check_returned("f", [0.25, value], 2)
     assert checked.values == [0.25, None]
@@ -83,6 +86,7 @@ def test_nan_counts_as_an_error_of_its_completion_only():
     assert result.metrics["reward/f/abstain_frac"] == 0.5
 
 
+@pytest.mark.row("R-18", "a huge finite value")
 def test_a_huge_finite_value_is_kept_and_warned_about(caplog):
     def f(completions):
         return [1e38, -1e38]

@@ -114,6 +114,7 @@ def test_rows_are_read_from_a_file(tmp_path):
     assert cells(text)["good"][0] == "1"
 
 
+@pytest.mark.row("R-48", "hostile tracebacks of reward check")
 def test_control_characters_and_markup_of_a_traceback_do_not_reach_the_terminal(tmp_path, monkeypatch):
     (tmp_path / "loud_rewards.py").write_text(
         "def f(completions, **kwargs):\n    raise ValueError('\\x1b[2J [/red] \\u202e')\n"

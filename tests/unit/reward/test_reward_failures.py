@@ -23,6 +23,7 @@ def scorer(**kwargs):
 
 
 @pytest.mark.parametrize("num_bad", [1, 3])
+@pytest.mark.row("R-15", "one of four raises")
 def test_an_exception_costs_only_the_completion_that_caused_it(num_bad):
     texts = ["bad"] * num_bad + ["good"] * (4 - num_bad)
     with scorer() as rewards:
@@ -33,11 +34,13 @@ def test_an_exception_costs_only_the_completion_that_caused_it(num_bad):
     assert result.tracebacks["f"].endswith("KeyError: 'no such answer'")
 
 
+@pytest.mark.row("R-15", "all of a group raise")
 def test_a_whole_group_may_fail_after_the_first_step():
     with scorer() as rewards:
         assert rewards.score(["p"] * 4, ["bad"] * 4, step=1).totals == [None] * 4
 
 
+@pytest.mark.row("R-16", "all raise at the first step")
 def test_failing_on_everything_at_the_first_step_stops_with_traceback_and_sample():
     with scorer() as rewards, pytest.raises(RewardError) as caught:
         rewards.score(["What?"] * 4, ["bad one"] * 4)
@@ -48,6 +51,7 @@ def test_failing_on_everything_at_the_first_step_stops_with_traceback_and_sample
     assert "raise KeyError" in text
 
 
+@pytest.mark.row("R-16", "more than half raise")
 def test_more_than_half_of_a_large_step_stops_the_run():
     with scorer() as rewards:
         rewards.score(["p"] * 40, ["bad"] * 20 + ["good"] * 20, step=5)

@@ -61,6 +61,7 @@ def seconds(verifier, text):
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.row("R-14", "adversarial text of n and 2n characters")
 def test_twice_the_text_takes_at_most_three_times_as_long(name):
     for kind, part in HOSTILE.items():
         short, long = ((part * (size // len(part) + 1))[:size] for size in (100_000, 200_000))

@@ -244,6 +244,7 @@ def test_columns_of_the_row_are_json_whatever_they_hold() -> None:
     assert json.loads(row["columns"]) == {"day": "2026-01-02", "score": None, "more": [1, {"é": None}]}
 
 
+@pytest.mark.row("R-48", "a lone surrogate")
 def test_a_lone_surrogate_is_written_with_a_replacement(run: RunDirectory) -> None:
     hostile = "a\ud800b</script>\x1b[2J"
     prompt = replace(PROMPT, text=hostile, columns={"answer": hostile})
@@ -292,6 +293,7 @@ def test_the_number_of_rows_left_out_is_in_the_file(run: RunDirectory) -> None:
     assert [run.completions(step).num_rows for step in (1, 2)] == [4, 10]
 
 
+@pytest.mark.row("R-48", "a text of megabytes")
 def test_a_long_text_is_not_cut(run: RunDirectory) -> None:
     run.write_completions(1, [group(Rollout(trajectory=trajectory(text="x" * 10_000_000)))])
     assert len(run.completions(1)["completion"][0].as_py()) == 10_000_000

@@ -149,6 +149,7 @@ def test_times_are_readable(seconds: float, text: str) -> None:
     assert readable_time(seconds) == text
 
 
+@pytest.mark.row("R-48", "ANSI, markup and bidi marks in completions")
 def test_visible_text_has_no_control_characters_and_no_markup() -> None:
     shown = visible(HOSTILE)
     assert not any(c in shown.plain for c in FORBIDDEN)
@@ -178,6 +179,7 @@ def printed(encoding: str = "utf-8", errors: str = "strict", **options: Any) -> 
 
 
 @pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.row("R-48", "hostile completions in the table")
 def test_the_table_of_completions_lets_nothing_through(terminal: bool) -> None:
     console, raw = printed(force_terminal=terminal, color_system=None, width=100)
     report = RunConsole(10, console)

@@ -38,6 +38,7 @@ def test_the_environment_names_no_person_machine_or_secret(tmp_path: Path, monke
     assert "hf_secretsecret" not in text and socket.gethostname() not in text and str(Path.home()) not in text
 
 
+@pytest.mark.row("R-07", "directories in use")
 def test_a_used_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -136,6 +137,7 @@ def test_a_lock_given_back_can_be_taken(run: RunDirectory) -> None:
     assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
 
 
+@pytest.mark.row("R-55", "the lock of a dead process")
 def test_the_lock_of_a_dead_process_is_taken_over(run: RunDirectory) -> None:
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     (run.path / "lock").write_text(json.dumps({"pid": int(dead.stdout), "host": socket.gethostname()}))
@@ -143,6 +145,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(run: RunDirectory) -> None:
     assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
 
 
+@pytest.mark.row("R-55", "the lock of another machine")
 def test_the_lock_of_another_machine_is_respected(run: RunDirectory) -> None:
     (run.path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
     with pytest.raises(InputError, match=r"in use by process 1 on elsewhere; stop it first \(or delete .*lock"):
@@ -289,6 +292,7 @@ def test_the_status_is_replaced_as_a_whole(run: RunDirectory) -> None:
 # --- a disk that is full, a process that is gone, a machine that is another -------------------------------------------
 
 
+@pytest.mark.row("R-09", "files that cannot be written")
 def test_records_that_cannot_be_written_are_counted_and_stop_nothing(tmp_path: Path, caplog) -> None:
     run = RunDirectory(tmp_path)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
@@ -301,6 +305,7 @@ def test_records_that_cannot_be_written_are_counted_and_stop_nothing(tmp_path: P
     assert run.metrics() == [{"step": 3, "a": 3.0, "log/dropped": 2.0}]
 
 
+@pytest.mark.row("R-09", "half a line")
 def test_half_a_line_does_not_hide_the_next(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.log_metrics(1, {"a": 1.0})
@@ -326,6 +331,7 @@ def test_a_lock_of_an_earlier_process_with_our_number_is_not_ours(tmp_path: Path
     assert json.loads((tmp_path / "lock").read_text()) == mine
 
 
+@pytest.mark.row("R-02", "other versions and threads in env.json")
 def test_what_changed_since_the_run_began_is_named(tmp_path: Path) -> None:
     run = RunDirectory.create(str(tmp_path / "run"), CONFIG)
     assert run.environment_changes() == []

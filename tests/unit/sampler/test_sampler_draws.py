@@ -132,6 +132,7 @@ def test_tokens_are_those_of_each_sample_drawn_alone(family: str, temperature: f
 # --- the distribution ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("R-34", "draws against the softmax at a temperature")
 def test_frequencies_are_the_softmax() -> None:
     """Pearson's statistic over the first token, and over the second given the first. With 31 degrees of freedom its
     mean is 31, its deviation 7.9; a sampler off by one token or without temperature gives thousands."""
@@ -354,6 +355,7 @@ def test_a_stop_string_of_one_row_does_not_stop_another(builtin: TorchSampler) -
     assert [r.sequences[0].text for r in (first, second)] == ["0", "023"]
 
 
+@pytest.mark.row("R-24", "an end token drawn first")
 def test_an_empty_completion_is_one_end_token() -> None:
     sampler = TorchSampler("builtin", device="cpu")
     with torch.no_grad():
@@ -392,6 +394,7 @@ def test_parameters_out_of_range_are_refused_by_name(params: dict[str, Any], mes
         SamplingParams(**params)
 
 
+@pytest.mark.row("R-25", "an empty prompt")
 def test_an_empty_prompt_is_refused(sampler: TorchSampler) -> None:
     with pytest.raises(InputError, match="prompt 1 has no tokens"):
         sampler.sample([IDS[0], ()], 1)

@@ -30,6 +30,7 @@ def gap(model: TransformersModel, temperature: float, **params: float) -> float:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.row("R-34", "sampler against trainer")
 def test_sampled_logps_are_forward_onlys(family: str, temperature: float) -> None:
     assert gap(actor(family, temperature=temperature), temperature) < 1e-5
 
@@ -65,6 +66,7 @@ def test_greedy_logps_are_at_temperature_one() -> None:
     assert torch.tensor(sequence.logps).double() == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.row("R-33", "train mode while sampling")
 def test_sampling_in_train_mode_with_recomputation_gives_the_same_tokens() -> None:
     params = SamplingParams(max_new_tokens=6, seed=4)
     plain, recomputing = actor("llama"), actor("llama", gradient_checkpointing=True)
@@ -86,6 +88,7 @@ def test_the_mode_is_given_back_when_sampling_is_interrupted() -> None:
     assert model.model.training
 
 
+@pytest.mark.row("R-35", "ids of the sampler in the batch")
 def test_the_input_feature_is_the_prompt_the_tokens_and_their_logps() -> None:
     model = actor("llama")
     prompt = Prompt(token_ids=(5, 9, 4), index=7)

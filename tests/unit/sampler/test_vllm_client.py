@@ -212,6 +212,7 @@ UNUSABLE: dict[str, tuple[Callable[[Answer], Answer | None], str]] = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
+@pytest.mark.row("R-37", "answers of a wrong form from an HTTP server")
 def test_an_answer_that_cannot_be_used_stops_the_run_and_says_why(
     name: str, stubs: MakeStub, samplers: MakeSampler
 ) -> None:
@@ -227,6 +228,7 @@ def test_an_answer_that_cannot_be_used_stops_the_run_and_says_why(
 # --- losses -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("R-37", "a server that never answers")
 def test_a_server_that_never_answers_is_lost_four_times_and_then_the_run_stops(
     stubs: MakeStub, samplers: MakeSampler
 ) -> None:
@@ -242,6 +244,7 @@ def test_a_server_that_never_answers_is_lost_four_times_and_then_the_run_stops(
     assert wait_for(lambda: stub.dropped == 8)  # none of them stays in the server
 
 
+@pytest.mark.row("R-37", "a server that hangs once")
 def test_a_server_that_hangs_once_is_asked_again_with_the_same_seeds(stubs: MakeStub, samplers: MakeSampler) -> None:
     stub = stubs()
     sampler, model = samplers(stub), trained()
@@ -255,6 +258,7 @@ def test_a_server_that_hangs_once_is_asked_again_with_the_same_seeds(stubs: Make
     assert_sampled_by(model, undisturbed)
 
 
+@pytest.mark.row("R-36", "status 500 from an HTTP server")
 def test_a_server_whose_engine_died_answers_500_and_is_brought_back(stubs: MakeStub, samplers: MakeSampler) -> None:
     stub = stubs()
     sampler, model = samplers(stub), trained()
@@ -275,6 +279,7 @@ def test_a_server_that_always_answers_500_stops_the_run_with_its_words(stubs: Ma
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.row("R-38", "a server restarted unnoticed")
 def test_a_server_that_was_restarted_unnoticed_is_found_after_the_batch(
     lora: LoraSpec | None, stubs: MakeStub, samplers: MakeSampler, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,6 +295,7 @@ def test_a_server_that_was_restarted_unnoticed_is_found_after_the_batch(
     assert [said in record.message for record in caplog.records] == [True]
 
 
+@pytest.mark.row("R-36", "a server that goes and comes back")
 def test_a_server_that_is_gone_is_waited_for_and_given_its_weights(stubs: MakeStub, samplers: MakeSampler) -> None:
     stub = stubs()
     sampler, model = samplers(stub), trained()
@@ -303,6 +309,7 @@ def test_a_server_that_is_gone_is_waited_for_and_given_its_weights(stubs: MakeSt
     assert "/collective_rpc" in back[0].seen
 
 
+@pytest.mark.row("R-36", "a server that stays away")
 def test_a_server_that_does_not_come_back_stops_the_run(stubs: MakeStub, samplers: MakeSampler) -> None:
     stub = stubs()
     sampler = samplers(stub)
@@ -590,6 +597,7 @@ def test_a_hand_over_that_fails_once_is_made_again(
     assert_sampled_by(model, sampler.sample(PROMPTS, 3, PARAMS))
 
 
+@pytest.mark.row("R-38", "a stale file")
 def test_a_stale_file_stops_the_run_with_the_names_of_its_tensors(
     stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -608,6 +616,7 @@ def test_a_stale_file_stops_the_run_with_the_names_of_its_tensors(
     assert {s.policy_version for r in sampler.sample(PROMPTS, 1, PARAMS) for s in r.sequences} == {1}
 
 
+@pytest.mark.row("R-38", "an engine that takes nothing")
 def test_an_engine_that_takes_nothing_is_told_from_a_wrong_file(
     stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

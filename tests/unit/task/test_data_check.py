@@ -146,6 +146,7 @@ def test_unusable_data_is_an_error_with_exit_code_2(source: Any, options: dict[s
 
 
 @pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.row("R-48", "hostile prompts")
 def test_hostile_text_reaches_the_terminal_only_as_text(terminal: bool) -> None:
     hostile = "[/red][bold]\x1b[2J\x07\u202eevil"
     code, text = report([{"prompt": hostile, "[/a]\x1b": "x"}, {"prompt": 1, "b": hostile}], terminal=terminal)

@@ -174,6 +174,7 @@ def test_every_row_is_either_usable_or_listed(tmp_path_factory: pytest.TempPathF
 
 @given(st.sampled_from([b"", b"prompt,answer\n", b'{"prompt": "x"}\n']), st.binary(max_size=200), st.data())
 @settings(max_examples=150, deadline=None)
+@pytest.mark.row("R-27", "random bytes")
 def test_no_bytes_make_the_reader_fail_otherwise_than_by_input_error(
     tmp_path_factory: pytest.TempPathFactory, beginning: bytes, content: bytes, data: st.DataObject
 ) -> None:

@@ -48,6 +48,7 @@ def test_a_string_is_encoded_with_one_start_token(tokenizer: Any) -> None:
     )
 
 
+@pytest.mark.row("R-35", "a prompt with its start token")
 def test_a_string_that_brings_its_start_token_gets_no_second(tokenizer: Any) -> None:
     assert load_prompts([{"prompt": "<bos>4+4="}], tokenizer)[0].token_ids == (1, 8, 14, 8, 15)
 
@@ -111,6 +112,7 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(chat_tokenizer: A
     assert prompts.dropped == (("rows[1]", "the chat template refuses the conversation: no tools here"),)
 
 
+@pytest.mark.row("R-25", "prompts beyond the limit")
 def test_long_prompts_are_dropped_and_listed_and_never_cut(tokenizer: Any) -> None:
     rows = [{"prompt": "1+1="}, {"prompt": "111+111="}, {"prompt": "22+2="}]
     prompts = load_prompts(rows, tokenizer, max_prompt_tokens=6)

@@ -48,6 +48,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line, reason", BAD_LINES.values(), ids=BAD_LINES)
+@pytest.mark.row("R-27", "bad lines")
 def test_a_bad_line_is_named_with_its_line_number(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD + b"\n")
@@ -68,6 +69,7 @@ def test_a_bad_line_can_be_dropped_and_is_listed(tmp_path: Path, line: bytes, re
     assert place == f"{path}:2" and reason in why
 
 
+@pytest.mark.row("R-27", "BOM, CRLF, blank lines")
 def test_byte_order_mark_crlf_and_blank_lines_are_harmless(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n  \n" + GOOD)
@@ -76,6 +78,7 @@ def test_byte_order_mark_crlf_and_blank_lines_are_harmless(tmp_path: Path) -> No
     assert [row.place for row in rows.rows] == [f"{path}:1", f"{path}:4"]
 
 
+@pytest.mark.row("R-27", "a huge line")
 def test_a_line_beyond_the_limit_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "MAX_RECORD_BYTES", 100)
     path = tmp_path / "data.jsonl"
@@ -93,6 +96,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
         read_rows(path, on_bad_row="drop")
 
 
+@pytest.mark.row("R-27", "no usable row")
 def test_no_usable_row_is_refused_even_when_dropping(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": null}\n{"prompt": ""}\n')

@@ -81,6 +81,7 @@ def test_the_prompts_of_a_step_are_a_function_of_the_step(make_trainer: Make) ->
         assert batches[3 * step : 3 * step + 3] == [[prompts[i].index for i in batch] for batch in expected]
 
 
+@pytest.mark.row("R-22", "dynamic sampling that finds nothing")
 def test_the_bound_is_kept_and_a_step_without_any_signal_does_nothing(make_trainer: Make) -> None:
     trainer = make_trainer(dynamic_sampling=3, rewards=("step_rewards:constant",), minibatches=2, epochs_per_batch=2)
     batches = watch(trainer)
@@ -223,6 +224,7 @@ def crash_at(number: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("at", [3, 6, 7])
+@pytest.mark.row("R-01", "a stop with everything to remember")
 def test_a_run_with_everything_that_it_must_remember_resumes_to_the_same_bits(
     at: int, make_trainer: Make, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def test_dynamic_sampling_keeps_the_groups_that_the_estimator_can_learn_from(nam
 
 @pytest.mark.parametrize("case", ["plain", "kl_in_reward", "two rewards", "none"])
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in ("lead", "length_shaped", "remax")])
+@pytest.mark.row("R-21", "equal rewards with every estimator and penalty")
 def test_equal_rewards_give_exactly_zero(name: str, case: str) -> None:
     """All answers alike, policy and reference the same up to rounding: no estimator may see a spread."""
     for is_right in (True, False):

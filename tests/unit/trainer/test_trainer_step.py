@@ -68,6 +68,7 @@ def test_options_add_their_own_numbers(options: dict[str, Any], more: set[str], 
     assert set(metrics) >= KEYS | more
 
 
+@pytest.mark.row("R-33", "the ratio of a first update")
 def test_a_single_update_is_on_policy_to_the_bit(make_trainer: Make) -> None:
     trainer = make_trainer(**LIVE)
     for _ in range(2):
@@ -221,6 +222,7 @@ def test_a_reward_sees_how_far_the_run_is(make_trainer: Make) -> None:
 
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "sapo", "cispo", "bnpo", "drgrpo", "dapo"])
+@pytest.mark.row("R-22", "a constant reward")
 def test_a_constant_reward_leaves_the_weights_to_the_bit(loss: str, make_trainer: Make) -> None:
     # AdamW divides 0 by the root of 0 plus eps: no movement, and no NaN.
     trainer = make_trainer(rewards=("step_rewards:constant",), loss=loss)
@@ -235,6 +237,7 @@ def test_a_constant_reward_leaves_the_weights_to_the_bit(loss: str, make_trainer
     assert unchanged(trainer, before)
 
 
+@pytest.mark.row("R-22", "a dead step after a live one")
 def test_a_dead_step_after_a_live_one_leaves_the_optimizer_alone(make_trainer: Make) -> None:
     """No gradient at all, rather than one of zeros: AdamW does not go on with what it remembers, nor does it decay."""
     trainer = make_trainer(**LIVE, weight_decay=0.1)
@@ -270,6 +273,7 @@ def test_a_constant_reward_with_a_kl_penalty_trains_on_the_penalty_alone(make_tr
 
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "dapo", "bnpo", "drgrpo"])
+@pytest.mark.row("R-23", "one token per completion, masked")
 def test_everything_truncated_and_masked_is_loss_zero(loss: str, make_trainer: Make) -> None:
     trainer = make_trainer(**LIVE, loss=loss, max_new_tokens=1, mask_truncated=True, temperature=0.5)
     before = weights(trainer)
@@ -287,6 +291,7 @@ def test_truncated_but_not_masked_completions_train(make_trainer: Make) -> None:
     assert not unchanged(trainer, before)
 
 
+@pytest.mark.row("R-24", "the end token first")
 def test_empty_completions_are_one_end_token_and_the_reward_sees_nothing(make_trainer: Make) -> None:
     from gruppo.types import Trajectory
 
@@ -304,6 +309,7 @@ def test_empty_completions_are_one_end_token_and_the_reward_sees_nothing(make_tr
     assert metrics["policy/loss"] == 0.0 and "optim/grad_norm" not in metrics
 
 
+@pytest.mark.row("R-23", "a run of cut-off completions")
 def test_a_run_that_is_all_truncated_says_so(make_trainer: Make) -> None:
     trainer = make_trainer(steps=20, max_new_tokens=1)
     trainer.train()
@@ -318,6 +324,7 @@ def test_a_run_that_is_all_truncated_says_so(make_trainer: Make) -> None:
 CULPRIT = "model.layers.0.mlp.down_proj.weight"
 
 
+@pytest.mark.row("R-29", "a hook writes NaN once")
 def test_one_nan_gradient_is_skipped_and_counted(make_trainer: Make) -> None:
     trainer = make_trainer(**LIVE)
     before = weights(trainer)
@@ -331,6 +338,7 @@ def test_one_nan_gradient_is_skipped_and_counted(make_trainer: Make) -> None:
     assert not unchanged(trainer, before)
 
 
+@pytest.mark.row("R-30", "a hook writes NaN three times")
 def test_nan_gradients_in_a_row_end_the_run_with_the_weights_before_them(make_trainer: Make) -> None:
     trainer = make_trainer(**LIVE, steps=9, save_every=1)
     kept: list[dict[str, torch.Tensor]] = []
@@ -350,6 +358,7 @@ def test_nan_gradients_in_a_row_end_the_run_with_the_weights_before_them(make_tr
     assert [m["optim/skipped"] for m in trainer.run.metrics()] == [0.0, 0.0, 1.0, 1.0]
 
 
+@pytest.mark.row("R-30", "NaN in the weights")
 def test_weights_that_are_nan_end_the_run_and_are_not_saved(make_trainer: Make) -> None:
     # A NaN in the head makes every log-prob NaN: the loss itself, and not only a gradient.
     trainer = make_trainer(**LIVE, steps=9)
@@ -484,6 +493,7 @@ def test_the_tensorboard_file_holds_the_numbers_of_the_run(make_trainer: Make) -
     assert {(m["step"], k): v for m in metrics for k, v in m.items() if k != "step"} == pytest.approx(found, rel=1e-6)
 
 
+@pytest.mark.row("R-43", "not installed")
 def test_a_tracker_that_is_not_installed_is_refused_and_leaves_no_trace(make_trainer: Make, tmp_path: Path) -> None:
     with pytest.raises(MissingExtraError, match=r"wandb=true needs 'wandb'.*pip install 'gruppo\[wandb\]'"):
         make_trainer(wandb=True)
@@ -638,6 +648,7 @@ def test_a_step_interrupted_before_its_record_is_recorded_once_whatever_follows(
     assert unchanged(resumed, uninterrupted[1])
 
 
+@pytest.mark.row("R-03", "an end between record and checkpoint")
 def test_a_run_killed_between_record_and_checkpoint_has_each_step_once(
     make_trainer: Make,
     uninterrupted: tuple[bytes, dict[str, torch.Tensor]],
@@ -669,6 +680,7 @@ def test_a_run_killed_between_record_and_checkpoint_has_each_step_once(
     assert unchanged(resumed, uninterrupted[1])
 
 
+@pytest.mark.row("R-01", "a finished run resumed")
 def test_a_finished_run_resumed_changes_nothing(make_trainer: Make) -> None:
     trainer = make_trainer(**RUN)
     trainer.train()

@@ -1,0 +1,131 @@
+"""R-11 and R-51: signals at every site of a step, and Ctrl-C on a real terminal."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import product
+from warm_process import WarmProcess, gruppo
+
+from gruppo.trainer import GRPOTrainer, TrainConfig
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., WarmProcess]
+Flags = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, short_run: Callable[..., dict[str, Any]]) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    GRPOTrainer(TrainConfig(**short_run(run)), quiet=True).train()
+    return run
+
+
+@pytest.mark.row("R-11", "SIGTERM at each site of a step")
+@pytest.mark.parametrize(
+    ("site", "taken", "saved"),
+    [
+        ("sample", 6, 6),
+        ("reward", 6, 7),  # what was sampled and scored is trained on before the run stops
+        ("train", 6, 7),
+        ("write", 7, 7),
+        ("eval", 10, 10),
+        ("recorded", 7, 7),
+        ("checkpoint", 10, 10),
+        ("filled", 10, 10),
+        ("committed", 10, 10),
+    ],
+)
+def test_a_signal_at_any_site_saves_within_10_s_and_resumes_to_the_same_bits(
+    site: str, taken: int, saved: int, start: Start, flags: Flags, tmp_path: Path, undisturbed: Path
+) -> None:
+    run = tmp_path / "run"
+    stopped = start(["train", *flags(run)], (site, taken, "term"))
+    assert stopped.wait(30) == 75, stopped.output
+    assert f"stopped after step {saved} and saved; go on with: gruppo resume {run}" in stopped.output
+    assert json.loads((run / "status.json").read_text()) == {"status": "stopped", "step": saved}
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "stop"
+    assert start(["resume", str(run)]).wait() == 0
+    assert product(run) == product(undisturbed)
+
+
+@pytest.mark.row("R-11", "SIGHUP and SIGUSR1, as a lost terminal and a scheduler send them")
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.xfail(strict=True, reason="SIGHUP and SIGUSR1 end a run unsaved")
+def test_the_signals_of_terminals_and_schedulers_save_too(
+    number: int, start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(["train", *flags(run, steps=5000, save_every=5000)])
+    process.wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 2000)
+    process.send(number)
+    assert process.wait(30) == 75, process.output
+    status = json.loads((run / "status.json").read_text())
+    assert status["status"] == "stopped"
+    assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{status['step']:06d}"]
+
+
+def ignoring_hangup(arguments: list[str]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    gruppo(arguments)
+
+
+@pytest.mark.row("R-51", "a lost terminal under nohup")
+def test_a_run_that_ignores_its_terminal_goes_on(flags: Flags, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = WarmProcess(tmp_path / "log", ignoring_hangup, ["train", *flags(run, steps=40)])
+    process.wait_until(lambda: (run / "metrics.jsonl").exists())
+    process.send(signal.SIGHUP)
+    assert process.wait() == 0, process.output
+    process.close()
+    assert json.loads((run / "status.json").read_text()) == {"status": "done", "step": 40}
+
+
+@pytest.mark.row("R-51", "Ctrl-C typed into a pseudo-terminal")
+def test_ctrl_c_on_a_terminal_saves_without_a_traceback(flags: Flags, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background of a shell
+        os.execvp(sys.executable, [sys.executable, "-m", "gruppo", "train", *flags(run, steps=5000)])
+    shown, typed, end = b"", False, time.monotonic() + 100
+    while time.monotonic() < end:
+        if not select.select([terminal], [], [], 0.1)[0]:
+            pass
+        else:
+            try:
+                part = os.read(terminal, 65536)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+        if not typed and (run / "metrics.jsonl").exists():
+            os.write(terminal, b"\x03")
+            typed = True
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(terminal)
+    assert code == 75, shown.decode(errors="replace")
+    assert b"Traceback" not in shown and b"gruppo resume" in shown
+    assert json.loads((run / "status.json").read_text())["status"] == "stopped"
+
+
+@pytest.mark.row("R-01", "GRUPPO_FAULTS in a real process: SIGKILL after a step")
+def test_a_plan_in_the_environment_reaches_a_real_process(flags: Flags, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    plan = json.dumps([{"site": "recorded", "step": 3, "action": "kill"}])
+    command = [sys.executable, "-m", "gruppo", "train", *flags(run)]
+    done = subprocess.run(command, env=os.environ | {"GRUPPO_FAULTS": plan}, capture_output=True, timeout=100)
+    assert done.returncode == -signal.SIGKILL
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
