@@ -101,6 +101,29 @@ def test_a_run_past_a_damaged_checkpoint_keeps_the_one_that_a_signal_made_it_sav
     assert [name for name in steps_in(run) if name.startswith("step-")] == ["step-000020"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a disk, which needs root")
+def test_an_old_checkpoint_that_is_busy_does_not_end_the_run(
+    short_run: Callable[..., dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    busy = run / "checkpoints" / "step-000001" / "busy"
+
+    def mount(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            busy.mkdir()
+            if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", busy], capture_output=True).returncode:
+                pytest.skip("a tmpfs cannot be mounted here")
+
+    options = short_run(run, steps=4, save_every=1, keep_checkpoints=1, eval_prompts=0)
+    try:
+        assert GRPOTrainer(TrainConfig(**options), quiet=True, callbacks=[mount]).train().status == "done"
+    finally:
+        for left in (run / "checkpoints").glob(".step-000001.*/busy"):
+            subprocess.run(["umount", left], check=True)
+    assert caplog.text.count("cannot be deleted and stay") == 1
+    assert [name for name in steps_in(run) if name.startswith("step-")] == ["step-000004"]
+
+
 # --- the same origin ----------------------------------------------------------------------------------------------
 
 
@@ -331,6 +354,42 @@ def test_a_run_that_nan_gradients_end_saves_the_weights_before_them(
     assert steps_in(tmp_path / "run") == ["step-000004"]  # two steps were skipped, the third ended the run
     saved = load_file(tmp_path / "run" / "checkpoints" / "step-000004" / "weights.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept[0].items())
+
+
+def test_a_run_that_an_exception_ends_between_two_updates_of_a_step_keeps_the_checkpoint_before(
+    short_run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    trainer = GRPOTrainer(TrainConfig(**short_run(tmp_path / "run", save_every=2, minibatches=2)), quiet=True)
+    step, calls = trainer.model.clip_grad_and_step, []
+
+    def out_of_memory(*args: Any) -> Any:
+        calls.append(trainer.step_number)
+        if calls.count(3) == 2:  # the second update of step 4
+            raise MemoryError
+        return step(*args)
+
+    trainer.model.clip_grad_and_step = out_of_memory  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        trainer.train()
+    assert steps_in(tmp_path / "run") == ["step-000002"]
+    assert RunReader(tmp_path / "run").status()["error"].startswith("MemoryError")
+
+
+def test_a_run_killed_while_it_loads_starts_over(whole: Path, flags: Flags, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = WarmProcess(tmp_path / "log", die_while_loading, ["train", *flags(run)])
+    assert process.wait() == -signal.SIGKILL
+    process.close()
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "env.json", "lock"}
+    assert exit_code(["resume", str(run)]) == 0
+    assert product(run) == product(whole)
+
+
+def die_while_loading(words: list[str]) -> None:
+    from gruppo.trainer import build
+
+    build.build_model = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    gruppo(words)
 
 
 # --- a status that is true ----------------------------------------------------------------------------------------
