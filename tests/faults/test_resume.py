@@ -28,7 +28,7 @@ VARIANTS = {
     "full": {},
     "lora": {"lora": True, "lora_rank": 4, "beta": 0.01},
     "whole": {"lora": True, "lora_modules_to_save": ["norm"], "beta": 0.01, "ref_every": 3},
-    "records": {"completions_every": 1, "save_every": 3},
+    "records": {"completions_every": 1},
     "dynamic": {"dynamic_sampling": 2, "retire_solved": 1, "kl_in_reward": 0.01, "kl_target": 0.1, "ref_every": 3},
 }
 VARIANTS["ahead"] = {"max_staleness": 2, "dynamic_sampling": 2, "retire_solved": 1, "eval_every": 5}
