@@ -349,7 +349,9 @@ def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
         missing = sorted(get_peft_model_state_dict(model, save_embedding_layers=False).keys() - set(file.keys()))
     if missing:  # PEFT leaves them at zero with a warning: the adapter that was trained would be gone
-        raise InputError(f"adapter folder {folder} lacks {len(missing)} of its tensors: {', '.join(missing[:3])}")
+        raise InputError(
+            f"adapter folder {folder} lacks {len(missing)} of its tensors: {', '.join(missing[:3])}; copy it again"
+        )
     return model
 
 
