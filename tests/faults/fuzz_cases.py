@@ -130,9 +130,9 @@ def data(_: Path) -> Iterator[Case]:
         "text.parquet": GOOD_ROWS.encode(),
         "cut.parquet": lambda: parquet_of(["01+01="])[:-20],
         "bomb.parquet": lambda: parquet_of(["x" * (1 << 20)] * 3000),
-        "ones.parquet": lambda: parquet_of(["1"] * 6_000_000),
-        "wide.parquet": lambda: parquet_of(["1+1="], **{f"c{i}": ["y" * (1 << 20)] for i in range(1200)}),
-        "cell.parquet": lambda: parquet_of(["x" * (1 << 29)]),
+        "ones.parquet": lambda: parquet_of(["1"] * 4_000_000),
+        "wide.parquet": lambda: parquet_of(["1+1="], **{f"c{i}": ["y" * (1 << 20)] for i in range(1100)}),
+        "cell.parquet": lambda: parquet_of(["x" * (1 << 27)]),
         "zero.parquet": lambda: parquet_of([]),
         "numbers.parquet": lambda: parquet_of([1, 2]),  # type: ignore[list-item]
     }

@@ -398,7 +398,9 @@ def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
         names = set(file.keys())
     missing, unknown = sorted(own - names), sorted(name for name in names - own if ".lora_" in name)
     if missing:  # PEFT leaves them at zero with a warning: the adapter that was trained would be gone
-        raise InputError(f"adapter folder {folder} lacks {len(missing)} of its tensors: {', '.join(missing[:3])}")
+        raise InputError(
+            f"adapter folder {folder} lacks {len(missing)} of its tensors: {', '.join(missing[:3])}; copy it again"
+        )
     if unknown:  # PEFT leaves them out: part of the adapter would be gone
         raise InputError(
             f"adapter folder {folder} is for another base than {base_of(folder)!r}, which has no place for "
