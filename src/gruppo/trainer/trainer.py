@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
@@ -22,7 +22,7 @@ from gruppo.run.trackers import Trackers, check_installed
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import build
 from gruppo.trainer.advantages import shaped_mean, with_kl
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.objects import take_objects
@@ -96,8 +96,11 @@ class GRPOTrainer:
         resume: bool = False,
         overwrite: bool = False,
         quiet: bool = False,
+        **unknown: Never,
     ) -> None:
         build.check_alone()
+        if unknown:
+            refuse_arguments(unknown)
         config, objects = take_objects(
             config or TrainConfig(),
             model=model,
@@ -306,7 +309,7 @@ class GRPOTrainer:
     def plan(self) -> Plan:
         """What the run will do, in numbers."""
         train = self.prompts.train
-        return make_plan(self.config, self.model, train.prompts, train.reading)
+        return make_plan(self.config, self.model, train.prompts, train.reading, len(self.prompts.held_out))
 
     def close(self) -> None:
         """End the reward workers and the sampler, and give the run directory back."""
