@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from gruppo.cli.options import parse, parse_run, take_flag
+from gruppo.cli.options import parse, parse_run, take_flag, unset
 from gruppo.output import unhindered
 from gruppo.trainer.config import TrainConfig
 
@@ -47,9 +47,10 @@ class ResumeArguments:
     """Go on with a run from its newest whole checkpoint. On the same machine with the same threads and versions the
     result is that of a run that was never stopped, bit for bit."""
 
-    directory: tyro.conf.Positional[Path]
+    directory: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     """The run directory."""
-    steps: Annotated[int | None, tyro.conf.arg(help="Go on to this step instead of the run's own last one.")] = None
+    steps: Annotated[int | None, unset("INT")] = None
+    """Go on to this step instead of the run's own last one."""
 
 
 def resume(arguments: Sequence[str]) -> int:
