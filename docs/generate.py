@@ -107,8 +107,10 @@ class Option:
         """
         text = re.sub(r"^tyro\.conf\.Positional\[(.*)\]$", r"\1", self.kind)
         text = text.replace("Positive", "int ≥ 1").replace("Count", "int ≥ 0")
+        text = re.sub(r"\bPlace\b", "str", text)
+        text = re.sub(r"\bNames\b", "list of str", text)
         text = re.sub(r"Annotated\[([^,]+), Field\((.*?)\)\]", lambda m: f"{m[1]} {bounds(m[2])}", text)
-        text = re.sub(r"Annotated\[([^,]+), tyro.*\]", r"\1", text)
+        text = re.sub(r"Annotated\[(.*), (?:tyro|unset).*\]", r"\1", text)
         text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", ""), text)
         text = re.sub(r"tuple\[(\w+), \.\.\.\]", r"list of \1", text).replace("tuple[float, float]", "two floats")
         text = re.sub(r"dict\[.*\]", "names with values", text)

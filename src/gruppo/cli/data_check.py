@@ -7,14 +7,14 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.cli.options import parse
+from gruppo.cli.options import parse, unset
 from gruppo.errors import GruppoError, InputError
 from gruppo.output import printable
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
@@ -38,9 +38,9 @@ class DataCheckArguments:
     gruppo data check problems.jsonl --model Qwen/Qwen3-0.6B
     """
 
-    source: tyro.conf.Positional[str]
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
     """A .jsonl, .csv or .parquet file, or any other source of `gruppo train --data`."""
-    model: str | None = None
+    model: Annotated[str | None, unset("STR")] = None
     """Measure lengths in this model's tokens instead of characters."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
@@ -48,13 +48,13 @@ class DataCheckArguments:
     """Column with the right answer, as for `gruppo train`."""
     column_map: dict[str, str] = field(default_factory=dict)
     """Columns to rename: pairs of the name in the data and the name that rewards get."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Annotated[int | None, unset("INT")] = None
     """Report prompts that are longer; training drops them. It needs --model."""
     max_new_tokens: int = 1
     """Token limit of a completion: with --model, prompts that leave less room in its context are reported."""
     chat: bool = False
     """Put text prompts through the model's chat template, each as the turn of a user."""
-    system: str | None = None
+    system: Annotated[str | None, unset("STR")] = None
     """System message put before every chat prompt that has none."""
     chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Further variables of the model's chat template."""

@@ -4,11 +4,11 @@ import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
-from gruppo.cli.options import parse
+from gruppo.cli.options import parse, unset
 from gruppo.errors import InputError
 from gruppo.imports import import_object
 
@@ -21,7 +21,7 @@ class LossesArguments:
     gruppo losses gspo
     """
 
-    name: tyro.conf.Positional[str | None] = None
+    name: tyro.conf.Positional[Annotated[str | None, unset("[NAME]")]] = None
     """A loss of the table, or your.module:YourLoss. Unset: the whole table."""
 
 
@@ -77,7 +77,7 @@ class RecipeArguments:
     gruppo train --recipe dapo --data problems.jsonl
     """
 
-    name: tyro.conf.Positional[str] = ""
+    name: tyro.conf.Positional[Annotated[str, unset("[NAME]")]] = ""
     """Recipe to print as a config file. Unset: list all of them."""
 
 

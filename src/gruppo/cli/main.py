@@ -1,5 +1,6 @@
 """`gruppo VERB ...`: finds the verb, imports only its module, and turns errors into exit codes."""
 
+import difflib
 import importlib
 import io
 import os
@@ -95,6 +96,11 @@ def run(arguments: list[str]) -> int:
         if tuple(arguments[: len(words)]) == words:
             require_train(f"gruppo {' '.join(words)}", "tyro", "rich")
             return getattr(importlib.import_module(module), function)(arguments[len(words) :])
-    known = ", ".join(" ".join(words) for words in VERBS)
-    print(f"gruppo: there is no verb {' '.join(arguments[:2])!r}; there are: {known}", file=sys.stderr)
+    started = [words for words in VERBS if words[0] == arguments[0]]  # `gruppo data`, without what is done with it
+    if started and arguments[1:] in (["-h"], ["--help"]):
+        return run([*started[0], "--help"])
+    known = [" ".join(words) for words in VERBS]
+    near = [" ".join(words) for words in started] or difflib.get_close_matches(arguments[0], known, n=1)
+    hint = f"did you mean {near[0]!r}? There" if near else "there"
+    print(f"gruppo: there is no verb {' '.join(arguments[:2])!r}; {hint} are: {', '.join(known)}", file=sys.stderr)
     return 2

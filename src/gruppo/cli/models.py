@@ -1,14 +1,15 @@
 """`gruppo eval`, `gruppo sample` and `gruppo export`: a trained model is scored, tried and handed over."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from gruppo.cli.options import parse
+from gruppo.cli.options import parse, unset
 from gruppo.errors import InputError
 from gruppo.run.reader import RunReader, read_lines
 from gruppo.trainer.config import TrainConfig
@@ -29,46 +30,48 @@ class EvalArguments:
     gruppo eval --model Qwen/Qwen3-0.6B --data problems.jsonl --rewards number_match --chat
     """
 
-    run: tyro.conf.Positional[Path | None] = None
+    run: tyro.conf.Positional[Annotated[Path | None, unset("[RUN]")]] = None
     """A run directory: its model, its held-out rows and its options. What is given besides wins."""
-    model: str | None = None
+    model: Annotated[str | None, unset("STR")] = None
     """Folder (a run, a full model or an adapter), hub id, or 'builtin'. Unset: the model of the run, else 'builtin'."""
-    data: str | None = None
+    data: Annotated[str | None, unset("STR")] = None
     """Prompts, as for `gruppo train`. Unset: the held-out rows of the run, else those of builtin:carries."""
-    rewards: tuple[str, ...] | None = None
+    rewards: Annotated[tuple[str, ...] | None, unset("STR [STR ...]")] = None
     """Reward functions, as for `gruppo train`. Unset: those of the run, else that of the data."""
-    limit: int | None = None
+    limit: Annotated[int | None, unset("INT")] = None
     """Use only N of the prompts, chosen at random with --seed."""
-    num_samples: int | None = None
+    num_samples: Annotated[int | None, unset("INT")] = None
     """Sampled completions per prompt, for pass@k. 0: the greedy completion only. Unset: as the run, else 0."""
-    temperature: float | None = None
+    temperature: Annotated[float | None, unset("FLOAT")] = None
     """Temperature of sampling. Unset: as the run, else 1."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, unset("INT")] = None
     """Token limit of a completion. Unset: as the run, else 256."""
-    stop: tuple[str, ...] | None = None
+    stop: Annotated[tuple[str, ...] | None, unset("STR [STR ...]")] = None
     """Texts that end a completion. Unset: as the run, else none."""
-    correct_by: str | None = None
+    correct_by: Annotated[str | None, unset("STR")] = None
     """Name of the reward that decides which answers are correct. Unset: as the run, else the first verifier, else the
     first reward."""
-    correct_at: float | None = None
+    correct_at: Annotated[float | None, unset("FLOAT")] = None
     """Lowest value of that reward that counts as correct. Unset: as the run, else 1."""
-    prompt_column: str | None = None
+    prompt_column: Annotated[str | None, unset("STR")] = None
     """Column with the prompt: a string, or a list of chat messages. Unset: as the run, else prompt."""
-    answer_column: str | None = None
+    answer_column: Annotated[str | None, unset("STR")] = None
     """Column with the right answer. Unset: as the run, else answer."""
     chat: bool = False
     """Put text prompts through the model's chat template. A run that did so does it here too."""
-    system: str | None = None
+    system: Annotated[str | None, unset("STR")] = None
     """System message put before every chat prompt that has none. Unset: as the run."""
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, bool | int | float | str] | None, unset("NAME VALUE [NAME VALUE ...]")
+    ] = None
     """Further variables of the model's chat template. Unset: as the run."""
-    seed: int | None = None
+    seed: Annotated[int | None, unset("INT")] = None
     """Seed of sampling, and of the choice of --limit. Unset: as the run, else 0."""
     sampler: Literal["torch", "vllm", "vllm:start"] = "torch"
     """torch; vllm (an engine in this process); vllm:start (a server started for the evaluation)."""
-    dtype: Literal["auto", "float32", "bfloat16"] | None = None
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"] | None, unset("{auto,float32,bfloat16}")] = None
     """Number format the model computes in. Unset: as the run, else bfloat16 on a GPU that has it, else float32."""
-    output: Path | None = None
+    output: Annotated[Path | None, unset("PATH")] = None
     """New Parquet file for the completions. Unset: eval.parquet in the run, where one is given."""
     json: bool = False
     """Print one JSON object instead of a table."""
@@ -221,17 +224,17 @@ class SampleArguments:
     gruppo sample "47+85=" --run runs/demo
     """
 
-    prompts: tyro.conf.Positional[tuple[str, ...]]
+    prompts: tyro.conf.Positional[Annotated[tuple[str, ...], unset("PROMPT [PROMPT ...]")]]
     """One or more prompts."""
-    run: Path | None = None
+    run: Annotated[Path | None, unset("PATH")] = None
     """A run directory: its model, and the template, limits and stop texts that it sampled with."""
-    model: str | None = None
+    model: Annotated[str | None, unset("STR")] = None
     """Folder (a run, a full model or an adapter), hub id, or 'builtin'. Unset: the model of the run, else 'builtin'."""
     num_samples: int = 1
     """Completions per prompt."""
-    temperature: float | None = None
+    temperature: Annotated[float | None, unset("FLOAT")] = None
     """Temperature of sampling. 0 is greedy. Unset: as the run, else 1."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, unset("INT")] = None
     """Token limit of a completion. Unset: as the run, else 64."""
     top_k: int = 0
     """Sample among the k most likely tokens. 0: all of them."""
@@ -239,21 +242,23 @@ class SampleArguments:
     """Sample among the fewest tokens that hold this much probability."""
     min_p: float = 0.0
     """Sample among tokens with at least this share of the most likely token's probability."""
-    stop: tuple[str, ...] | None = None
+    stop: Annotated[tuple[str, ...] | None, unset("STR [STR ...]")] = None
     """Texts that end a completion. Unset: as the run, else none."""
     chat: bool = False
     """Put the prompt through the model's chat template. A run whose prompts went through it does so here too."""
-    system: str | None = None
+    system: Annotated[str | None, unset("STR")] = None
     """System message put before every chat prompt. Unset: as the run."""
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, bool | int | float | str] | None, unset("NAME VALUE [NAME VALUE ...]")
+    ] = None
     """Further variables of that template. Unset: as the run."""
     seed: int = 0
     """Seed of sampling."""
     sampler: Literal["torch", "vllm", "vllm:start"] = "torch"
     """torch; vllm (an engine in this process); vllm:start (a server started for it)."""
-    dtype: Literal["auto", "float32", "bfloat16"] | None = None
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"] | None, unset("{auto,float32,bfloat16}")] = None
     """Number format the model computes in. Unset: as the run, else bfloat16 on a GPU that has it, else float32."""
-    output: Path | None = None
+    output: Annotated[Path | None, unset("PATH")] = None
     """New Parquet file for the completions."""
 
 
@@ -261,6 +266,8 @@ def sample(arguments: Sequence[str]) -> int:
     given = parse(SampleArguments, arguments, "sample")
     if not given.prompts:
         raise InputError('sample needs at least one prompt, e.g. gruppo sample "47+85="')
+    if given.run is None and os.path.isfile(os.path.join(given.prompts[0], "config.yaml")):
+        raise InputError(f"{given.prompts[0]!r} is a run directory, not a prompt; give it as --run {given.prompts[0]}")
     config = sample_config(given)
     output = completions_file(given.output)
     from rich.console import Console
@@ -305,7 +312,8 @@ def sample(arguments: Sequence[str]) -> int:
         for sequence in drawn:
             total = sum(sequence.logps or ())
             line = Text.assemble(visible(prompt.text), " -> ", (visible(sequence.text, 10_000).plain, "bold"))
-            console.print(line, f"  log-prob {total:.2f}, {len(sequence.tokens)} tokens, {sequence.stop_reason}")
+            line.append(f"   log-prob {total:.2f}, {len(sequence.tokens)} tokens, {sequence.stop_reason}")
+            console.print(line, soft_wrap=True)
     if output is not None:
         rollouts = [tuple(Rollout(trajectory=trajectory) for trajectory in drawn) for drawn in samples]
         write_completions(output, [Group(prompt=p, rollouts=r) for p, r in zip(prompts, rollouts, strict=True)])
@@ -335,9 +343,9 @@ class ExportArguments:
     gruppo export runs/lora my-merged-model --merge
     """
 
-    source: tyro.conf.Positional[Path]
+    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
     """A run directory, or a model folder."""
-    output: tyro.conf.Positional[Path]
+    output: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUTPUT")]]
     """New folder to write."""
     merge: bool = False
     """Fold a LoRA adapter into the weights of its base."""

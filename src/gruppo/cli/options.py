@@ -3,6 +3,7 @@
 import inspect
 import io
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -32,12 +33,11 @@ def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) ->
     """An instance of `kind` from flags; raises InputError for a wrong one, with what it should be.
 
     Args:
-        options: further ones of `tyro.cli`. Without a `description`, the docstring of `kind` is the help: a paragraph,
-            then examples.
+        options: further ones of `tyro.cli`. Without a `description`, the docstring of `kind` is the help: paragraphs,
+            of which one may be commands.
     """
-    summary, _, examples = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
-    text = " ".join(summary.split()) + "\n\n" + textwrap.indent(examples, "  ")  # tyro would join the lines of both
-    options = {"description": text.rstrip(), "config": (tyro.conf.AvoidSubcommands,)} | options
+    options = {"description": kind.__doc__ or "", "config": (tyro.conf.AvoidSubcommands,)} | options
+    options["description"] = _wrapped(options["description"])
     said = io.StringIO()
     try:
         with redirect_stderr(said):
@@ -48,12 +48,36 @@ def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) ->
         raise InputError(_plain_text(said.getvalue())) from None
 
 
+def _wrapped(text: str) -> str:
+    """Help of a verb, as wide as the terminal.
+
+    tyro prints it as it is, except that it joins lines that begin with a letter; so the further lines of a paragraph
+    begin with spaces.
+    """
+    width = max(40, shutil.get_terminal_size().columns)
+    parts = []
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        if paragraph.lstrip().startswith("gruppo "):
+            parts.append("Examples:\n" + textwrap.indent(textwrap.dedent(paragraph), "  "))
+        else:
+            parts.append(textwrap.fill(" ".join(paragraph.split()), width, subsequent_indent="  "))
+    return "\n\n".join(parts)
+
+
+def unset(word: str) -> Any:
+    """Mark of an option that may be left out: help shows the word for its value, and no default."""
+    return tyro.conf.arg(metavar=word, help_behavior_hint="")
+
+
 def _plain_text(box: str) -> str:
     """The text of tyro's error without its box: a line for each part."""
     inner = [line.strip("│ ") for line in box.splitlines()[1:-1]]
     parts = "\n".join(line for line in inner if line).replace("-" * 20, "─" * 20).split("─" * 20)
     texts = [" ".join(re.sub("─|--{3,}", "", part).split()) for part in parts]
     # Of a value that fits none of several types tyro lists every failure; the help of the flag says what fits.
+    texts[0] = re.sub(
+        r"invalid literal for int\(\) with base 10: |could not convert string to float: ", "got ", texts[0]
+    )
     texts[0] = re.sub(r"no type matching .+? could be instantiated from (.*?)\. Got errors:.*", r"got \1", texts[0])
     return "\n  ".join(
         text.removeprefix("Error parsing ").removeprefix("Argument helptext: ") for text in texts if text
@@ -106,7 +130,7 @@ def _flags(start: TrainConfig) -> type:
 
 
 def _flag(text: str, value: Any, word: str | None) -> Any:
-    return tyro.conf.arg(help=text, metavar=word, help_behavior_hint="" if value is None else None)
+    return tyro.conf.arg(help=" ".join(text.split()), metavar=word, help_behavior_hint="" if value is None else None)
 
 
 def _bare(kind: Any) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich import box
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.cli.options import parse
+from gruppo.cli.options import parse, unset
 from gruppo.errors import GruppoError, InputError
 from gruppo.output import printable
 from gruppo.reward import RewardResult, RewardScorer, load_reward
@@ -36,9 +36,9 @@ class RewardCheckArguments:
     gruppo reward check number_match --data problems.jsonl
     """
 
-    reward: tyro.conf.Positional[str]
+    reward: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="REWARD")]]
     """A reward with its options, as for `gruppo train`."""
-    data: str | None = None
+    data: Annotated[str | None, unset("STR")] = None
     """Rows to take answers and columns from, as for `gruppo train`; without it, one made-up row."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
@@ -101,7 +101,11 @@ def check_reward(given: RewardCheckArguments, console: Console | None = None) ->
 
 def _try_all(given: RewardCheckArguments, rows: Sequence[Mapping[str, Any]]) -> dict[str, _Trial]:
     """Scores by kind of completion."""
-    golds = [str(gold) for row in rows if (gold := row.get(given.answer_column)) is not None]
+    reward = load_reward(given.reward)
+    column = given.answer_column
+    if not any(column in row for row in rows):  # a built-in may read another: number_match:column=target
+        column = getattr(reward.function, "column", column)
+    golds = [str(gold) for row in rows if (gold := row.get(column)) is not None]
     template = given.template.replace("\\n", "\n")
     kinds: dict[str, list[str]] = {}
     if len(golds) == len(rows):
@@ -111,8 +115,7 @@ def _try_all(given: RewardCheckArguments, rows: Sequence[Mapping[str, Any]]) -> 
     prompts = [row["prompt"] for row in rows]
     columns = {name: [row.get(name) for row in rows] for name in set().union(*rows) - {"prompt"}}
     if golds:
-        columns.setdefault("answer", [row.get(given.answer_column) for row in rows])
-    reward = load_reward(given.reward)
+        columns.setdefault("answer", [row.get(column) for row in rows])
     trials: dict[str, _Trial] = {}
     with RewardScorer([reward], deadline_s=given.deadline, stop_on_failures=False) as scorer:
 
@@ -151,12 +154,14 @@ def _judge(trials: Mapping[str, _Trial]) -> tuple[list[str], list[str]]:
     means = {kind: trial.mean for kind, trial in trials.items() if trial.mean is not None}
     if not means:
         problems.append("it gives no value to any completion")
-    elif len(set(means.values())) == 1:
+    elif len(set(means.values())) == 1 and "good" in trials:
         everywhere = next(iter(means.values()))
         warnings.append(f"it gives {everywhere:g} to every kind of completion: nothing can be learned from it")
     good, bad = means.get("good"), means.get("bad")
     if "good" not in trials:
-        warnings.append("the rows have no gold answer, so good and bad completions were not tried")
+        warnings.append(
+            "the rows have no gold answer, so good and bad completions were not tried; --answer-column names the column"
+        )
     elif good is not None and good == bad:
         warnings.append(f"it cannot tell good from bad: both get {good:g} on average; is the template right?")
     elif good is not None and bad is not None and good < bad:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from gruppo.cli.options import parse, parse_run, take_flag
+from gruppo.cli.options import parse, parse_run, take_flag, unset
 from gruppo.errors import Terminated
 from gruppo.output import unhindered
 from gruppo.run.reader import RunReader
@@ -49,9 +49,10 @@ class ResumeArguments:
     result is that of a run that was never stopped, bit for bit. Code that the run's config names is run: its rewards,
     loss and metrics."""
 
-    directory: tyro.conf.Positional[Path]
+    directory: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     """The run directory."""
-    steps: Annotated[int | None, tyro.conf.arg(help="Go on to this step instead of the run's own last one.")] = None
+    steps: Annotated[int | None, unset("INT")] = None
+    """Go on to this step instead of the run's own last one."""
     accept_changes: bool = False
     """Go on although options in config.yaml, the prompts or the base weights are not those that the run began with."""
     trust: bool = False

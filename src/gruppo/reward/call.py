@@ -369,12 +369,16 @@ def _as_float(name: str, index: int, item: Any) -> float:
 
 
 def _remedy(value: Any) -> str:
-    """A hint for a dict, which is what reward functions of verl return."""
+    """A hint for nothing at all, and for a dict, which is what reward functions of verl return."""
+    if value is None:
+        return "; is a `return` missing?"
     return '. Of a dict return its number, as in result["score"]' if isinstance(value, Mapping) else ""
 
 
 def _describe(value: Any) -> str:
     text = repr(value)
+    if value is None:
+        return text
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 

@@ -28,7 +28,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = ("answer", "ground_truth", "solution")
 """Names under which data sets keep the right answer; the first that is there counts."""
 
-BAD_ROW_REMEDY = "fix it, or leave bad rows out with on_bad_row='drop'"
+LIKELY_PROMPTS = ("problem", "messages", "input", "instruction", "query")
+"""Names under which data sets keep prompts, for errors: a column of such a name may also be something else."""
+
+BAD_ROW_REMEDY = "fix it, or leave bad rows out with on_bad_row='drop' (--on-bad-row drop)"
 
 
 class DroppedRow(NamedTuple):
@@ -169,9 +172,10 @@ def _renames(names: Mapping[str, Any], prompt_column: str, column_map: dict[str,
     if "prompt" not in after.values():
         question = next((old for old, new in after.items() if new == "question"), None)
         if question is None:
+            likely = next((name for name in LIKELY_PROMPTS if name in names), next(iter(names)))
             raise InputError(
                 f"{label} has no column 'prompt' (nor 'question'); it has {listed}. "
-                f"Name the one to use: column_map={{{next(iter(names))!r}: 'prompt'}}"
+                f"Name the one to use: prompt_column={likely!r} (--prompt-column {likely})"
             )
         renames[question] = after[question] = "prompt"
     twice = [name for name, times in Counter(after.values()).items() if times > 1]

@@ -153,7 +153,7 @@ def load_prompts(
     if is_text and chat:
         reading.append("text prompts go through the chat template")
     elif is_text and getattr(tokenizer, "chat_template", None):
-        reading.append("text prompts go in as they are; chat=true puts them through the model's chat template")
+        reading.append("text prompts go in as they are; chat=true (--chat) puts them through the model's chat template")
     return PromptSet(prompts=tuple(prompts), dropped=tuple(dropped), reading=tuple(reading))
 
 

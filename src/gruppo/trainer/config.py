@@ -2,15 +2,19 @@
 
 import difflib
 import reprlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from pydantic import ValidationError, model_validator
 
 from gruppo import options
 from gruppo.errors import InputError
 from gruppo.run.reader import RunReader, read_yaml
-from gruppo.trainer.elsewhere import ELSEWHERE, REFUSED
+from gruppo.trainer.elsewhere import ELSEWHERE, REFUSED, TRL, TRL_TRAINER
+
+_WHERE = " where"
+"""Key of the name that errors begin with; no option can be called so."""
 
 MAX_ROLLOUTS = 2**22
 MAX_LINES = 20
@@ -33,6 +37,15 @@ class TrainConfig(
     options.ModelOptions,
 ):
     """Options of a run: the groups of `gruppo/options.py` together."""
+
+    if not TYPE_CHECKING:  # a type checker keeps the fields as parameters
+
+        def __init__(self, **values: Any) -> None:
+            where = values.pop(_WHERE, "TrainConfig")
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise InputError(explain(error, where, list(type(self).model_fields))) from None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -82,10 +95,9 @@ class TrainConfig(
     @classmethod
     def read(cls, values: dict[str, Any], where: str = "config") -> "TrainConfig":
         """Check plain values; the error names every wrong field, what it got and what would do."""
-        try:
-            return cls(**{str(name): value for name, value in values.items()})  # YAML also has numbers for names
-        except ValidationError as error:
-            raise InputError(explain(error, where, list(cls.model_fields))) from None
+        named: dict[str, Any] = {str(name): value for name, value in values.items()}  # YAML has numbers for names too
+        named[_WHERE] = where
+        return cls(**named)
 
     @classmethod
     def of_run(cls, directory: str | Path, overrides: dict[str, Any] | None = None) -> "TrainConfig":
@@ -110,8 +122,19 @@ def called_here(name: str) -> str:
     >>> called_here("num_generations"), called_here("epsilon_high")
     ('it is called group_size here', 'it is called clip_range here (its second number)')
     """
-    own, _, note = ELSEWHERE[name].partition(": ")
+    own, _, note = (TRL_TRAINER | ELSEWHERE)[name].partition(": ")
     return f"it is called {own} here" + (f" ({note})" if note else "")
+
+
+def refuse_arguments(names: Iterable[str]) -> NoReturn:
+    """Raises for arguments that GRPOTrainer does not have: with their names here, or as Python does."""
+    own = [
+        f"{name!r}: it is an option, for TrainConfig({name}=...)" for name in names if name in TrainConfig.model_fields
+    ]
+    theirs = [f"{name!r}: {called_here(name)}" for name in names if name in TRL_TRAINER]
+    if own or theirs:
+        raise InputError(f"GRPOTrainer has no argument {'; nor '.join(theirs + own)}")
+    raise TypeError(f"GRPOTrainer got an unexpected keyword argument {next(iter(names))!r}")
 
 
 def explain(error: ValidationError, where: str, known: list[str]) -> str:
@@ -131,6 +154,10 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
             lines.append(f"{where}: {field}={_shown(item['input'])}: {item['msg']}")
         else:
             lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+    if where.endswith((".yaml", ".yml")) and sum(item["loc"][0] in TRL for item in error.errors() if item["loc"]) > 1:
+        lines.append(
+            f"{where} looks like a configuration of TRL; `gruppo convert trl {where}` prints it as one of gruppo"
+        )
     lines = list(dict.fromkeys(lines))
     more = [f"{where}: and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
     return "\n".join([line if len(line) <= 1000 else f"{line[:1000]}..." for line in lines[:MAX_LINES]] + more)

@@ -57,6 +57,15 @@ TRL = {
 }
 """TRL's GRPOConfig, and what its scripts take besides."""
 
+TRL_TRAINER = {
+    "args": "config: a TrainConfig, the first argument",
+    "reward_funcs": "rewards",
+    "train_dataset": "data",
+    "eval_dataset": "eval_data",
+    "processing_class": "tokenizer",
+}
+"""Arguments of TRL's GRPOTrainer."""
+
 OPEN_INSTRUCT = {
     "num_unique_prompts_rollout": "prompts_per_step",
     "num_samples_per_prompt_rollout": "group_size",

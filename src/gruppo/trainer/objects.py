@@ -5,7 +5,7 @@ load again by itself.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,7 @@ def take_objects(
             given[name], changes[name] = value, MARK + _described(value)
     if rewards is not None:
         given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) or isinstance(rewards, str) else rewards))
+        _warn_of_local(reward.name for reward in given["rewards"] if isinstance(reward, Reward) and reward.is_timed)
         weights = [1.0 if isinstance(r, str) else r.weight for r in given["rewards"]]
         if config.reward_weights is None and any(weight != 1 for weight in weights):
             changes["reward_weights"] = weights  # where an estimator that compares rewards apart reads them too
@@ -103,13 +104,21 @@ def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:
         try:
             sendable(reward)
         except InputError:
-            logger.warning(
-                "reward %r runs in this process: no other can import it. A call that takes longer than reward_deadline "
-                "is given up, but goes on in the background",
-                reward.name,
-            )
             return replace(reward, isolated=False, is_timed=True)
     return reward
+
+
+def _warn_of_local(rewards: Iterable[str]) -> None:
+    """One line for all rewards that run in this process."""
+    names = list(map(repr, rewards))
+    if names:
+        run, them = ("reward %s runs", "it") if len(names) == 1 else ("rewards %s run", "them")
+        logger.warning(
+            f"{run} in this process: no other can import {them}. A call that takes longer than reward_deadline is "
+            f"given up, but goes on in the background. A process that can be killed runs {them} from a module, or "
+            'where the lines that start the run stand under `if __name__ == "__main__":`',
+            ", ".join(names),
+        )
 
 
 def _adapter(peft_config: Any) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Plan:
     """Tokens that the body of the model computes in a step, at most."""
     reading: tuple[str, ...] = ()
     """How the rows of the data became prompts, one sentence each."""
+    held_out: int = 0
+    """Prompts that are evaluated on and not trained on."""
 
     def lines(self, config: TrainConfig) -> list[str]:
         share = f"{self.trainable:,} of {self.parameters:,} parameters train"
@@ -60,7 +62,8 @@ class Plan:
             f"{config.prompts_per_step} prompts x {config.group_size} completions = {self.sequences_per_step} "
             f"sequences per step, at most {self.tokens_per_step:,} tokens, in {self.microbatches} micro-batch(es)",
             f"{config.steps} steps x {config.epochs_per_batch} epoch(s) x {config.minibatches} minibatch(es) = "
-            f"{self.optimizer_steps} optimizer steps; each prompt is seen {self.epochs:.2g} time(s)",
+            f"{self.optimizer_steps} optimizer steps; each prompt is seen {self.epochs:.2g} time(s)"
+            + (f", and {self.held_out} are held out" if self.held_out else ""),
             *([shared] if self.prompt_copies < config.group_size else []),
             *([refill] if config.dynamic_sampling else []),
             f"{share}; about {self.memory / MiB:,.0f} MiB of memory (estimate)",
@@ -69,7 +72,11 @@ class Plan:
 
 
 def make_plan(
-    config: TrainConfig, model: "TransformersModel", prompts: Sequence[Prompt], reading: tuple[str, ...] = ()
+    config: TrainConfig,
+    model: "TransformersModel",
+    prompts: Sequence[Prompt],
+    reading: tuple[str, ...] = (),
+    held_out: int = 0,
 ) -> Plan:
     """The plan of a run that trains a model on these prompts."""
     mean_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
@@ -108,6 +115,7 @@ def make_plan(
         prompt_copies=copies,
         computed_tokens=computed,
         reading=reading,
+        held_out=held_out,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
@@ -23,7 +23,7 @@ from gruppo.run.trackers import Trackers, check_installed
 from gruppo.trainer import build, origin
 from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.ahead import RolloutsAhead, outside_of_worker
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.objects import take_objects
@@ -100,8 +100,11 @@ class GRPOTrainer:
         accept_changes: bool = False,
         overwrite: bool = False,
         quiet: bool = False,
+        **unknown: Never,
     ) -> None:
         build.check_alone()
+        if unknown:
+            refuse_arguments(unknown)
         config, objects = take_objects(
             config or TrainConfig(),
             model=model,
@@ -338,7 +341,7 @@ class GRPOTrainer:
     def plan(self) -> Plan:
         """What the run will do, in numbers."""
         train = self.prompts.train
-        return make_plan(self.config, self.model, train.prompts, train.reading)
+        return make_plan(self.config, self.model, train.prompts, train.reading, len(self.prompts.held_out))
 
     def _show_plan(self) -> None:
         """Print the plan. On a GPU it measures memory on a few tokens, for which the decoder blocks are compiled."""

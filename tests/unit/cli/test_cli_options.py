@@ -1,5 +1,6 @@
 """Words of a command line become checked values; the small helpers around the verbs."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -110,12 +111,51 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"gruppo {gruppo.__version__}\n"
 
 
-@pytest.mark.parametrize("words", [["trian"], ["data"], ["data", "chekc"], ["reward", "--help"]])
+@pytest.mark.parametrize("words", [["trian"], ["data"], ["data", "chekc"], ["nonsense", "--help"]])
 def test_an_unknown_verb_exits_2_with_the_known_ones(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words) == 2
     message = capsys.readouterr().err
     assert f"there is no verb {' '.join(words[:2])!r}" in message
     assert "demo, train, resume, eval, sample, export, losses, data check, reward check" in message
+    near = {"trian": "did you mean 'train'?", "data": "did you mean 'data check'?"}.get(words[0])
+    assert (near in message) if near else "did you mean" not in message
+
+
+@pytest.mark.parametrize("words", [["reward", "--help"], ["data", "-h"]])
+def test_the_first_word_of_a_verb_has_the_help_of_the_verb(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(words)
+    assert ended.value.code == 0
+    assert f"usage: gruppo {words[0]} check" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_help_fits_a_terminal_and_has_no_words_of_python(
+    verb: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        run([*verb, "--help"])
+    text = capsys.readouterr().out
+    assert "None" not in text
+    too_wide = [line for line in text.splitlines() if len(line) > 80 and not line.startswith("  gruppo ")]
+    assert too_wide == []  # an example is one line, to be copied
+    assert "\n\n\n" not in text
+    # A paragraph or the text of an option that is broken before its line is full was broken in the source.
+    inside = [line.strip("│ ").rstrip() for line in text.splitlines() if line.startswith("│    ")]
+    ragged = [
+        (line, after)
+        for line, after in itertools.pairwise(inside)
+        if line and after and after[0].islower() and len(line) + len(after.split()[0]) < 44
+    ]
+    assert ragged == []
+
+
+def test_a_flag_with_a_word_for_a_number_is_answered_in_plain_words() -> None:
+    with pytest.raises(InputError, match=r"^--steps: got 'ten'\n  --steps INT Number of steps"):
+        parsed("--steps", "ten")
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)

@@ -44,6 +44,30 @@ def test_sample_without_a_prompt_says_what_it_needs() -> None:
         run(["sample"])
 
 
+def test_a_run_given_to_sample_as_a_prompt_is_refused_with_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--steps 1 --prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-prompts 0 --no-tensorboard"
+    run(["train", *words.split(), "--output", str(tmp_path / "run")])
+    from gruppo.errors import InputError
+
+    with pytest.raises(InputError) as caught:
+        run(["sample", str(tmp_path / "run"), "47+85="])
+    assert str(caught.value).endswith(f"is a run directory, not a prompt; give it as --run {tmp_path / 'run'}")
+    capsys.readouterr()
+    assert run(["sample", "47+85=", *str(caught.value).split("give it as ")[1].split()]) == 0
+    assert capsys.readouterr().out.startswith("47+85= -> ")
+
+
+def test_a_completion_is_one_line_however_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(["sample", "12+34=", "--max-new-tokens", "50"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert len(line) > 40
+
+
 def test_eval_as_json_is_the_librarys_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -38,7 +38,7 @@ def test_numbers_of_every_kind_become_floats(returned, expected):
         ([], "returned 0 values for 2 completions"),
         ([1.0, 2.0, 3.0], "returned 3 values for 2 completions"),
         (1.0, "returned float 1.0 for 2 completions"),
-        (None, "returned NoneType None for 2 completions"),
+        (None, "returned None for 2 completions; .*is a `return` missing"),
         (torch.tensor(1.0), "returned Tensor tensor.1.. for 2 completions"),
         ("ab", "returned str 'ab' for 2 completions"),
         ({"a": 1, "b": 2}, "returned dict"),

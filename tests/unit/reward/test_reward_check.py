@@ -96,6 +96,11 @@ def test_the_gold_answer_may_be_in_another_column():
     code, text = check("own_rewards:of_target", rows, answer_column="target")
     assert (code, cells(text)["good"][0], cells(text)["bad"][0]) == (0, "1", "0")
     assert "the rows have no gold answer" in check("length_penalty", rows)[1]
+    for spec in ("own_rewards:of_target", "exact_match:column=target"):  # the reward names the column itself
+        code, text = check(spec, rows)
+        assert (code, cells(text)["good"][0], cells(text)["bad"][0]) == (0, "1", "0")
+    unknown = check("tag_format", rows)[1]
+    assert "to every kind" not in unknown and "--answer-column names the column" in unknown
 
 
 @pytest.mark.usefixtures("own_rewards")

@@ -105,7 +105,7 @@ def test_columns_and_template_are_reported_as_training_reads_them(tmp_path: Path
     options: dict[str, Any] = {"model": str(tmp_path), "prompt_column": "text"}
     _, text = report(rows, **options)
     assert "  renamed: text is read as prompt\n  renamed: solution is read as answer\n" in text
-    assert "  template: text prompts go in as they are; chat=true puts them through" in text
+    assert "  template: text prompts go in as they are; chat=true (--chat) puts them through" in text
     assert "longest: 3 tokens" in text
     _, text = report(rows, **options, chat=True, system="9")
     assert "  template: text prompts go through the chat template\n" in text

@@ -1,6 +1,7 @@
 """Rows from memory: columns, renaming, kinds of source, and rows that hypothesis invents."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,11 @@ def test_a_row_without_the_recognised_column_has_no_answer() -> None:
 @pytest.mark.parametrize(
     "row, options, message",
     [
-        ({"text": "a"}, {}, r"no column 'prompt' \(nor 'question'\); it has 'text'.*column_map={'text': 'prompt'}"),
+        (
+            {"text": "a"},
+            {},
+            r"no column 'prompt' \(nor 'question'\); it has 'text'.*prompt_column='text' \(--prompt-column text\)",
+        ),
         ({"prompt": "a"}, {"prompt_column": "text"}, "no column 'text'; it has 'prompt'"),
         ({"prompt": "a"}, {"column_map": {"b": "c"}}, "no column 'b'"),
         ({"prompt": "a", "text": "b"}, {"prompt_column": "text"}, "two columns would be called 'prompt'"),
@@ -186,3 +191,17 @@ def test_no_bytes_make_the_reader_fail_otherwise_than_by_input_error(
     except InputError:
         return
     assert all(row["prompt"] for row in rows)
+
+
+def test_the_remedy_for_a_missing_prompt_works_as_it_stands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Typed literally, on the command line and in Python."""
+    from gruppo.cli.main import run
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 7, "problem": "1+1=", "solution": "2"}\n')
+    with pytest.raises(InputError) as caught:
+        read_rows(path)
+    python, flag = re.search(r"use: (.*) \((.*)\)$", str(caught.value)).groups()
+    assert eval(f"read_rows(path, {python})")[0]["prompt"] == "1+1="
+    assert run(["data", "check", str(path), *flag.split()]) == 0
+    assert "problem is read as prompt" in capsys.readouterr().out

@@ -217,7 +217,7 @@ def test_chat_counts_the_tokens_of_the_template(chat_tokenizer: Any) -> None:
 def test_what_was_made_of_the_rows_is_said(tokenizer: Any, chat_tokenizer: Any) -> None:
     rows = [{"question": "1+1=", "solution": "2"}]
     columns = ("question is read as prompt", "solution is read as answer")
-    raw = "text prompts go in as they are; chat=true puts them through the model's chat template"
+    raw = "text prompts go in as they are; chat=true (--chat) puts them through the model's chat template"
     through = "text prompts go through the chat template"
     assert load_prompts(rows, tokenizer).reading == columns
     assert load_prompts(rows, chat_tokenizer).reading == (*columns, raw)

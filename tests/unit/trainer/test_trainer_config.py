@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from gruppo.cli.main import run
 from gruppo.errors import InputError
 from gruppo.loss import DAPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
 from gruppo.trainer import TrainConfig
@@ -256,3 +258,33 @@ def test_a_fifth_is_held_out_of_little_data(
     data = rows(tmp_path / "d.jsonl", num, prompt=lambda i: f"{i}+1=", answer=lambda i: str(i + 1))
     trainer = make_trainer(data=data, eval_prompts=None, max_new_tokens=5)
     assert (len(trainer.prompts.train), len(trainer.prompts.held_out)) == (num - held_out, held_out)
+
+
+def test_the_constructor_answers_as_a_file_does() -> None:
+    with pytest.raises(InputError) as caught:
+        TrainConfig(num_generations=4, learning_rate=1e-5, steps=0, top_p=0.9)  # type: ignore[call-arg]
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("TrainConfig: steps=0: ")
+    assert lines[1:3] == [
+        "TrainConfig: unknown option 'num_generations'; it is called group_size here",
+        "TrainConfig: unknown option 'learning_rate'; it is called lr here",
+    ]
+    assert lines[3].startswith("TrainConfig: top_p=0.9 is refused: ")
+
+
+def test_a_file_of_trl_is_answered_with_the_command_that_converts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trl.yaml"
+    path.write_text("model_name_or_path: builtin\nnum_generations: 4\nmax_steps: 7\n")
+    with pytest.raises(InputError) as caught:
+        TrainConfig.from_yaml(path)
+    last = str(caught.value).splitlines()[-1]
+    assert last.startswith(f"{path} looks like a configuration of TRL; `gruppo convert trl {path}`")
+    assert run(last.split("`")[1].split()[1:]) == 0  # the remedy, typed as it stands
+    converted = yaml.safe_load(capsys.readouterr().out)
+    assert (converted["model"], converted["group_size"], converted["steps"]) == ("builtin", 4, 7)
+    path.write_text("learning_rate: 1e-5\nsteps: 7\n")
+    with pytest.raises(InputError) as caught:
+        TrainConfig.from_yaml(path)
+    assert str(caught.value) == f"{path}: unknown option 'learning_rate'; it is called lr here"

@@ -79,8 +79,10 @@ def test_the_plan_says_what_was_recognised(
     columns = "data: question is read as prompt; ground_truth is read as answer"
     expected = {
         ("builtin", False): columns,
-        (str(chat_model), False): f"{columns}; text prompts go in as they are; chat=true puts them through the model's "
-        "chat template",
+        (
+            str(chat_model),
+            False,
+        ): f"{columns}; text prompts go in as they are; chat=true (--chat) puts them through the model's chat template",
         (str(chat_model), True): f"{columns}; text prompts go through the chat template",
     }
     for (model, chat), line in expected.items():

@@ -180,3 +180,38 @@ def test_data_given_in_python_bring_their_reward_too() -> None:
     assert (config.data, config.rewards) == ("gsm8k:train.jsonl", ("number_match",))
     config, _ = take_objects(TrainConfig(data="gsm8k:train.jsonl"), data=[{"prompt": "1", "answer": "1"}])
     assert config.rewards == ("exact_match",)
+
+
+def test_arguments_of_trls_trainer_are_answered_with_their_names() -> None:
+    trainer: Any = GRPOTrainer
+    with pytest.raises(InputError) as caught:
+        trainer(model="builtin", reward_funcs=len, train_dataset=[], args=None, lr=1e-5)
+    assert str(caught.value) == (
+        "GRPOTrainer has no argument 'reward_funcs': it is called rewards here; nor 'train_dataset': it is called data "
+        "here; nor 'args': it is called config here (a TrainConfig, the first argument); nor 'lr': it is an option, "
+        "for TrainConfig(lr=...)"
+    )
+    with pytest.raises(TypeError, match="unexpected keyword argument 'modle'"):
+        trainer(modle="builtin")
+
+
+def test_functions_of_a_script_are_warned_of_in_one_line(run: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def one(completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+    def two(completions: list[str]) -> list[float]:
+        return [2.0] * len(completions)
+
+    with caplog.at_level(logging.WARNING):
+        run(rewards=[one, two])
+    (record,) = [record.getMessage() for record in caplog.records if "in this process" in record.getMessage()]
+    assert record.startswith("rewards 'one', 'two' run in this process: no other can import them.")
+    assert 'under `if __name__ == "__main__":`' in record
+
+
+def test_the_plan_counts_the_prompts_that_are_held_out(run: Make) -> None:
+    rows = [{"prompt": f"{i}+{i}=", "answer": f"{2 * i:03}"} for i in range(10, 70)]
+    trainer = run(data=rows, options={"eval_prompts": None})
+    held_out = (trainer.run.path / "heldout.jsonl").read_text().splitlines()
+    assert len(held_out) == 12
+    assert trainer.plan().lines(trainer.config)[1].endswith(", and 12 are held out")
