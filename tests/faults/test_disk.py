@@ -142,7 +142,7 @@ def on_read_only_disk(arguments: list[str], disk: str, kept: str) -> None:
     "verb",
     [
         "train",
-        pytest.param("resume", marks=pytest.mark.xfail(strict=True, reason="the lock of a run raises a plain OSError")),
+        "resume",
     ],
 )
 def test_a_read_only_disk_is_named(

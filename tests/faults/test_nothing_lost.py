@@ -92,7 +92,7 @@ def test_a_run_past_a_damaged_checkpoint_keeps_the_one_that_a_signal_made_it_sav
     process.close()
     assert steps_in(run) == ["step-000005", "step-000010"]
     damage(run / "checkpoints" / "step-000010", "flip a bit")
-    assert start(["resume", str(run)], "term", 6).wait() == 75
+    assert start(["resume", str(run)], ("recorded", 6, "term")).wait() == 75
     assert steps_in(run) == ["step-000006", "step-000010"]
     read_manifest(run / "checkpoints" / "step-000006")
     last = start(["resume", str(run)])

@@ -62,7 +62,6 @@ def test_a_signal_at_any_site_saves_within_10_s_and_resumes_to_the_same_bits(
 
 @pytest.mark.row("R-11", "SIGHUP and SIGUSR1, as a lost terminal and a scheduler send them")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
-@pytest.mark.xfail(strict=True, reason="SIGHUP and SIGUSR1 end a run unsaved")
 def test_the_signals_of_terminals_and_schedulers_save_too(
     number: int, start: Start, flags: Flags, tmp_path: Path
 ) -> None:

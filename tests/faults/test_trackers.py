@@ -114,7 +114,7 @@ def test_a_stop_is_saved_though_a_tracker_blocks(start: Start, flags: Flags, tmp
     (tmp_path / "wandb.py").write_text(MODULE.format(place="log", fault=FAULTS["blocks"], folder=str(tmp_path)))
     monkeypatch.syspath_prepend(tmp_path)
     words = flags(tmp_path / "run", eval_prompts=0, tracker_deadline=1)
-    process = start(["train", *words, "--wandb"], "term", 7)
+    process = start(["train", *words, "--wandb"], ("recorded", 7, "term"))
     assert process.wait(60) == 75, process.output
     assert process.output.count("wandb failed and is switched off: log ") == 1
     assert (tmp_path / "run" / "checkpoints" / "step-000007").exists()

@@ -23,9 +23,9 @@ def on_a_slow_disk(arguments: Sequence[str], kill_at: int) -> None:
 
     replace, save = directory._replace, Checkpoints.save
 
-    def slow(path: Path, content: bytes) -> None:
+    def slow(path: Path, content: bytes, **options: Any) -> None:
         time.sleep(0.25 if path.parent.name == "completions" else 0)
-        replace(path, content)
+        replace(path, content, **options)
 
     def save_and_fall(self: Checkpoints, step: int, *rest: Any) -> None:
         save(self, step, *rest)
