@@ -3,6 +3,7 @@
 import http.client
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +20,25 @@ from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.trainer import GRPOTrainer
 from gruppo.weights.source import resolve
 
+
+class PortServer(ServerProcess):
+    """A server of somebody else's: on a port, without a key."""
+
+    def start(self) -> None:
+        if not self.address.startswith("http"):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            self.address, self.key, self.listens = f"http://127.0.0.1:{port}", "", {"host": "127.0.0.1", "port": port}
+        super().start()
+
+
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    process = ServerProcess(engine_arguments(model=resolve("builtin"), dtype="float32", max_model_len=24))
+    process = PortServer(engine_arguments(model=resolve("builtin"), dtype="float32", max_model_len=24))
     HttpEngine(process.address, process=process).wait_until_ready()
     yield process
     process.close()

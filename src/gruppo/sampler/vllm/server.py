@@ -41,6 +41,7 @@ class ServerProcess:
         self.address = f"unix://{self.folder / SOCKET}"
         self.key = secrets.token_hex(16)
         """Sent with every request. vLLM wants it for what is under /v1."""
+        self.listens: dict[str, Any] = {"uds": self.folder / SOCKET}
         self.process: subprocess.Popen[bytes] | None = None
         self._has_failed = False
         self.start()
@@ -50,8 +51,9 @@ class ServerProcess:
         self._end()
         guard = str(Path(__file__).with_name("guard.py"))
         (self.folder / SOCKET).unlink(missing_ok=True)
-        command = [sys.executable, "-P", guard, *_flags(self.arguments | {"uds": self.folder / SOCKET})]
-        environment = SETTINGS | platform_settings() | dict(os.environ) | {"VLLM_API_KEY": self.key}
+        command = [sys.executable, "-P", guard, *_flags(self.arguments | self.listens)]
+        environment = SETTINGS | platform_settings() | dict(os.environ)
+        environment |= {"VLLM_API_KEY": self.key} if self.key else {}
         for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
             environment.pop(name, None)  # of an engine inside this process; pickles in requests
         with self.log.open("ab") as log:
