@@ -34,6 +34,7 @@ BROUGHT = {
     "modelscope": "modelscope",
     "wandb": "wandb",
     "trackio": "trackio",
+    "docs": "mkdocs-material",
     "dev": "pytest",
 }
 """A package of each extra."""
