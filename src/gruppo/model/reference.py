@@ -6,7 +6,7 @@ nothing. `refresh` moves the reference; a run that does so keeps it in its check
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +26,7 @@ class Reference:
         self._adapter: dict[str, Tensor] = {}
         """Weights of the reference's adapter; none: the adapter is switched off."""
         if not self.is_adapter:
-            self._copy = self._frozen_copy()
+            self._copy = frozen_copy(policy)
         elif not _adds_nothing(policy.model):
             self._adapter = self._policy_adapter()
 
@@ -43,7 +43,7 @@ class Reference:
         if self.is_adapter:
             self._adapter = self._policy_adapter()
         elif mix == 1:
-            self._copy = self._frozen_copy()
+            self._copy = frozen_copy(self.policy)
         else:
             own = self._parameters()
             with torch.no_grad():
@@ -96,12 +96,14 @@ class Reference:
         assert self._copy is not None
         return dict(self._copy.model.named_parameters())
 
-    def _frozen_copy(self) -> Scorer:
-        model = copy.deepcopy(self.policy.model).requires_grad_(False).eval()
-        for parameter in model.parameters():
-            parameter.grad = None
-        policy = self.policy
-        return Scorer(model, temperature=policy.temperature, head=policy.choice)
+
+def frozen_copy(policy: Scorer, shared: Iterable[nn.Parameter] = ()) -> Scorer:
+    """A scorer of a copy of the model that does not train; parameters that are `shared` are not copied."""
+    model = copy.deepcopy(policy.model, {id(parameter): parameter for parameter in shared})
+    model.requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return Scorer(model, temperature=policy.temperature, head=policy.choice)
 
 
 def _adds_nothing(model: nn.Module) -> bool:

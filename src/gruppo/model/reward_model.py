@@ -51,7 +51,7 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         is_chat = not all(isinstance(prompt, str) for prompt in prompts)
-        longest = context_length(self.model)
+        longest = context_length(self._loaded)
         scores: list[float | None] = []
         with torch.no_grad():
             for start in range(0, len(texts), self.batch_size):

@@ -21,7 +21,7 @@ from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.offload import HostInputs
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.plan import Layout, Planner, StepPlan
-from gruppo.model.reference import Reference
+from gruppo.model.reference import Reference, frozen_copy
 from gruppo.model.scorer import HeadChoice, Scorer
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import InputFeature, Rollout
@@ -129,7 +129,8 @@ class TransformersModel:
                 device=self.device,
             )
             if lora is not None or source.holds_adapter(model_id):
-                digest = source.weights_digest(source.base_of(model_id), None if lora is None else revision)
+                pinned = model_id if revision is None else f"{model_id}@{revision}"
+                digest = source.weights_digest(source.base_of(pinned))
                 self._base = {} if digest is None else {"base": digest}  # now: the files may change while it trains
             self.tokenizer = tokenizer or source.load_tokenizer(model_id, revision)
         else:
@@ -247,13 +248,9 @@ class TransformersModel:
 
     def twin(self) -> "TransformersModel":
         """A copy that scores: with weights of its own where this model trains, the others shared."""
-        twin = copy.copy(self)
-        shared = {id(p): p for p in self.model.parameters() if not p.requires_grad}
-        twin.model = copy.deepcopy(self.model, shared).requires_grad_(False).eval()
-        for parameter in twin.model.parameters():
-            parameter.grad = None
-        twin.scorer = Scorer(twin.model, temperature=self.scorer.temperature, head=self.scorer.choice)
-        plan = self.planner
+        twin, plan = copy.copy(self), self.planner
+        twin.scorer = frozen_copy(self.scorer, shared=[p for p in self.model.parameters() if not p.requires_grad])
+        twin.model = twin.scorer.model
         twin.planner = Planner(
             twin.scorer, layout=plan.layout, tokens_per_microbatch=plan.tokens_per_microbatch, ranks=self.ranks
         )

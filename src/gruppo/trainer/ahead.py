@@ -87,16 +87,16 @@ class StoredWeights:
         loaded = self.sampler.loaded
         if loaded is not None and loaded.version == published.version:
             return {}
-        try:
-            return self.sampler.load(published)
-        except NotTaken:
+        fault = ""
+        for _ in range(2):
             try:
                 return self.sampler.load(published)
             except NotTaken as error:
-                raise SamplerError(
-                    f"the weights of version {published.version} did not reach the sampler, tried twice: {error}. "
-                    f"Nothing was sampled from them; the files are in {published.folder}"
-                ) from error
+                fault = str(error)
+        raise SamplerError(
+            f"the weights of version {published.version} did not reach the sampler, tried twice: {fault}. Nothing was "
+            f"sampled from them; the files are in {published.folder}"
+        )
 
     def release(self, published: Published) -> None:
         self.store.release(published)

@@ -183,19 +183,11 @@ def quantization_of(model_id: str) -> dict[str, str]:
     return {name: noted[name] for name in ("quantize", "dtype")}
 
 
-def weights_digest(model_id: str, revision: str | None = None) -> str | None:
-    """Digest of the weights behind a model id, of an adapter's folder also of its base; None if they are not here."""
-    from huggingface_hub import try_to_load_from_cache
-
+def weights_digest(model_id: str) -> str | None:
+    """Digest of the weights behind a model id that was loaded, of an adapter's folder also of its base; None if they
+    cannot be read."""
     path = resolve(model_id)
-    base = None
-    if holds_adapter(path):
-        base = weights_digest(base_of(path))
-    elif not Path(path).is_dir():
-        file = try_to_load_from_cache(path, "config.json", revision=revision)
-        if not isinstance(file, str):
-            return None
-        path = str(Path(file).parent)
+    base = weights_digest(base_of(path)) if holds_adapter(path) else None
     try:
         own = digest_tensors(Path(path))
     except (OSError, ValueError, LookupError, TypeError):  # whoever opens it gives the reason
@@ -206,7 +198,7 @@ def weights_digest(model_id: str, revision: str | None = None) -> str | None:
 def _check_base(folder: str) -> None:
     """Refuse an adapter whose manifest names other weights than its base holds."""
     file = Path(folder) / MANIFEST
-    trained_on = json.loads(file.read_text()).get("base") if file.is_file() else None
+    trained_on = read_object(file).get("base") if file.is_file() else None
     base = base_of(folder)
     found = weights_digest(base)
     if None not in (trained_on, found) and trained_on != found:
@@ -435,7 +427,7 @@ def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTok
     if not (Path(path) / "tokenizer_config.json").is_file():
         path = resolve(base_of(model_id))
     # transformers makes an empty tokenizer of a folder without one, and every prompt would have no tokens.
-    if Path(path).is_dir() and not any(next(Path(path).glob(name), None) for name in _TOKENIZERS):
+    if not any(next(Path(path).glob(name), None) for name in _TOKENIZERS):
         raise InputError(
             f"model folder {path} has no tokenizer (tokenizer.json and tokenizer_config.json); copy the files from the "
             "model that it was made from"
