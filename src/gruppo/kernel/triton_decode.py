@@ -4,6 +4,8 @@ The cache has a prompt's keys and values once, whatever the number of its sample
 many a row has is read on the device, so that one CUDA graph serves all steps.
 """
 
+from collections import defaultdict
+
 import torch
 import triton
 import triton.language as tl
@@ -15,20 +17,57 @@ BLOCK = 1024
 """Logits that one program sums up."""
 
 
+PROMPTS = {"STEP": 128, "num_warps": 4, "num_stages": 3}
+OWN = {"STEP": 32, "num_warps": 1, "num_stages": 2}
+
+QUERIES = 16
+"""Query heads of one program: as few as a tensor core multiplies."""
+
+
 @triton.jit
-def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, own_k_ptr, own_v_ptr, prompt_k_ptr, prompt_v_ptr, prompt_of_ptr, first_ptr, count_ptr, out_ptr,
-    room, width_of_prompts, scale,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+def _prompts_kernel(
+    q_ptr, k_ptr, v_ptr, tiles_ptr, first_ptr, acc_ptr, sums_ptr, width_of_prompts, scale,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one row that share a key head; also stores the row's new key and value."""
+    """Sums over a prompt, for the query heads of some of its rows that share a key head."""
+    kv_head, tile = tl.program_id(0), tiles_ptr + tl.program_id(1) * (ROWS + 1)
+    kv_heads = HEADS // SHARE
+    prompt = tl.load(tile).to(tl.int64)
+    if prompt >= 0:
+        queries, columns = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
+        row = tl.load(tile + 1 + queries // SHARE, mask=queries < ROWS * SHARE, other=-1).to(tl.int64)
+        head = row * HEADS + kv_head * SHARE + queries % SHARE
+        mask = (row >= 0)[:, None] & (columns < D)[None, :]
+        at = head[:, None] * D + columns[None, :]
+        q = tl.load(q_ptr + at, mask=mask, other=0.0)
+        acc = tl.zeros((QUERIES, WIDTH), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        top = tl.full((QUERIES,), float("-inf"), tl.float32)
+        base = (prompt * kv_heads + kv_head) * width_of_prompts * D
+        for n in tl.range(tl.load(first_ptr + prompt), width_of_prompts, STEP):
+            acc, total, top = seen(q, k_ptr + base, v_ptr + base, D, D, n, width_of_prompts, queries, acc,
+                                   total, top, scale, False, STEP, D, WIDTH)  # fmt: skip
+        tl.store(acc_ptr + at, acc, mask=mask)
+        tl.store(sums_ptr + head * 2, top, mask=row >= 0)
+        tl.store(sums_ptr + head * 2 + 1, total, mask=row >= 0)
+
+
+@triton.jit
+def _own_kernel(
+    q_ptr, k_ptr, v_ptr, own_k_ptr, own_v_ptr, count_ptr, acc_ptr, sums_ptr, out_ptr, room, scale,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one row that share a key head, from the sums over its prompt on; also stores the row's new
+    key and value."""
     kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kv_heads = HEADS // SHARE
     count = tl.load(count_ptr + row)
-    prompt = tl.load(prompt_of_ptr + row).to(tl.int64)
-    heads, columns = tl.arange(0, 16), tl.arange(0, WIDTH)
+    heads, columns = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
     mask = (heads < SHARE)[:, None] & (columns < D)[None, :]
-    at = (row * HEADS + kv_head * SHARE + heads[:, None]) * D + columns[None, :]
+    head = row * HEADS + kv_head * SHARE + heads
+    at = head[:, None] * D + columns[None, :]
     q = tl.load(q_ptr + at, mask=mask, other=0.0)
     new = (row * kv_heads + kv_head) * D + columns
     k = tl.load(k_ptr + new, mask=columns < D, other=0.0)
@@ -36,24 +75,46 @@ def _attention_kernel(
     own = (row * kv_heads + kv_head) * room * D
     tl.store(own_k_ptr + own + count * D + columns, k, mask=columns < D)
     tl.store(own_v_ptr + own + count * D + columns, v, mask=columns < D)
-    # The new token is not read back: it starts the sums.
-    top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
-    total = tl.full((16,), 1.0, tl.float32)
-    acc = tl.zeros((16, WIDTH), tl.float32) + v.to(tl.float32)[None, :]
-    base = (prompt * kv_heads + kv_head) * width_of_prompts * D
-    for n in tl.range(tl.load(first_ptr + prompt), width_of_prompts, STEP):
-        acc, total, top = seen(q, prompt_k_ptr + base, prompt_v_ptr + base, D, D, n, width_of_prompts, heads, acc,
-                               total, top, scale, False, STEP, D, WIDTH)  # fmt: skip
+    acc = tl.load(acc_ptr + at, mask=mask, other=0.0)
+    top = tl.load(sums_ptr + head * 2, mask=heads < SHARE, other=0.0)
+    total = tl.load(sums_ptr + head * 2 + 1, mask=heads < SHARE, other=0.0)
     for n in tl.range(0, count, STEP):
         acc, total, top = seen(q, own_k_ptr + own, own_v_ptr + own, D, D, n, count, heads, acc,
                                total, top, scale, False, STEP, D, WIDTH)  # fmt: skip
+    # The new token is not read back.
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    higher = tl.maximum(top, score)
+    factor, p = tl.exp2(top - higher), tl.exp2(score - higher)
+    acc = acc * factor[:, None] + p[:, None] * v.to(tl.float32)[None, :]
+    total = total * factor + p
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def row_tiles(prompt_of: list[int], share: int) -> Tensor:
+    """Rows of the same prompt in tiles, which read its keys once: int32 `[N, 1 + R]`, the prompt and up to R rows.
+
+    Unused tiles and places are -1.
+
+    >>> row_tiles([0, 1, 0, 0], share=8).tolist()
+    [[0, 0, 2], [0, 3, -1], [1, 1, -1], [-1, -1, -1]]
+    """
+    num = QUERIES // share
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, prompt in enumerate(prompt_of):
+        rows_of[prompt].append(row)
+    found = [
+        [prompt, *rows[start : start + num]] for prompt, rows in rows_of.items() for start in range(0, len(rows), num)
+    ]
+    tiles = torch.full((len(prompt_of), 1 + num), -1, dtype=torch.int32)
+    for i, tile in enumerate(found):
+        tiles[i, : len(tile)] = torch.tensor(tile, dtype=torch.int32)
+    return tiles
 
 
 @torch.library.custom_op("gruppo::decode_attention", mutates_args=("own_k", "own_v"))
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, prompt_k: Tensor, prompt_v: Tensor,
-    prompt_of: Tensor, first: Tensor, count: Tensor, scale: float,
+    tiles: Tensor, first: Tensor, count: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token per row over its prompt and its own tokens, itself included, `[N, H, D]`.
 
@@ -61,24 +122,29 @@ def decode_attention(
         q: `[N, H, D]`; k and v `[N, H_kv, D]`, which are appended to the row's own.
         own_k: `[N, H_kv, M, D]`, of which `count` are filled; own_v likewise.
         prompt_k: `[P, H_kv, L, D]`, filled from `first` on; prompt_v likewise.
-        prompt_of: `[N]` the prompt of each row; first `[P]`; count `[N]`; all int32.
+        tiles: the rows of each prompt, from `row_tiles`; first `[P]`; count `[N]`; all int32.
     """
     rows, heads, width = q.shape
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
     share = heads // k.shape[1]
-    assert share <= 16, "at most 16 query heads share a key head"
-    _attention_kernel[(k.shape[1], rows)](
-        q, k, v, own_k, own_v, prompt_k, prompt_v, prompt_of, first, count, out,
-        own_k.shape[2], prompt_k.shape[2], scale * LOG2_E,
-        HEADS=heads, SHARE=share, D=width, WIDTH=max(triton.next_power_of_2(width), 16), STEP=64,
-        num_warps=4, num_stages=3,
+    assert share <= QUERIES, f"at most {QUERIES} query heads share a key head"
+    acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    sums = torch.empty(rows, heads, 2, dtype=torch.float32, device=q.device)
+    sizes = {"HEADS": heads, "SHARE": share, "QUERIES": QUERIES, "D": width}
+    sizes["WIDTH"] = max(triton.next_power_of_2(width), 16)
+    _prompts_kernel[(k.shape[1], rows)](
+        q, prompt_k, prompt_v, tiles, first, acc, sums, prompt_k.shape[2], scale * LOG2_E,
+        ROWS=tiles.shape[1] - 1, **sizes, **PROMPTS,
     )  # fmt: skip
+    _own_kernel[(k.shape[1], rows)](
+        q, k, v, own_k, own_v, count, acc, sums, out, own_k.shape[2], scale * LOG2_E, **sizes, **OWN
+    )
     return out
 
 
 @decode_attention.register_fake
-def _(q, k, v, own_k, own_v, prompt_k, prompt_v, prompt_of, first, count, scale):
+def _(q, k, v, own_k, own_v, prompt_k, prompt_v, tiles, first, count, scale):
     return q.new_empty(q.shape)
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gruppo.batch.packed import usual_width
-from gruppo.kernel.triton_decode import draw_tokens
+from gruppo.kernel.triton_decode import draw_tokens, row_tiles
 from gruppo.model.attention_hook import refusal, set_shared_attention
 
 if TYPE_CHECKING:
@@ -82,7 +83,11 @@ class GraphDecoder:
         def made(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(num, *shape, dtype=dtype, device=self.device)
 
-        self.prompt_of, self.count = (made(dtype=torch.int32) for _ in range(2))
+        config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
+        self.share = config.num_attention_heads // config.num_key_value_heads
+        self.prompt_of = [0] * num
+        self.tiles = row_tiles(self.prompt_of, self.share).to(self.device)
+        self.count = made(dtype=torch.int32)
         self.uniforms = made(self.room, dtype=torch.float32)
         # One column more than is read: rows that have ended write there.
         self.tokens = made(self.room + 1, dtype=torch.int64)
@@ -127,13 +132,14 @@ class GraphDecoder:
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.device)
         place_PL = torch.arange(longest, device=self.device) - (longest - lengths)[:, None]
         cache = DynamicCache(config=self.scorer.base.config)  # type: ignore[arg-type]
-        hidden_PD = self._hidden(
-            input_ids=ids,
-            attention_mask=(place_PL >= 0).long(),
-            position_ids=place_PL.clamp(min=0),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # cuDNN plans each width for a second
+            hidden_PD = self._hidden(
+                input_ids=ids,
+                attention_mask=(place_PL >= 0).long(),
+                position_ids=place_PL.clamp(min=0),
+                past_key_values=cache,
+                use_cache=True,
+            )
         first = (longest - lengths).to(torch.int32)
         for layer in cache.layers:
             keys, values = layer.keys, layer.values  # pyright: ignore[reportAttributeAccessIssue]
@@ -141,7 +147,7 @@ class GraphDecoder:
             shape = len(self.row_of), keys.shape[1], self.room, keys.shape[3]
             own = (torch.empty(shape, dtype=keys.dtype, device=self.device) for _ in range(2))
             prompt = (keys.contiguous(), values.contiguous())
-            self.layers.append((*own, *prompt, self.prompt_of, first, self.count))
+            self.layers.append((*own, *prompt, self.tiles, first, self.count))
         self.lengths_P, self.first_PV = lengths, self._logits(hidden_PD)
 
     def _fill(self, places: Tensor) -> None:
@@ -151,8 +157,11 @@ class GraphDecoder:
         self.next_row += len(places)
         self.row_of[places] = rows
         at = places.to(self.device)
+        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+            self.prompt_of[place] = int(self.all_prompt_of[row])
+        self.tiles.copy_(row_tiles(self.prompt_of, self.share))
         prompt_of = self.all_prompt_of[rows].to(self.device)
-        self.prompt_of[at], self.length[at] = prompt_of, self.lengths_P[prompt_of]
+        self.length[at] = self.lengths_P[prompt_of]
         self.uniforms[at] = self.all_uniforms[rows].to(self.device)
         for state in (self.drawn, self.ended, self.stopped):
             state[at] = 0

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from gruppo.kernel.triton_decode import decode_attention, draw_tokens
+from gruppo.kernel.triton_decode import decode_attention, draw_tokens, row_tiles
 from gruppo.sampler.torch_sampler import draw
 
 pytestmark = [
@@ -15,22 +15,23 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("width", [16, 24])
-def test_a_new_token_attends_to_its_prompt_its_own_tokens_and_itself(width):
+@pytest.mark.parametrize(("width", "kv_heads"), [(16, 2), (24, 2), (16, 1), (16, 6)])
+def test_a_new_token_attends_to_its_prompt_its_own_tokens_and_itself(width, kv_heads):
     draw_from = torch.Generator().manual_seed(0)
-    rows, heads, kv_heads, room, longest = 5, 6, 2, 80, 70
+    rows, heads, room, longest = 5, 6, 80, 70
     q, k, v = (torch.randn(rows, h, width, generator=draw_from) for h in (heads, kv_heads, kv_heads))
     own_k, own_v = (torch.randn(rows, kv_heads, room, width, generator=draw_from) for _ in range(2))
     prompt_k, prompt_v = (torch.randn(2, kv_heads, longest, width, generator=draw_from) for _ in range(2))
-    prompt_of = torch.tensor([0, 0, 1, 1, 1], dtype=torch.int32)
+    prompt_of = [1, 0, 1, 0, 1]
     first = torch.tensor([0, 66], dtype=torch.int32)
     count = torch.tensor([0, 3, 70, 1, 79], dtype=torch.int32)
+    tiles = row_tiles(prompt_of, heads // kv_heads)
     kept_k, kept_v = own_k.clone(), own_v.clone()
-    out = decode_attention(q, k, v, own_k, own_v, prompt_k, prompt_v, prompt_of, first, count, 0.3)
+    out = decode_attention(q, k, v, own_k, own_v, prompt_k, prompt_v, tiles, first, count, 0.3)
     for n in range(rows):
-        p, c = int(prompt_of[n]), int(count[n])
+        p, c = prompt_of[n], int(count[n])
         for h in range(heads):
-            g = h // 3
+            g = h // (heads // kv_heads)
             keys = torch.cat([prompt_k[p, g, first[p] :], kept_k[n, g, :c], k[n, g][None]]).double()
             values = torch.cat([prompt_v[p, g, first[p] :], kept_v[n, g, :c], v[n, g][None]]).double()
             expected = (keys @ q[n, h].double() * 0.3).softmax(0) @ values
