@@ -6,8 +6,10 @@ tiles. In training the compiler also chooses which activations a block keeps for
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ class CompiledBlocks:
             logger.info("%s: its blocks have forwards of their own; nothing is compiled", self.name)
             return
         self.eager = type(self.blocks[0]).forward
-        self.compiled = torch.compile(self.eager, dynamic=True, backend=backend)
+        self.compiled = _compiled(self.eager, keep, backend)
         for i, block in enumerate(self.blocks):
             block.forward = _Forward(self, i, block)
 
@@ -67,6 +69,15 @@ class CompiledBlocks:
             yield
         finally:
             self.is_on = was_on
+
+
+@cache
+def _compiled(forward: FunctionType, keep: float, backend: str) -> Callable[..., Any]:
+    """A forward to be compiled for one `keep`. The compiler finds its graphs by the code: each share needs its own."""
+    code = forward.__code__.replace(co_name=f"{forward.__name__}_keeping_{keep}")
+    own = FunctionType(code, forward.__globals__, code.co_name, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return torch.compile(own, dynamic=True, backend=backend)
 
 
 class _Forward:

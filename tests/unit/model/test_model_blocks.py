@@ -134,3 +134,16 @@ def test_blocks_are_the_list_of_equal_layers() -> None:
 def test_what_cannot_be_kept_so_is_refused(options: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         TransformersModel("builtin", device="cpu", **options)
+
+
+def test_models_that_keep_other_shares_have_graphs_of_their_own() -> None:
+    features = shared_features(0)
+    torch._dynamo.reset()
+    counters.clear()
+    seen = []
+    for keep in (1.0, 0.5, 0.5):
+        model = actor("qwen3", layout="padded")
+        CompiledBlocks(model.scorer.base, keep=keep, backend="aot_eager")
+        model.forward_backward(features, advantages=[1.0] * len(features))
+        seen.append(counters["stats"]["unique_graphs"])
+    assert seen[1] == 2 * seen[0] and seen[2] == seen[1]
