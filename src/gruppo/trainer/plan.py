@@ -129,7 +129,8 @@ def bytes_per_token(model: "TransformersModel", *, shares: bool) -> float:
     hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
     try:
         for num in TRIAL_TOKENS:
-            prompt, half = (0,) * (num // 2), num // 4
+            prompt = (0,) * (num // 8)  # short: a token that is scored takes more
+            half = (num - len(prompt)) // 2
             features = [InputFeature(prompt_ids=prompt, completion_ids=(i,) * half) for i in range(2)]
             if not shares:
                 features = [InputFeature(prompt_ids=prompt, completion_ids=(0,) * (num - len(prompt)))]
