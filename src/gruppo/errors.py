@@ -49,6 +49,12 @@ class CheckpointError(GruppoError, RuntimeError):
     exit_code = 6
 
 
+class RankError(GruppoError, RuntimeError):
+    """Another process of the run has ended or hangs; it has a report of its own."""
+
+    exit_code = 7
+
+
 class Terminated(SystemExit):
     """SIGTERM before training began. Not `SystemExit` itself, which a user's module may raise."""
 

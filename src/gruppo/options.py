@@ -327,6 +327,11 @@ class RunOptions(Options):
     """Seed of everything random: prompts, samples, a new adapter."""
     threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = 0
     """CPU threads; a run is bitwise repeatable with the same number of them. 0: torch's choice."""
+    ranks_exact: bool = False
+    """On several ranks: add gradients in the order of the micro-batches and take their norm row by row, so that any
+    number of ranks gives the same bits, also of one process with this option. Costs a reduction per micro-batch."""
+    rank_deadline: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds that a rank may take for its part of a step before the others count it as lost."""
     save_every: Positive = 50
     """Save a checkpoint every N steps, and at the end."""
     keep_checkpoints: Positive = 2

@@ -1,9 +1,11 @@
 """`gruppo train` and `gruppo resume`."""
 
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +13,9 @@ import tyro
 from rich.console import Console
 
 from gruppo.cli.options import parse, parse_run, take_flag, unset
-from gruppo.errors import Terminated
+from gruppo.errors import GruppoError, RankError, Terminated
 from gruppo.output import unhindered
+from gruppo.parallel.ranks import Ranks, join, leave, world_of_launcher
 from gruppo.run.reader import RunReader
 from gruppo.trainer.config import TrainConfig
 
@@ -102,7 +105,40 @@ def run(
     opening: str = "",
     show: Show = show_accuracy,
 ) -> int:
-    """Train: print `opening` before, and after a run that was not stopped what `show` prints."""
+    """Train: print `opening` before, and after a run that was not stopped what `show` prints. Of the ranks that a
+    launcher has started, the first trains, and the others follow it."""
+    train_alone = partial(
+        _run, config, resume=resume, accept_changes=accept_changes, overwrite=overwrite, opening=opening, show=show
+    )
+    if world_of_launcher() == 1:
+        return train_alone()
+    ranks = join(config.rank_deadline)
+    code = 1
+    try:
+        if ranks.rank:
+            from gruppo.trainer.follow import follow
+
+            code = follow(ranks)
+        else:
+            code = train_alone(ranks=ranks)
+    except GruppoError as error:
+        code = error.exit_code
+        raise
+    finally:
+        leave(ranks, code, is_lost=isinstance(sys.exception(), RankError))
+    return code
+
+
+def _run(
+    config: TrainConfig,
+    *,
+    resume: bool,
+    accept_changes: bool,
+    overwrite: bool,
+    opening: str,
+    show: Show,
+    ranks: Ranks | None = None,
+) -> int:
     # Before the imports: what they bring keeps the streams that it finds.
     with unhindered(), _leaving_tidily():
         from gruppo.trainer import GRPOTrainer
@@ -110,7 +146,7 @@ def run(
         console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)  # paths, printed as they are
         if opening:
             console.print(opening, soft_wrap=False)
-        trainer = GRPOTrainer(config, resume=resume, accept_changes=accept_changes, overwrite=overwrite)
+        trainer = GRPOTrainer(config, resume=resume, accept_changes=accept_changes, overwrite=overwrite, ranks=ranks)
         result = trainer.train()
         if result.status == "stopped":
             console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")

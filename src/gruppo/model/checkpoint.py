@@ -84,11 +84,22 @@ def _check_entry(name: str, value: Tensor, parameter: Tensor) -> None:
         raise CheckpointError(f"{name} holds non-finite numbers")
 
 
-def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path, **facts: Any) -> None:
-    """The model (with LoRA the adapter) as transformers, PEFT and vLLM load it; `facts` go into the manifest."""
+def save_pretrained(
+    model: nn.Module,
+    tokenizer: Any,
+    folder: Path,
+    facts: Mapping[str, Any],
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """The model (with LoRA the adapter) as transformers, PEFT and vLLM load it; `facts` go into the manifest.
+
+    Args:
+        state_dict: the weights; None: those of the model.
+    """
+    own = {} if state_dict is None else {"state_dict": state_dict}
 
     def write(aside: Path) -> None:
-        model.save_pretrained(aside, safe_serialization=True)  # type: ignore[operator]  # transformers' and PEFT's
+        model.save_pretrained(aside, safe_serialization=True, **own)  # type: ignore[operator]  # transformers' and PEFT's
         (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)

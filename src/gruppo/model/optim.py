@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gruppo.errors import InputError
 
@@ -40,6 +40,8 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module, halved: Collection[str] = (), compute: torch.dtype = torch.bfloat16) -> None:
+        self.by_rows = False
+        """Whether the norm of the gradient is a sum over rows, which is the same however they are sharded."""
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         """What the optimizer updates, one per parameter that trains."""
@@ -105,6 +107,23 @@ class MasterWeights:
         return dict(zip(self.names, self.parameters, strict=True))
 
 
+def norm_by_rows(gradients: list[Tensor]) -> Tensor:
+    """Norm of a gradient from float64 sums over the rows of each tensor, added in one order. Shards have whole rows."""
+    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    for gradient in gradients:
+        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # type: ignore[operator]  # a DTensor's
+        rows = own.double().square().reshape(len(own), -1).sum(1) if own.numel() else own.new_zeros(len(own)).double()
+        if own is not gradient:
+            from torch.distributed.tensor import DTensor
+
+            assert isinstance(gradient, DTensor)
+            shape = torch.Size([gradient.shape[0]])
+            mesh, placements = gradient.device_mesh, gradient.placements
+            rows = DTensor.from_local(rows, mesh, placements, shape=shape, stride=(1,)).full_tensor()
+        total = total + rows.sum()
+    return total.sqrt().float()
+
+
 def make_optimizer(name: str, trainable: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     """An optimizer of torch.optim by name, over the parameters that train."""
     cls = getattr(torch.optim, name, None)
@@ -144,7 +163,8 @@ def clip_and_step(
     if not parameters:
         weights.zero_grad()
         return StepReport(grad_norm=None, lr=lr)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = norm_by_rows(gradients) if weights.by_rows else torch.nn.utils.get_total_norm(gradients)
     grad_norm = norm.item()
     if not math.isfinite(grad_norm):
         culprit = weights.first_non_finite()

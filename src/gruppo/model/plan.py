@@ -49,7 +49,9 @@ class StepPlan:
     microbatches: list[PackedBatch]
     totals: Totals
     observed: list[PackedBatch]
-    """Sequences without a gradient that are scored all the same, for the gap between sampler and trainer."""
+    """Sequences without a gradient, for the gap between sampler and trainer."""
+    scores_observed: bool
+    """Whether those are to be scored: their log-probs are not known yet."""
 
 
 class Planner:
@@ -88,7 +90,12 @@ class Planner:
         microbatches = self.split(rollouts, live)
         if loss.draws_tokens:
             microbatches = [replace(batch, sequence_ids=torch.tensor(batch.indices)) for batch in microbatches]
-        return StepPlan(microbatches=microbatches, totals=totals, observed=self.split(rollouts, skipped))
+        return StepPlan(
+            microbatches=microbatches,
+            totals=totals,
+            observed=self.split(rollouts, skipped),
+            scores_observed=any(rollouts[i].old_logps is None for i in skipped),
+        )
 
     def split(self, rollouts: Sequence[Rollout], indices: Sequence[int] | None = None) -> list[PackedBatch]:
         """This rank's micro-batches of the given rollouts, under the budget."""

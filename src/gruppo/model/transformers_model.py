@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 Sequences = Sequence[Rollout | InputFeature]
 PerSequence = Tensor | Sequence[Any]
+Watch = Callable[[tuple[int, ...], Sequence[int], dict[str, Tensor]], None]
+"""Is given the sequences of a micro-batch, how many scored tokens each has, and columns of numbers per token."""
 KEEP = 0.9
 """Share of activations that is kept: all that come from a product, and not what is computed from them in one pass."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -251,6 +253,9 @@ class TransformersModel:
         twin, plan = copy.copy(self), self.planner
         twin.scorer = frozen_copy(self.scorer, shared=[p for p in self.model.parameters() if not p.requires_grad])
         twin.model = twin.scorer.model
+        # torch folds a product by whether its factors train; the copy is to score to the bit as the model does.
+        for own, parameter in zip(twin.model.parameters(), self.model.parameters(), strict=True):
+            own.requires_grad_(parameter.requires_grad)
         twin.planner = Planner(
             twin.scorer, layout=plan.layout, tokens_per_microbatch=plan.tokens_per_microbatch, ranks=self.ranks
         )
@@ -371,10 +376,9 @@ class TransformersModel:
             totals = self._survey(rollouts, totals)
         return self.planner.step(rollouts, self.loss, totals, measures_gap=self.measures_gap)
 
-    def run(self, plan: StepPlan, watch: Callable[[PackedBatch, LossInputs], None] | None = None) -> LossOutput:
-        """Forward, loss and backward of each micro-batch of a plan; `watch` sees what each loss was computed on."""
-        loss, terms = torch.zeros((), device=self.device), {}
-        on_policy, rejected = True, None
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> LossOutput:
+        """Forward, loss and backward of each micro-batch of a plan; `watch` gets what each token's loss was made of."""
+        rows: list[dict[str, Tensor]] = []
         for batch in plan.microbatches:
             batch = batch.to(self.device)
             if "ref_logps" in self.loss.needs and batch.ref_logps is None:
@@ -383,23 +387,22 @@ class TransformersModel:
                 output, inputs = self.scorer.loss_of(batch, self.loss, plan.totals)
             output.loss.backward()
             self.weights.collect_gradients()
-            loss = loss + output.loss.detach()
-            for name, value in output.terms.items():
-                terms[name] = terms.get(name, 0) + value
-            on_policy = on_policy and output.on_policy
-            if output.rejected is not None:
-                rejected = output.rejected if rejected is None else rejected + output.rejected
+            row = {"loss": output.loss.detach(), "off_policy": torch.tensor(not output.on_policy), **output.terms}
+            rows.append(row if output.rejected is None else row | {"rejected": output.rejected})
             self._observe(inputs)
             if watch is not None:
-                watch(batch, inputs)
+                columns = {"policy_logps": inputs.logps.detach(), "rejected": self.loss.rejected_tokens(inputs)}
+                columns |= {"old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps}
+                columns |= {"entropies": inputs.entropies}
+                watch(batch.indices, batch.lengths, {k: v.detach() for k, v in columns.items() if v is not None})
         for batch in plan.observed:
-            self._measure_gap(batch.to(self.device), plan.totals)
-        sum_ = self.ranks.sum
+            self._measure_gap(batch.to(self.device), plan)
+        sums: dict[str, Any] = {"loss": torch.zeros((), device=self.device), "off_policy": 0}
+        for row in self.ranks.in_order(rows):
+            for name, value in row.items():
+                sums[name] = sums.get(name, 0) + value
         return LossOutput(
-            loss=sum_(loss),
-            terms={name: sum_(value) for name, value in terms.items()},
-            on_policy=on_policy,
-            rejected=None if rejected is None else sum_(rejected),
+            loss=sums.pop("loss"), on_policy=not sums.pop("off_policy"), rejected=sums.pop("rejected", None), terms=sums
         )
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> StepReport:
@@ -425,14 +428,31 @@ class TransformersModel:
         self.mismatch.reset()
         return results
 
-    # --- files ----------------------------------------------------------------------------------------------------
+    # --- weights and files ----------------------------------------------------------------------------------------
+
+    def trained(self) -> dict[str, Tensor]:
+        """A copy of the weights that train, by name, in the precision in which the model computes."""
+        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer into a folder of a checkpoint."""
+        from gruppo.model.checkpoint import save_training_state
+
+        save_training_state(self.weights, self.optimizer, folder)
+
+    def load_state(self, folder: Path) -> None:
+        """Read what `save_state` wrote, in one process or on any number of ranks."""
+        from gruppo.model.checkpoint import load_training_state
+        from gruppo.model.shards import is_sharded, load_shards
+
+        (load_shards if is_sharded(folder) else load_training_state)(self.weights, self.optimizer, folder)
 
     def save(self, folder: str | Path) -> None:
         """Write the model as transformers, PEFT and vLLM load it; with LoRA the adapter, in float32."""
         from gruppo.model.checkpoint import save_pretrained
 
         with self.weights.in_full() if self.lora else nullcontext():
-            save_pretrained(self.model, self.tokenizer, Path(folder), **self.quantized, **self._base)
+            save_pretrained(self.model, self.tokenizer, Path(folder), {**self.quantized, **self._base})
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote into this model."""
@@ -470,14 +490,14 @@ class TransformersModel:
             metric.add(replace(inputs, on_policy=False))
 
     @torch.no_grad()
-    def _measure_gap(self, batch: PackedBatch, totals: Totals) -> None:
+    def _measure_gap(self, batch: PackedBatch, plan: StepPlan) -> None:
         """Count sequences that are not trained on in the gap between sampler and trainer: they are part of it too."""
-        if batch.old_logps is not None and self.ranks.world == 1:  # a sharded model runs on all ranks or on none
-            logps_N = batch.old_logps[batch.scored]
+        if not plan.scores_observed:
+            logps_N = None if batch.old_logps is None else batch.old_logps[batch.scored]
         else:
             logps_N = self.scorer(batch)[0]
-        if len(batch.scored):
-            self.mismatch.add(LossInputs.of(batch, logps_N, None, totals))
+        if len(batch.scored) and logps_N is not None:
+            self.mismatch.add(LossInputs.of(batch, logps_N, None, plan.totals))
 
 
 def _check_quantize(model_id: str, quantize: Any, lora: LoraSpec | None, process_group: Any) -> None:

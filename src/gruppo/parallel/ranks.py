@@ -2,11 +2,18 @@
 
 Every rank holds the whole step and plans it alike; the micro-batches are dealt out. All ranks run the same number of
 forwards and backwards, idle ones included, because the collectives of a sharded model wait for all of them.
+
+`join` makes the ranks of what torchrun, or anything that sets the same variables, has started. Numbers are reduced over
+the group of the device; messages go over a second group, in which a rank may wait for hours. A message is JSON with
+tensors in the format of safetensors: nothing is unpickled.
 """
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +32,8 @@ class Ranks:
     """The ranks of a process group; one process alone without a group."""
 
     group: "ProcessGroup | None" = None
+    control: "ProcessGroup | None" = None
+    """Of the same ranks, for messages."""
 
     @property
     def rank(self) -> int:
@@ -46,6 +55,110 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""
         return values if self.group is None else sum_over([self.group], values)
+
+    def in_order(self, rows: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The numbers of all micro-batches in the order of the plan, from those of this rank's share.
+
+        Every rank has as many rows; an idle one may lack names, and counts 0 there. The first row is the first rank's.
+        """
+        if self.group is None or not rows:
+            return [dict(row) for row in rows]
+        kinds = json.loads(self._first_text(json.dumps({name: str(x.dtype)[6:] for name, x in rows[0].items()})))
+        device, zero = reduction_device([self.group]), torch.zeros((), dtype=torch.float64)
+        own = torch.stack([torch.stack([row.get(name, zero).double().to(device) for name in kinds]) for row in rows])
+        everyone = gather_over([self.group], own).transpose(0, 1).flatten(0, 1)
+        return [
+            {name: row[i].to(getattr(torch, kind)) for i, (name, kind) in enumerate(kinds.items())} for row in everyone
+        ]
+
+    def _first_text(self, text: str) -> str:
+        """The text of the first rank."""
+        assert self.group is not None
+        device = reduction_device([self.group])
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+        size = torch.tensor([len(own)], device=device)
+        dist.broadcast(size, group_src=0, group=self.group)
+        own = own if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
+        dist.broadcast(own, group_src=0, group=self.group)
+        return own.cpu().numpy().tobytes().decode()
+
+    def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Send a message from the first rank to all others, which `hear` it."""
+        blob = _blob(message, tensors or {})
+        dist.broadcast(torch.tensor([len(blob)]), 0, group=self.control)
+        dist.broadcast(blob, 0, group=self.control)
+
+    def hear(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The next message of the first rank."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, group=self.control)
+        blob = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(blob, 0, group=self.control)
+        return _message(blob)
+
+    def gather(
+        self, message: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+        """The messages of all ranks, in their order."""
+        own = _blob(message, tensors)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.control)
+        longest = int(torch.cat(sizes).max())
+        blobs = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(blobs, torch.nn.functional.pad(own, (0, longest - len(own))), group=self.control)
+        return [_message(blob[: int(size)]) for blob, size in zip(blobs, sizes, strict=True)]
+
+    def highest(self, value: int) -> int:
+        """The largest value of all ranks."""
+        return int(max_over([self.control] if self.control is not None else [], torch.tensor([value])))
+
+
+WAIT = timedelta(days=30)
+"""How long a rank waits for the next message: the first one may sample for hours."""
+
+
+def world_of_launcher() -> int:
+    """Processes that a launcher has started, this one among them; 1 without a launcher."""
+    given = os.environ.get("WORLD_SIZE", "1")
+    return int(given) if given.isdigit() and int(given) else 1
+
+
+def join(deadline_s: float) -> Ranks:
+    """The ranks that a launcher has started: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are theirs.
+
+    Args:
+        deadline_s: how long a rank waits for the others in a collective of the model.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))
+    control = dist.new_group(backend="gloo", timeout=WAIT)
+    return Ranks(dist.group.WORLD, control)  # type: ignore[arg-type]  # no rank is outside of it
+
+
+def leave(ranks: Ranks, code: int, *, is_lost: bool) -> None:
+    """End the run on this rank. The first one sends the others home with its exit code, unless a rank `is_lost`."""
+    if is_lost:
+        return
+    if ranks.rank == 0:
+        ranks.tell({"call": "end", "code": code})
+    dist.destroy_process_group()
+
+
+def _blob(message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    from safetensors.torch import save
+
+    text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    whole = {"message": text} | {name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return torch.frombuffer(bytearray(save(whole)), dtype=torch.uint8)
+
+
+def _message(blob: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors.torch import load
+
+    tensors = load(blob.numpy().tobytes())
+    return json.loads(tensors.pop("message").numpy().tobytes()), tensors
 
 
 def groups_of(device_mesh: "DeviceMesh | None", process_group: "ProcessGroup | None") -> list["ProcessGroup"]:

@@ -22,6 +22,12 @@ class StopFlag:
         if self.signal is not None:
             raise Interrupted(signal.Signals(self.signal).name)
 
+    def share(self, seen: int) -> int:
+        """Take a signal that another rank got, unless there is one already; the signal of this rank, 0 for none."""
+        if seen and self.signal is None:
+            self.signal = seen
+        return self.signal or 0
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             if number in (signal.SIGHUP, signal.SIGUSR1):  # a terminal sends more than one when it closes

@@ -105,13 +105,19 @@ class StoredWeights:
 class CopiedWeights:
     """Weights of a copy of the model in this process, for the torch sampler. What does not train is shared."""
 
-    def __init__(self, model: "TransformersModel") -> None:
+    def __init__(self, model: "TransformersModel", poll: Callable[[], None] = lambda: None) -> None:
         self.model, self.twin = model, model.twin()
-        self.sampler = TorchSampler(self.twin)
+        self.sampler = TorchSampler(self.twin, poll=poll)
 
     def publish(self) -> tuple[int, dict[str, "Tensor"]]:
-        trained = {n: p.detach().clone() for n, p in self.model.model.named_parameters() if p.requires_grad}
-        return self.model.version, trained
+        return self.model.version, self.model.trained()
+
+    def hand_over(self, model: "TransformersModel", sampler: Any) -> dict[str, float]:
+        """Bring the copy up to date, as a store does between steps."""
+        return {} if self.twin.version == model.version else self.load(self.publish())
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
     def load(self, published: tuple[int, dict[str, "Tensor"]]) -> dict[str, float]:
         self.twin.version, trained = published

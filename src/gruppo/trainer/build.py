@@ -1,9 +1,9 @@
 """Parts of a run, made from its config. Everything cheap that can be wrong is checked before the model is loaded."""
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
 from gruppo.options import DataOptions, ModelOptions, RewardOptions, RunOptions, read_sampler
+from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.sampler.base import SamplingParams
 from gruppo.task import PromptSet, load_prompts
@@ -30,18 +31,25 @@ from gruppo.weights.source import context_length, holds_adapter, longest_prompt,
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
     from gruppo.sampler import Sampler
-    from gruppo.trainer.ahead import RolloutsAhead
+    from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead
     from gruppo.trainer.rollout import RolloutSource
 
 
-def check_alone() -> None:
-    """Raise in a process of several that a launcher started: each would train a run of its own."""
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes not in ("", "0", "1"):
-        raise InputError(
-            f"WORLD_SIZE={processes}: torchrun or another launcher has started several processes, and a run trains in "
-            "one, on one device. Start it without the launcher; further GPUs can sample: sampler=vllm:http://..."
-        )
+def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> None:
+    """Refuse what several processes cannot do, and processes of a launcher that the run was not told of."""
+    if ranks is None:
+        if world_of_launcher() > 1:
+            raise InputError(
+                f"WORLD_SIZE={world_of_launcher()}: torchrun or another launcher has started several processes, and "
+                "each would train a run of its own; start them with the command: torchrun ... -m gruppo train"
+            )
+        return
+    if not isinstance(objects.model, str):
+        raise InputError("a model object is for one process: on several ranks give a name or folder, which each loads")
+    single = {"quantize": None, "offload": False, "ref_every": 0, "sampler": "torch"}
+    for name, usual in single.items():
+        if getattr(config, name) != usual:
+            raise InputError(f"{name}={getattr(config, name)!r} is for one process; on several ranks leave it out")
 
 
 def fit_context(config: TrainConfig, objects: Objects) -> TrainConfig:
@@ -201,11 +209,16 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
 
 def build_sampler(
     config: TrainConfig, model: "TransformersModel", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
-) -> tuple["Sampler", WeightStore | None]:
+) -> "tuple[Sampler, WeightStore | CopiedWeights | None]":
     """The sampler that the config names, and the store of its weights; None if it samples from the trainer's model."""
     from gruppo.sampler import TorchSampler, vLLMSampler
 
     kind, servers = read_sampler(config.sampler)
+    if kind == "torch" and model.ranks.world > 1:
+        from gruppo.trainer.ahead import CopiedWeights
+
+        weights = CopiedWeights(model, poll)
+        return weights.sampler, weights
     if kind == "torch":
         return TorchSampler(model, poll=poll), None
     longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
@@ -237,7 +250,7 @@ def build_ahead(
     config: TrainConfig,
     model: "TransformersModel",
     source: "RolloutSource",
-    store: WeightStore | None,
+    store: "WeightStore | CopiedWeights | None",
     poll: Callable[[], None],
 ) -> "RolloutsAhead | None":
     """Rollouts ahead of the training; None without `max_staleness`."""
@@ -250,15 +263,25 @@ def build_ahead(
             f"max_staleness={config.max_staleness} samples while it trains, and sampler=torch does both on one GPU; "
             "use sampler=vllm:start with another GPU, or max_staleness=0"
         )
-    weights = CopiedWeights(model) if store is None else StoredWeights(model, store, source.sampler)
+    weights: Any = CopiedWeights(model) if store is None else store
+    if isinstance(store, WeightStore):
+        weights = StoredWeights(model, store, source.sampler)
     return RolloutsAhead(source, weights, staleness=config.max_staleness, last=config.steps, poll=poll)
 
 
-def build_model(config: TrainConfig, objects: Objects, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":
-    """The actor with loss, optimizer, schedule and metric."""
+def build_model(
+    config: TrainConfig, objects: Objects, loss: PolicyLoss, tokenizer: Any, ranks: Ranks | None = None
+) -> "TransformersModel":
+    """The actor with loss, optimizer, schedule and metric; with `ranks` this rank's part of it."""
     from gruppo.model import TransformersModel
 
-    model = TransformersModel(
+    make = TransformersModel
+    if ranks is not None:
+        from gruppo.model.ranked import RankedModel
+
+        own = {"ranks": ranks, "exact": config.ranks_exact, "deadline_s": config.rank_deadline}
+        make = partial(RankedModel, **own)
+    model = make(
         objects.model,
         lora=_new_adapter(config, objects, config.seed),
         dtype=config.dtype,
@@ -278,6 +301,12 @@ def build_model(config: TrainConfig, objects: Objects, loss: PolicyLoss, tokeniz
     if config.kl_in_reward:
         model.reference()  # frozen now: the weights at the start
     options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
+    if ranks is not None:
+        model.shard(keeps_copy=config.sampler == "torch")  # type: ignore[attr-defined]  # a RankedModel's
+    if config.ranks_exact:
+        model.weights.by_rows = True
+        # On a CPU the fused kernel rounds otherwise at the end of a tensor, and shards end elsewhere.
+        options |= {"fused": model.device.type == "cuda"}
     model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
     model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)
     for metric in (metric_for(loss), *build_metrics(config)):

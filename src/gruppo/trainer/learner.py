@@ -1,6 +1,6 @@
 """Learner: optimizer steps on the rollouts of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
@@ -12,9 +12,8 @@ from gruppo.types import Group, Rollout
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gruppo.batch import PackedBatch
-    from gruppo.loss.inputs import LossInputs
     from gruppo.model import TransformersModel
+    from gruppo.model.transformers_model import Watch
 
 MAX_SKIPPED = 3
 """Optimizer steps in a row whose gradient was not finite before the run stops."""
@@ -45,7 +44,7 @@ class Learner:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if self.epochs * self.minibatches > 1:
             rollouts = self._with_logps(rollouts)
-        tokens = TokenRecord(model) if record else None
+        tokens = TokenRecord() if record else None
         losses: list[dict[str, float]] = []
         norms: list[float] = []
         lr, skipped, rejected, live = 0.0, 0, 0, 0
@@ -98,18 +97,15 @@ class Learner:
 class TokenRecord:
     """What the last update of a step saw of each token of its rollouts."""
 
-    def __init__(self, model: "TransformersModel") -> None:
-        self.model = model
+    def __init__(self) -> None:
         self.seen: dict[int, dict[str, Tensor]] = {}
 
-    def of(self, first: int) -> "Callable[[PackedBatch, LossInputs], None]":
+    def of(self, first: int) -> "Watch":
         """A watch for `TransformersModel.run` over rollouts that are numbered from `first`."""
 
-        def watch(batch: "PackedBatch", inputs: "LossInputs") -> None:
-            columns = {"policy_logps": inputs.logps.detach(), "rejected": self.model.loss.rejected_tokens(inputs)}
-            columns |= {"old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps, "entropies": inputs.entropies}
-            pieces = {k: v.detach().split(batch.lengths) for k, v in columns.items() if v is not None}
-            for row, i in enumerate(batch.indices):
+        def watch(indices: tuple[int, ...], lengths: Sequence[int], columns: "dict[str, Tensor]") -> None:
+            pieces = {name: values.split(list(lengths)) for name, values in columns.items()}
+            for row, i in enumerate(indices):
                 self.seen[first + i] = {name: split[row] for name, split in pieces.items()}
 
         return watch

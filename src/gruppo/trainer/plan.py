@@ -91,7 +91,7 @@ def make_plan(
     copies = _prompt_copies(config, mean_prompt_tokens, hidden_size, model.device.type == "cuda")
     computed = tokens - int(config.prompts_per_step * (config.group_size - copies) * mean_prompt_tokens)
     micro = computed if config.tokens_per_microbatch is None else min(computed, config.tokens_per_microbatch)
-    if model.device.type == "cuda":
+    if model.device.type == "cuda" and model.ranks.world == 1:  # measuring would be a step of all ranks
         shares = copies < config.group_size and refusal(model.scorer.base) is None
         activations = int(micro * bytes_per_token(model, shares=shares))
     else:  # A layer keeps about 16 vectors of the hidden size per token for its backward; with recomputation one.

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from gruppo.errors import CheckpointError
-from gruppo.model.checkpoint import load_training_state, save_training_state
 from gruppo.run.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
@@ -157,7 +156,7 @@ class Snapshots:
         state = self.state
 
         def write(folder: Path) -> None:
-            save_training_state(self.model.weights, self.model.optimizer, folder)
+            self.model.save_state(folder)
             facts = {
                 "step": step,
                 "version": self.model.version,
@@ -193,7 +192,7 @@ class Snapshots:
             reference = None if state.reference is None else load_file(folder / REFERENCE)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, RecursionError) as error:
             raise CheckpointError(f"{folder / FILE} cannot be read: {error}") from error
-        load_training_state(self.model.weights, self.model.optimizer, folder)
+        self.model.load_state(folder)
         if state.reference is not None and reference is not None:
             state.reference.load(reference)
         self.model.version, state.kl.coefficient, state.entropy.coefficient = version, kl, entropy

@@ -13,6 +13,7 @@ import torch
 from gruppo import faults
 from gruppo.errors import CheckpointError, InputError, NumericError
 from gruppo.output import unhindered
+from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
@@ -22,7 +23,7 @@ from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import Trackers, check_installed
 from gruppo.trainer import build, origin
 from gruppo.trainer.advantages import shaped_mean, with_kl
-from gruppo.trainer.ahead import RolloutsAhead, outside_of_worker
+from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, outside_of_worker
 from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import Learner
@@ -83,6 +84,7 @@ class GRPOTrainer:
         accept_changes: with resume, also where options, prompts or base weights are not those that the run began with.
         overwrite: start over in the place of a run that `config.output` holds.
         quiet: print nothing.
+        ranks: the processes that share the model; this one is the first, the others `follow`.
     """
 
     def __init__(
@@ -100,9 +102,9 @@ class GRPOTrainer:
         accept_changes: bool = False,
         overwrite: bool = False,
         quiet: bool = False,
+        ranks: Ranks | None = None,
         **unknown: Never,
     ) -> None:
-        build.check_alone()
         if unknown:
             refuse_arguments(unknown)
         config, objects = take_objects(
@@ -114,6 +116,7 @@ class GRPOTrainer:
             eval_data=eval_data,
             peft_config=peft_config,
         )
+        build.check_ranks(config, objects, ranks)
         self.config = config = build.fit_context(config, objects)
         made_from = origin.options_of(config)
         if resume:
@@ -146,7 +149,11 @@ class GRPOTrainer:
             create = partial(RunDirectory.create, config=config.to_yaml(), overwrite=overwrite)
             self.run = stack.enter_context((RunDirectory.reopen if resume else create)(config.output))
             self.scorer.start()
-            self.model = build.build_model(config, objects, loss, tokenizer)
+            if ranks is not None:
+                ranks.tell({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
+            self.model = build.build_model(config, objects, loss, tokenizer, ranks)
+            if ranks is not None:
+                self.model.shares_signal = self.stop.share  # type: ignore[attr-defined]  # a RankedModel's
             made_from |= build.build_digests(objects, self.prompts)
             changes = origin.check(self.run, made_from, accept=accept_changes) if resume else []
             self.state = build.build_state(config, self.model, len(self.prompts.train))
@@ -386,7 +393,7 @@ class GRPOTrainer:
         ages = [self.model.version - r.trajectory.versions[0] for g in sampled.groups for r in g.rollouts]
         return sampled.groups, sampled.metrics | {"rollout/staleness": float(max(ages, default=0))}
 
-    def _sync(self, store: WeightStore) -> None:
+    def _sync(self, store: "WeightStore | CopiedWeights") -> None:
         """Publish the newest weights and load them into the sampler; its report stays until the next hand-over."""
         with self._timed("sync"):
             self.synced = store.hand_over(self.model, self.sampler) or self.synced

@@ -1,0 +1,289 @@
+"""RankedModel: a model that is sharded over ranks, used as if it were in one process.
+
+The first rank runs the trainer: prompts, sampling, rewards and files. The others wait in `follow`. A call on the first
+rank that needs the weights is sent to all, with the whole step in it; each rank then does its share of the
+micro-batches. So nothing of the trainer is written for ranks, and every rank comes to the same numbers.
+"""
+
+import faulthandler
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gruppo.batch import Totals
+from gruppo.batch.packed import as_rollouts
+from gruppo.errors import InputError, RankError
+from gruppo.loss import LossOutput, PolicyLoss
+from gruppo.metric import Metric
+from gruppo.model.optim import MasterWeights, StepReport
+from gruppo.model.plan import StepPlan
+from gruppo.model.sharding import OrderedSum, ShardedWeights, shard, whole
+from gruppo.model.transformers_model import Sequences, TransformersModel, Watch
+from gruppo.parallel.ranks import Ranks
+from gruppo.types import InputFeature, Prompt, Rollout, Trajectory
+
+GRACE_S = 30.0
+"""Seconds that a rank stays after its deadline, so that those that wait for it report it first."""
+
+
+class RankedModel(TransformersModel):
+    """The actor on several ranks.
+
+    Args:
+        ranks: the processes, of which this is one.
+        exact: give the bits of one process.
+        deadline_s: how long one call may take.
+        options: those of `TransformersModel`.
+    """
+
+    def __init__(self, model_id: Any, *, ranks: Ranks, exact: bool, deadline_s: float, **options: Any) -> None:
+        super().__init__(model_id, process_group=ranks.group, **options)
+        self.ranks = self.planner.ranks = ranks
+        self.exact, self.deadline_s = exact, deadline_s
+        self.shares_signal: Callable[[int], int] = lambda seen: seen
+        """Is given the signal that some rank has got, 0 for none; returns that of this rank."""
+        self._sums: list[OrderedSum] = []
+        self._whole: TransformersModel | None = None
+        self._plan: StepPlan | None = None
+        self._depth = 0
+        """Calls of the first rank that this one is in; only the outermost is sent."""
+        self._is_sharded = False
+
+    def shard(self, *, keeps_copy: bool) -> None:
+        """Shard the weights, and those of the reference. Everything before this is done by each rank for itself.
+
+        Args:
+            keeps_copy: keep a whole copy on the first rank, for a sampler in that process.
+        """
+        if keeps_copy and self.ranks.rank == 0:
+            self._whole = super().twin()
+            self._whole.ranks = Ranks()
+            self._whole.planner.ranks = Ranks()
+            assert isinstance(self._whole, RankedModel)
+            self._whole._depth = 1  # no call on the copy is sent
+        options: dict[str, Any] = {"compute": self.dtype, "exact": self.exact}
+        frozen = None if self._reference is None else self._reference._copy
+        self._sums = shard(self.model, self.scorer.base, self.ranks, **options)
+        if frozen is not None:
+            shard(frozen.model, frozen.base, self.ranks, compute=self.dtype, exact=False)
+        self._is_sharded = True
+
+    def twin(self) -> TransformersModel:
+        assert self._whole is not None, "no copy was kept"
+        return self._whole
+
+    @property
+    def weights(self) -> MasterWeights:
+        if self._weights is None:
+            self._weights = ShardedWeights(self.model, self.ranks, self._sums)
+        return self._weights
+
+    def add_metric(self, metric: Metric) -> None:
+        super().add_metric(metric)
+        assert self.ranks.group is not None
+        metric.groups = [self.ranks.group]
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _on_all(self, call: str, rollouts: Sequence[Rollout] | None = None, **arguments: Any) -> Iterator[None]:
+        """What is done inside is done by all ranks."""
+        try:
+            if not self._depth and self.ranks.rank == 0:
+                tensors = None if rollouts is None else packed(rollouts)
+                self.ranks.tell({"call": call, **arguments}, tensors)
+            self._depth += 1
+            faulthandler.dump_traceback_later(self.deadline_s + GRACE_S, exit=True)
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            raise RankError(
+                f"rank {self.ranks.rank} lost the others in {call}: {' '.join(str(error).split())[:300]}. The rank "
+                "that ended or hangs has its own report above or in its log; go on from the last checkpoint"
+            ) from error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            self._depth -= 1
+
+    def follow(self) -> int:
+        """Do this rank's part of all calls until the first rank ends the run; its exit code."""
+        self._depth = 1
+        while True:
+            message, tensors = self._hear()
+            call = message.pop("call")
+            if call == "end":
+                return int(message["code"])
+            getattr(self, f"_follow_{call}", getattr(self, call))(*([unpacked(tensors)] if tensors else ()), **message)
+
+    def _hear(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        try:
+            return self.ranks.hear()
+        except RuntimeError as error:
+            raise RankError("the first rank has ended without a word; its own report is above or in its log") from error
+
+    def forward_only(self, inputs: Sequences, *, temperature: float | None = None) -> dict[str, list[Tensor]]:
+        rollouts = as_rollouts(inputs)
+        with self._on_all("forward_only", rollouts, temperature=temperature):
+            return super().forward_only(rollouts, temperature=temperature)
+
+    def reference_logps(self, inputs: Sequences) -> list[Tensor]:
+        rollouts = as_rollouts(inputs)
+        with self._on_all("reference_logps", rollouts):
+            return super().reference_logps(rollouts)
+
+    def next_logits(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        with self._on_all("next_logits", rows=list(rows)), torch.no_grad():
+            rollouts = as_rollouts([InputFeature(prompt_ids=tuple(row), completion_ids=(0,)) for row in rows])
+            found = None
+            for batch in self.planner.split(rollouts):
+                logits = self.scorer.logits(batch.to(self.device)).float()
+                found = logits.new_zeros(len(rows), logits.shape[-1]) if found is None else found
+                found[list(batch.indices)] = logits[: len(batch.indices)]
+            assert found is not None, "there is at least one row"
+            return self.ranks.sum(found)
+
+    def plan(self, rollouts: Sequence[Rollout], totals: Totals | None = None) -> StepPlan:
+        if totals is not None:
+            raise InputError("totals of a part of a step are for one process; hand the whole step to one call")
+        with self._on_all("plan", rollouts, version=self.version, measures_gap=self.measures_gap):
+            return super().plan(rollouts)
+
+    def _follow_plan(self, rollouts: list[Rollout], version: int, measures_gap: bool) -> None:
+        self.version, self.measures_gap = version, measures_gap
+        self._plan = super().plan(rollouts)
+
+    def run(self, plan: StepPlan, watch: Watch | None = None) -> LossOutput:
+        seen: list[tuple[tuple[int, ...], Sequence[int], dict[str, Tensor]]] = []
+        with self._on_all("run", watches=watch is not None):
+            output = super().run(plan, None if watch is None else lambda *columns: seen.append(columns))
+            if watch is not None:
+                for columns in self._all_columns(seen):
+                    watch(*columns)
+            return output
+
+    def _follow_run(self, watches: bool) -> None:
+        assert self._plan is not None
+        self.run(self._plan, (lambda *_: None) if watches else None)
+
+    def _all_columns(self, seen: list[Any]) -> Iterator[tuple[tuple[int, ...], Sequence[int], dict[str, Tensor]]]:
+        """What all ranks have seen of their micro-batches."""
+        parts = [(i, lengths, columns) for i, lengths, columns in seen if i]
+        facts = [{"indices": i, "lengths": list(lengths), "names": list(columns)} for i, lengths, columns in parts]
+        tensors = {f"{n}.{name}": x for n, (_, _, columns) in enumerate(parts) for name, x in columns.items()}
+        for message, found in self.ranks.gather({"parts": facts}, tensors):
+            for n, part in enumerate(message["parts"]):
+                columns = {name: found[f"{n}.{name}"] for name in part["names"]}
+                yield tuple(part["indices"]), part["lengths"], columns
+
+    def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> StepReport:
+        with self._on_all("clip_grad_and_step", max_grad_norm=max_grad_norm):
+            assert isinstance(self.weights, ShardedWeights)
+            self.weights.put_gradients()
+            report = super().clip_grad_and_step(max_grad_norm)
+            # A signal that any rank got is known to all once per update.
+            self.shares_signal(self.ranks.highest(self.shares_signal(0)))
+            return report
+
+    def calculate_metric(self) -> dict[str, Any]:
+        with self._on_all("calculate_metric"):
+            return super().calculate_metric()
+
+    def set_loss(self, loss: PolicyLoss) -> None:
+        if not self._is_sharded:
+            super().set_loss(loss)
+            return
+        with self._on_all("set_entropy_coef", value=loss.entropy_coef):
+            self.loss = loss
+
+    def set_entropy_coef(self, value: float) -> None:
+        """Follow the first rank's coefficient of the entropy bonus."""
+        self.loss = self.loss.replace(entropy_coef=value)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def trained(self) -> dict[str, Tensor]:
+        with self._on_all("trained"):
+            return {n: whole(p.detach()) for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def save(self, folder: str | Path) -> None:
+        with self._on_all("save", folder=str(folder)):
+            state = {name: whole(tensor.detach()).cpu() for name, tensor in self.model.state_dict().items()}
+            if self.ranks.rank == 0:
+                from gruppo.model.checkpoint import save_pretrained
+
+                save_pretrained(self.model, self.tokenizer, Path(folder), {**self.quantized, **self._base}, state)
+
+    def save_state(self, folder: Path) -> None:
+        from gruppo.model.shards import save_shards
+
+        with self._on_all("save_state", folder=str(folder)):
+            save_shards(self.weights, self.optimizer, Path(folder), self.ranks)
+
+    def load_state(self, folder: Path) -> None:
+        from gruppo.model.shards import load_shards
+
+        with self._on_all("load_state", folder=str(folder)):
+            load_shards(self.weights, self.optimizer, Path(folder))
+
+
+def packed(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """Rollouts as flat tensors: what a model reads of them. Prompts that are the same are sent once."""
+    trajectories = [rollout.trajectory for rollout in rollouts]
+    prompts = {trajectory.prompt_ids: None for trajectory in trajectories}
+    number = {ids: i for i, ids in enumerate(prompts)}
+    advantages = [rollout.advantage for rollout in rollouts]
+    tensors = {
+        "prompt": torch.tensor([number[t.prompt_ids] for t in trajectories], dtype=torch.int64),
+        "is_masked": torch.tensor([rollout.is_masked for rollout in rollouts], dtype=torch.bool),
+        "advantage": torch.tensor([0.0 if isinstance(a, tuple) else a for a in advantages], dtype=torch.float64),
+    }
+    ragged: dict[str, tuple[list[Any], torch.dtype]] = {
+        "prompts": (list(prompts), torch.int64),
+        "tokens": ([t.tokens for t in trajectories], torch.int64),
+        "sampled": ([t.sampled for t in trajectories], torch.bool),
+        "logps": ([t.logps for t in trajectories], torch.float64),
+        "advantages": ([a if isinstance(a, tuple) else None for a in advantages], torch.float64),
+        "old_logps": ([rollout.old_logps for rollout in rollouts], torch.float64),
+        "ref_logps": ([rollout.ref_logps for rollout in rollouts], torch.float64),
+    }
+    for name, (values, dtype) in ragged.items():
+        lengths = [-1 if value is None else len(value) for value in values]
+        tensors[f"{name}.length"] = torch.tensor(lengths, dtype=torch.int64)
+        flat = list(chain.from_iterable(value for value in values if value is not None))
+        tensors[name] = torch.tensor(flat, dtype=dtype)
+    return tensors
+
+
+def unpacked(tensors: dict[str, Tensor]) -> list[Rollout]:
+    """The rollouts that `packed` was given.
+
+    >>> one = Rollout(trajectory=Trajectory(prompt=Prompt(token_ids=(1, 2)), tokens=(3,)), advantage=0.1)
+    >>> unpacked(packed([one])) == [one]
+    True
+    """
+    columns: dict[str, list[Any]] = {}
+    for name in ("prompts", "tokens", "sampled", "logps", "advantages", "old_logps", "ref_logps"):
+        lengths, values = tensors[f"{name}.length"].tolist(), iter(tensors[name].tolist())
+        columns[name] = [None if n < 0 else tuple(next(values) for _ in range(n)) for n in lengths]
+    prompts = [Prompt(token_ids=ids) for ids in columns["prompts"]]
+    made = []
+    for i, prompt in enumerate(tensors["prompt"].tolist()):
+        own = {name: columns[name][i] for name in ("tokens", "sampled", "logps")}
+        per_token = columns["advantages"][i]
+        made.append(
+            Rollout(
+                trajectory=Trajectory(prompt=prompts[prompt], **own),
+                is_masked=bool(tensors["is_masked"][i]),
+                advantage=float(tensors["advantage"][i]) if per_token is None else per_token,
+                old_logps=columns["old_logps"][i],
+                ref_logps=columns["ref_logps"][i],
+            )
+        )
+    return made

@@ -1,0 +1,113 @@
+"""Weights that FSDP2 shards over ranks: a block is gathered when it runs, and each rank keeps its rows of the rest.
+
+Gradients are added up over ranks, not averaged: a loss divides by the totals of the whole step. With `exact` they are
+added in the order of the micro-batches, and the norm is a sum over rows, which no shard cuts. Then any number of ranks
+gives the bits of one process.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from gruppo.model.blocks import find_blocks
+from gruppo.model.optim import MasterWeights
+from gruppo.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+
+NONE = 1 << 62
+"""Index of a parameter when there is none."""
+
+
+def shard(model: nn.Module, base: nn.Module, ranks: Ranks, *, compute: torch.dtype, exact: bool) -> "list[OrderedSum]":
+    """Shard a model over ranks: each block, and what is outside of the blocks. Returns the sums of `exact`."""
+    assert ranks.group is not None
+    device = next(model.parameters()).device
+    mesh = DeviceMesh.from_group(ranks.group, device.type)
+    policy = MixedPrecisionPolicy()
+    if compute.itemsize < 4:
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for module in (*find_blocks(base), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    sums = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if exact:
+                sums.append(OrderedSum())
+                module.set_custom_reduce_scatter(sums[-1])
+    return sums
+
+
+class OrderedSum(ReduceScatter):
+    """Reduce-scatter that adds the ranks' gradients in their order to those of earlier micro-batches."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: "ProcessGroup", op: Any, async_op: bool = False
+    ) -> None:
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        for part in parts.view(group.size(), -1):
+            self.total = part.clone() if self.total is None else self.total.add_(part)
+        assert self.total is not None
+        output_tensor.copy_(self.total)
+
+
+class ShardedWeights(MasterWeights):
+    """Parameters of a sharded model, each rank with its rows. They are kept in float32, and FSDP casts them."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks, sums: list[OrderedSum]) -> None:
+        super().__init__(model)
+        self.ranks, self.sums, self.by_rows = ranks, sums, bool(sums)
+        self._gradients: dict[str, Tensor] = {}
+
+    def collect_gradients(self) -> None:
+        """With ordered sums: keep the gradient so far, to which the next micro-batch adds its own."""
+        if not self.sums:
+            return
+        for name, parameter in self.named().items():
+            if parameter.grad is not None:
+                self._gradients[name], parameter.grad = parameter.grad, None
+
+    def put_gradients(self) -> None:
+        """The gradient of the step, where the optimizer reads it."""
+        for name, parameter in self.named().items():
+            parameter.grad = self._gradients.pop(name, parameter.grad)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._gradients.clear()
+        for each in self.sums:
+            each.total = None
+
+    def first_non_finite(self) -> str | None:
+        """Name of the first parameter with a non-finite gradient on any rank."""
+        bad = [
+            i for i, p in enumerate(self.parameters) if p.grad is not None and not bool(local(p.grad).isfinite().all())
+        ]
+        first = -self.ranks.highest(-min(bad, default=NONE))
+        return None if first == NONE else self.names[first]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]  # a DTensor's
+
+
+def whole(tensor: "Tensor | DTensor") -> Tensor:
+    """A sharded tensor gathered on every rank."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]  # a DTensor's

@@ -1,0 +1,134 @@
+"""Checkpoints of a sharded model: a safetensors file per rank, read back on any number of ranks.
+
+torch's distributed checkpoint writes and reads the files, in the format of Hugging Face: no pickle reaches the disk.
+Weights and the optimizer's tensors are in one flat table; what is no tensor is JSON, as in a checkpoint of one process.
+"""
+
+import json
+import operator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from gruppo.errors import CheckpointError
+from gruppo.model.optim import MasterWeights
+from gruppo.parallel.ranks import Ranks
+
+SHARDS, SCALARS = "shards", "optimizer.json"
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether a checkpoint was written by several ranks."""
+    return (folder / SHARDS).is_dir()
+
+
+def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
+    """Each rank's rows of the weights and of the optimizer's state. Called by all ranks."""
+    tensors = _tensors(weights, optimizer)
+    bad = [i for i, x in enumerate(tensors.values()) if not bool(_local(x).isfinite().all())]
+    first = -ranks.highest(-min(bad, default=len(tensors)))
+    if first < len(tensors):
+        raise CheckpointError(
+            f"{list(tensors)[first]} holds non-finite numbers; nothing was written, older checkpoints are as they were"
+        )
+    writer = HuggingFaceStorageWriter(path=str(folder / SHARDS), save_distributed=True)
+    save(tensors, storage_writer=writer)
+    if ranks.rank == 0:
+        groups = optimizer.state_dict()["param_groups"]
+        (folder / SCALARS).write_text(json.dumps({"scalars": {}, "param_groups": groups}))
+    ranks.highest(0)  # all files are there
+
+
+def load_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Read a checkpoint of any number of ranks, also of one process, into this rank's rows."""
+    try:
+        groups = json.loads((folder / SCALARS).read_text())["param_groups"]
+        own = optimizer.state_dict()["param_groups"]
+        if [group.keys() for group in groups] != [group.keys() for group in own]:
+            raise CheckpointError(f"{folder / SCALARS} does not describe this optimizer: other param_groups")
+        _make_state(optimizer)
+        tensors = _tensors(weights, optimizer)
+        if is_sharded(folder):
+            _check_covered(folder / SHARDS, tensors)
+            load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder / SHARDS)))
+        else:
+            _load_whole(tensors, folder)
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+    except (OSError, ValueError, KeyError, TypeError, CheckpointException) as error:
+        raise CheckpointError(f"{folder} is not a checkpoint of this model: {error}") from error
+    for name, tensor in tensors.items():
+        if not bool(_local(tensor).isfinite().all()):
+            raise CheckpointError(f"{folder}: {name} holds non-finite numbers")
+    weights.write_back()
+
+
+def _load_whole(tensors: dict[str, Tensor], folder: Path) -> None:
+    """The rows of a checkpoint that one process wrote."""
+    from safetensors.torch import load_file
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    saved = {f"weights.{n}": x for n, x in load_file(folder / "weights.safetensors").items()}
+    saved |= {f"optimizer.{n}": x for n, x in load_file(folder / "optimizer.safetensors").items()}
+    if saved.keys() != tensors.keys():
+        raise CheckpointError(f"{folder} does not fit the model: other names")
+    with torch.no_grad():
+        for name, own in tensors.items():
+            if isinstance(own, DTensor):
+                own.copy_(distribute_tensor(saved[name].to(own.device), own.device_mesh, own.placements))
+            else:
+                own.copy_(saved[name])
+
+
+def _check_covered(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Refuse shards that do not cover every tensor: torch's own reader leaves what is missing as it was."""
+    from gruppo.weights.files import read_header
+
+    found = dict.fromkeys(tensors, 0)
+    for file in sorted(folder.glob("*.safetensors")):
+        header, _ = read_header(file)
+        for name, entry in header.items():
+            if name not in found:
+                raise CheckpointError(f"{file} holds {name}, which the model does not have")
+            found[name] += operator.index(_product(entry["shape"]))
+    for name, tensor in tensors.items():
+        if found[name] != tensor.numel():
+            raise CheckpointError(f"{folder}: {name} has {found[name]} of {tensor.numel()} numbers; a shard is missing")
+
+
+def _product(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """State of Adam as it is before the first step; torch makes it in that step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                moments = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[p] = {"step": torch.zeros(()), **moments}
+
+
+def _tensors(weights: MasterWeights, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What training changes, by name."""
+    tensors: dict[str, Any] = {f"weights.{name}": p.detach() for name, p in weights.named().items()}
+    number = 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for key, value in optimizer.state.get(p, {}).items():
+                tensors[f"optimizer.{number}.{key}"] = value
+            number += 1
+    return tensors
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]  # a DTensor's

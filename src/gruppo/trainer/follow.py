@@ -1,0 +1,24 @@
+"""Ranks other than the first: each holds its shard of the model and does what the first rank calls."""
+
+import torch
+
+from gruppo.parallel.ranks import Ranks
+from gruppo.run.signals import StopFlag
+from gruppo.trainer import build
+from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.objects import take_objects
+
+
+def follow(ranks: Ranks) -> int:
+    """Take part in the run of the first rank until it ends; its exit code."""
+    message, _ = ranks.hear()
+    if message["call"] == "end":  # it could not begin
+        return int(message["code"])
+    config, objects = take_objects(TrainConfig.read(message["config"]))
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    stop = StopFlag()
+    with stop.listening():
+        model = build.build_model(config, objects, build.build_loss(config), None, ranks)
+        model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
+        return model.follow()  # type: ignore[attr-defined]
