@@ -14,9 +14,22 @@ from dataclasses import dataclass, fields
 
 from gruppo.errors import InputError
 
-SITES = ("sync", "sample", "reward", "train", "write", "eval", "checkpoint", "recorded", "filled", "committed")
+SITES = (
+    "sync",
+    "sample",
+    "reward",
+    "train",
+    "write",
+    "eval",
+    "checkpoint",
+    "recorded",
+    "filled",
+    "committed",
+    "follow",
+)
 """The stages of a step as they begin; `recorded`: metrics.jsonl has the step; `filled`: its checkpoint is complete
-under a temporary name; `committed`: it has its name, and older checkpoints are still there."""
+under a temporary name; `committed`: it has its name, and older checkpoints are still there; `follow`: a rank other than
+the first begins its part of an update."""
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
 ACTIONS = (*SIGNALS, "raise", "full", "sleep")

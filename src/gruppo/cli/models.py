@@ -372,7 +372,7 @@ def export(arguments: Sequence[str]) -> int:
         from gruppo.weights.source import load_dequantized, load_tokenizer
 
         adapted: Any = load_dequantized(str(folder), dtype=torch.float32)
-        save_pretrained(merge(adapted), load_tokenizer(str(folder)), given.output, {})
+        save_pretrained(merge(adapted).save_pretrained, load_tokenizer(str(folder)), given.output, {})
     else:
         TransformersModel(str(folder), device="cpu").save(given.output)
     print(f"{given.output} holds the {'merged model' if given.merge else 'adapter' if is_adapter else 'model'}")

@@ -4,7 +4,7 @@ Everything is safetensors and JSON, in folders that are complete or do not exist
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,21 +85,13 @@ def _check_entry(name: str, value: Tensor, parameter: Tensor) -> None:
 
 
 def save_pretrained(
-    model: nn.Module,
-    tokenizer: Any,
-    folder: Path,
-    facts: Mapping[str, Any],
-    state_dict: dict[str, Tensor] | None = None,
+    write_weights: Callable[[Path], object], tokenizer: Any, folder: Path, facts: Mapping[str, Any]
 ) -> None:
-    """The model (with LoRA the adapter) as transformers, PEFT and vLLM load it; `facts` go into the manifest.
-
-    Args:
-        state_dict: the weights; None: those of the model.
-    """
-    own = {} if state_dict is None else {"state_dict": state_dict}
+    """A folder with what `write_weights` writes (a model, or with LoRA the adapter) and the tokenizer, as transformers,
+    PEFT and vLLM load it; `facts` go into the manifest."""
 
     def write(aside: Path) -> None:
-        model.save_pretrained(aside, safe_serialization=True, **own)  # type: ignore[operator]  # transformers' and PEFT's
+        write_weights(aside)
         (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)

@@ -38,8 +38,16 @@ SMALL = 1 << 16
 SHORT_ROW = 64
 """Shorter rows of a masked attention gain nothing."""
 
-IDLE = Rollout(trajectory=Trajectory(prompt=Prompt(token_ids=(0,)), tokens=()))
-"""A sequence of one slot in which nothing is scored: keeps a rank in step that has no more to compute."""
+
+def idle(like: Rollout) -> Rollout:
+    """A sequence of one slot in which nothing is scored: keeps a rank in step that has no more to compute.
+
+    It has log-probs of the kinds that the others have, so that it needs the same forwards.
+    """
+    logps = None if like.trajectory.logps is None else ()
+    given = {name: None if getattr(like, name) is None else () for name in ("old_logps", "ref_logps")}
+    trajectory = Trajectory(prompt=Prompt(token_ids=(0,)), tokens=(), logps=logps)
+    return Rollout(trajectory=trajectory, **given)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +114,7 @@ class Planner:
         parts = self.ranks.deal(self._parts(chosen, shares=shared is not None, in_one_row=in_one_row), [])
         made = []
         for part in parts:
-            members = [chosen[i] for i in part] or [IDLE]
+            members = [chosen[i] for i in part] or [idle(chosen[0])]
             if shared is None or not part:
                 batch = pack(members)
             else:

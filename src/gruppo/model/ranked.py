@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gruppo import faults
 from gruppo.batch import Totals
 from gruppo.batch.packed import as_rollouts
 from gruppo.errors import InputError, RankError
@@ -170,6 +171,8 @@ class RankedModel(TransformersModel):
 
     def _follow_run(self, watches: bool) -> None:
         assert self._plan is not None
+        if faults.PLAN:
+            faults.PLAN.reach("follow", self.version)
         self.run(self._plan, (lambda *_: None) if watches else None)
 
     def _all_columns(self, seen: list[Any]) -> Iterator[tuple[tuple[int, ...], Sequence[int], dict[str, Tensor]]]:
@@ -212,13 +215,27 @@ class RankedModel(TransformersModel):
         with self._on_all("trained"):
             return {n: whole(p.detach()) for n, p in self.model.named_parameters() if p.requires_grad}
 
-    def save(self, folder: str | Path) -> None:
-        with self._on_all("save", folder=str(folder)):
-            state = {name: whole(tensor.detach()).cpu() for name, tensor in self.model.state_dict().items()}
-            if self.ranks.rank == 0:
-                from gruppo.model.checkpoint import save_pretrained
+    def write_weights(self, folder: Path) -> None:
+        """As in one process; each rank writes its rows, and no rank gathers the model. An adapter is gathered."""
+        from gruppo.model.shards import write_whole
 
-                save_pretrained(self.model, self.tokenizer, Path(folder), {**self.quantized, **self._base}, state)
+        with self._on_all("write_weights", folder=str(folder)):
+            if self.lora is not None:
+                state = {name: whole(p.detach()).cpu() for name, p in self.model.state_dict().items() if "lora" in name}
+                if self.ranks.rank == 0:
+                    self.model.save_pretrained(folder, safe_serialization=True, state_dict=state)  # type: ignore[operator]
+            else:
+                write_whole(self.model, Path(folder), self.dtype)
+                if self.ranks.rank == 0:
+                    self.model.config.save_pretrained(folder)  # type: ignore[operator,union-attr]
+                    if getattr(self.model, "generation_config", None) is not None:
+                        self.model.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
+            self.ranks.highest(0)  # all files are there
+
+    def save(self, folder: str | Path) -> None:
+        from gruppo.model.checkpoint import save_pretrained
+
+        save_pretrained(self.write_weights, self.tokenizer, Path(folder), {**self.quantized, **self._base})
 
     def save_state(self, folder: Path) -> None:
         from gruppo.model.shards import save_shards

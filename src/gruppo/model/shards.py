@@ -6,11 +6,13 @@ Weights and the optimizer's tensors are in one flat table; what is no tensor is 
 
 import json
 import operator
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -21,6 +23,8 @@ from gruppo.model.optim import MasterWeights
 from gruppo.parallel.ranks import Ranks
 
 SHARDS, SCALARS = "shards", "optimizer.json"
+FILE_BYTES = 5 * 10**9
+"""Of one file of a model."""
 
 
 def is_sharded(folder: Path) -> bool:
@@ -43,6 +47,27 @@ def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
         groups = optimizer.state_dict()["param_groups"]
         (folder / SCALARS).write_text(json.dumps({"scalars": {}, "param_groups": groups}))
     ranks.highest(0)  # all files are there
+
+
+def write_whole(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """The weights of a sharded model as transformers writes them, joined file by file. Called by all ranks."""
+    kept = dict(model.named_parameters()) | dict(_saved_buffers(model))
+    tensors = {name: x.detach().to(dtype) if x.is_floating_point() else x.detach() for name, x in kept.items()}
+    files, size = {}, 0
+    for name, tensor in tensors.items():
+        size += tensor.numel() * tensor.element_size()
+        files[name] = 1 + size // FILE_BYTES
+    writer = HuggingFaceStorageWriter(
+        path=str(folder), fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=True
+    )
+    save(tensors, storage_writer=writer)
+    shutil.rmtree(folder / "sharded", ignore_errors=True)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that belong into a file."""
+    saved = model.state_dict()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def load_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:

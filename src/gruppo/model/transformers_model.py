@@ -387,7 +387,8 @@ class TransformersModel:
                 output, inputs = self.scorer.loss_of(batch, self.loss, plan.totals)
             output.loss.backward()
             self.weights.collect_gradients()
-            row = {"loss": output.loss.detach(), "off_policy": torch.tensor(not output.on_policy), **output.terms}
+            is_off_policy = bool(batch.indices) and not output.on_policy
+            row = {"loss": output.loss.detach(), "off_policy": torch.tensor(is_off_policy), **output.terms}
             rows.append(row if output.rejected is None else row | {"rejected": output.rejected})
             self._observe(inputs)
             if watch is not None:
@@ -452,7 +453,11 @@ class TransformersModel:
         from gruppo.model.checkpoint import save_pretrained
 
         with self.weights.in_full() if self.lora else nullcontext():
-            save_pretrained(self.model, self.tokenizer, Path(folder), {**self.quantized, **self._base})
+            save_pretrained(self.write_weights, self.tokenizer, Path(folder), {**self.quantized, **self._base})
+
+    def write_weights(self, folder: Path) -> None:
+        """Write all weights, or with LoRA the adapter, under the names that transformers and PEFT give them."""
+        self.model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]  # transformers' and PEFT's
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote into this model."""

@@ -46,10 +46,11 @@ def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> N
         return
     if not isinstance(objects.model, str):
         raise InputError("a model object is for one process: on several ranks give a name or folder, which each loads")
-    single = {"quantize": None, "offload": False, "ref_every": 0, "sampler": "torch"}
-    for name, usual in single.items():
+    for name, usual in {"quantize": None, "offload": False, "ref_every": 0}.items():
         if getattr(config, name) != usual:
             raise InputError(f"{name}={getattr(config, name)!r} is for one process; on several ranks leave it out")
+    if config.sampler == "vllm":
+        raise InputError("sampler='vllm' is an engine inside of one process; on several ranks use sampler=vllm:start")
 
 
 def fit_context(config: TrainConfig, objects: Objects) -> TrainConfig:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,11 +24,13 @@ class TrainedModel(Protocol):
     """The trainer's model as publishing uses it: `gruppo.model.TransformersModel`, or another of its kind."""
 
     model: Any
-    """A causal language model of transformers, or of PEFT: it has `save_pretrained` and `state_dict`."""
+    """A causal language model of transformers, or of PEFT: it has `state_dict`."""
     version: int
     """Optimizer steps that the weights have seen."""
     lora: Any
     """The adapter that trains; None: all weights."""
+
+    def write_weights(self, folder: Path) -> None: ...
 
     def forward_only(
         self, inputs: Sequence[InputFeature], *, temperature: float | None = None

@@ -150,7 +150,7 @@ def write(model: TrainedModel, folder: Path) -> None:
     """Write all weights, or with LoRA the adapter, under the names that transformers and PEFT give them."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    model.model.save_pretrained(folder, safe_serialization=True)
+    model.write_weights(folder)
     set_usual_mode(folder)  # a server may run as another user
 
 
@@ -208,6 +208,10 @@ def _weights(model: TrainedModel) -> "dict[str, Tensor]":
 
         return dict(get_peft_model_state_dict(model.model, save_embedding_layers=False))
     first: dict[int, tuple[str, Tensor]] = {}
+    if hasattr(model.model, "reshard"):  # sharded: a rank may have no number of a tensor, and so no place of it
+        own = model.model.state_dict()
+        tensors = [*model.model.named_parameters(), *model.model.named_buffers()]
+        return {name: tensor for name, tensor in tensors if name in own}
     for name, tensor in model.model.state_dict().items():
         first.setdefault(tensor.data_ptr(), (name, tensor))
     return dict(first.values())

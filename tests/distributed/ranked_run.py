@@ -1,0 +1,63 @@
+"""Runs of the trainer on one of several ranks: `python ranked_run.py RANK WORLD PORT FOLDER CASE...`.
+
+Each case is a short run of the embedded task, all of them in one process per rank. WORLD 1 is the trainer as it is.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gruppo.parallel.ranks import Ranks, join, leave
+from gruppo.trainer import GRPOTrainer, TrainConfig
+
+USUAL: dict[str, Any] = {
+    "model": "builtin", "data": "builtin:carries", "steps": 6, "prompts_per_step": 8, "group_size": 4, "lr": 1e-3,
+    "max_new_tokens": 4, "eval_prompts": 8, "tokens_per_microbatch": 96, "threads": 1, "save_every": 3,
+    "tensorboard": False, "ranks_exact": True,
+}  # fmt: skip
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dapo, dynamic sampling": {"loss": "dapo", "dynamic_sampling": 3},
+    "gspo with kl, shared prompts": {"loss": "gspo", "beta": 0.05, "layout": "shared"},
+    "drgrpo, minibatches": {"loss": "drgrpo", "minibatches": 2, "layout": "padded"},
+    "top_entropy": {"loss": "top_entropy", "minibatches": 2},
+    "clip_cov": {"loss": "clip_cov"},
+    "lora with kl": {"lora": True, "lora_rank": 4, "beta": 0.05},
+    "kl in reward, entropy target": {"kl_in_reward": 0.05, "entropy_target": 0.3, "entropy_coef": 0.01},
+    "ahead": {"max_staleness": 1},
+    "recomputed": {"gradient_checkpointing": True},
+    "bnpo": {"loss": "bnpo"},
+    "not exact": {"ranks_exact": False},
+}
+
+
+def run(case: str, folder: Path, ranks: Ranks | None, **changes: Any) -> None:
+    """One run, on this rank."""
+    if ranks is not None and ranks.rank:
+        from gruppo.trainer.follow import follow
+
+        follow(ranks)
+        return
+    config = TrainConfig(**USUAL | CASES[case] | changes, output=str(folder / case.replace(" ", "-").replace(",", "")))
+    GRPOTrainer(config, quiet=True, ranks=ranks).train()
+    if ranks is not None:
+        ranks.tell({"call": "end", "code": 0})
+
+
+def main() -> None:
+    rank, world, port, folder, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = None if world == "1" else join(120)
+    for case in cases:
+        run(case, Path(folder), ranks)
+    if ranks is not None:
+        leave(ranks, 0, is_lost=False)
+
+
+if __name__ == "__main__":
+    main()

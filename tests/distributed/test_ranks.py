@@ -1,0 +1,207 @@
+"""Runs on several ranks, as real processes over gloo: the bits of one process, resuming elsewhere, and faults."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+SOME = ("grpo", "gspo with kl, shared prompts", "lora with kl")
+
+
+def cases() -> list[str]:
+    sys.path.insert(0, str(HERE))
+    try:
+        from ranked_run import CASES
+    finally:
+        sys.path.remove(str(HERE))
+    return list(CASES)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start(
+    command: list[str], world: int, faults: dict[int, list[dict[str, Any]]] | None = None
+) -> list[subprocess.Popen]:
+    """The same command on every rank, as a launcher would start it."""
+    usual = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    usual |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    made = []
+    for rank in range(world):
+        planned = (faults or {}).get(rank)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({"GRUPPO_FAULTS": json.dumps(planned)} if planned else {})
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        made.append(subprocess.Popen(command, env=os.environ | usual | own, **pipe))  # type: ignore[call-overload]
+    return made
+
+
+def finish(processes: list[subprocess.Popen], timeout: float = 240) -> list[tuple[int, str]]:
+    """Exit code and output of each rank."""
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def train_command(folder: Path, **options: Any) -> list[str]:
+    usual = {"model": "builtin", "data": "builtin:carries", "steps": 6, "prompts_per_step": 8, "group_size": 4}
+    usual |= {"max_new_tokens": 4, "eval_prompts": 8, "tokens_per_microbatch": 96, "lr": 1e-3, "threads": 1}
+    usual |= {"save_every": 1, "output": folder, "keep_checkpoints": 9}
+    words = [str(x) for name, value in (usual | options).items() for x in (f"--{name.replace('_', '-')}", value)]
+    return [sys.executable, "-m", "gruppo", "train", "--ranks-exact", "--no-tensorboard", *words]
+
+
+def all_cases(world: int, folder: Path, chosen: list[str]) -> None:
+    port = str(free_port())
+    command = [sys.executable, str(HERE / "ranked_run.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(world), port, str(folder), *chosen], env=environment)
+        for rank in range(world)
+    ]
+    try:
+        assert [rank.wait(timeout=600) for rank in ranks] == [0] * world
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what a clock decides."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("time")} for line in lines]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return {n: x for file in (run / "model").glob("*.safetensors") for n, x in load_file(file).items()}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert metrics(one) == metrics(other)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    assert not [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one-process")
+    all_cases(1, folder, cases())
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_any_number_of_ranks_gives_the_bits_of_one_process(world: int, one_process: Path, tmp_path: Path) -> None:
+    all_cases(world, tmp_path, cases())
+    differ = []
+    for run in sorted(one_process.iterdir()):
+        if run.name in ("not-exact", "bnpo"):
+            continue
+        try:
+            assert_same_run(run, tmp_path / run.name)
+        except AssertionError:
+            differ.append(run.name)
+    assert not differ
+    # BNPO divides by the tokens of a call, which is the whole step on any number of ranks.
+    assert_same_run(one_process / "bnpo", tmp_path / "bnpo")
+    rows, expected = metrics(tmp_path / "not-exact"), metrics(one_process / "not-exact")
+    # The first step; a last bit of its weights may change what later ones sample.
+    assert rows[1]["optim/grad_norm"] == pytest.approx(expected[1]["optim/grad_norm"], rel=1e-6)
+    assert rows[1]["reward/mean"] == expected[1]["reward/mean"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    for world in (1, 2):
+        all_cases(world, tmp_path / str(world), ["gspo with kl, shared prompts"])
+    name = "gspo-with-kl-shared-prompts"
+    assert len(metrics(tmp_path / "1" / name)) == 7
+    assert_same_run(tmp_path / "1" / name, tmp_path / "2" / name)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_a_run_of_four_ranks_goes_on_on_two_three_and_one(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert finish(start(train_command(whole), 1))[0][0] == 0
+    found = finish(start(train_command(stopped, steps=3), 4))
+    assert [code for code, _ in found] == [0] * 4, found
+    for world in (2, 3, 1):
+        run = tmp_path / f"on-{world}"
+        shutil.copytree(stopped, run)
+        config = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(config.replace(str(stopped), str(run)))
+        command = [sys.executable, "-m", "gruppo", "resume", str(run), "--steps", "6", "--accept-changes"]
+        found = finish(start(command, world))
+        assert [code for code, _ in found] == [0] * world, found
+        assert_same_run(whole, run)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+class TestFaults:
+    def test_a_shard_that_is_missing_is_an_error_and_the_checkpoint_before_is_taken(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        assert [code for code, _ in finish(start(train_command(run, steps=3), 2))] == [0, 0]
+        next((run / "checkpoints" / "step-000003" / "shards").iterdir()).unlink()
+        found = finish(start([sys.executable, "-m", "gruppo", "resume", str(run), "--steps", "4"], 2))
+        assert [code for code, _ in found] == [0, 0], found
+        assert "skipping a checkpoint" in found[0][1] and "lacks shards/" in found[0][1]
+        assert "resuming after step 2" in found[0][1]
+
+    def test_a_rank_that_raises_ends_the_run_with_its_text(self, tmp_path: Path) -> None:
+        fault = {"site": "follow", "step": 2, "action": "raise"}
+        found = finish(start(train_command(tmp_path / "run"), 2, {1: [fault]}))
+        assert found[1][0] == 1 and "fault planned at follow of step 2" in found[1][1]
+        assert found[0][0] == 7 and "lost the others in run" in found[0][1], found[0][1][-600:]
+
+    def test_a_rank_that_is_killed_is_noticed_at_once_and_the_run_goes_on(self, tmp_path: Path) -> None:
+        fault = {"site": "follow", "step": 3, "action": "kill"}
+        started = time.monotonic()
+        found = finish(start(train_command(tmp_path / "run"), 2, {1: [fault]}))
+        assert found[1][0] == -signal.SIGKILL and found[0][0] == 7, found[0][1][-600:]
+        assert time.monotonic() - started < 120
+        whole = tmp_path / "whole"
+        assert finish(start(train_command(whole), 1))[0][0] == 0
+        found = finish(start([sys.executable, "-m", "gruppo", "resume", str(tmp_path / "run")], 2))
+        assert [code for code, _ in found] == [0, 0], found
+        assert_same_run(whole, tmp_path / "run")
+
+    def test_a_rank_that_hangs_is_given_up_at_the_deadline(self, tmp_path: Path) -> None:
+        fault = {"site": "follow", "step": 2, "action": "sleep", "seconds": 600}
+        processes = start(train_command(tmp_path / "run", rank_deadline=20), 2, {1: [fault]})
+        started = time.monotonic()
+        code = processes[0].wait(timeout=120)
+        assert code == 7 and time.monotonic() - started < 100
+        output = processes[1].communicate(timeout=90)[0]
+        assert "Timeout" in output and "strike" in output, output[-600:]  # the stack of the sleep
+
+    def test_a_signal_to_any_rank_saves_on_all(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        fault = {"site": "follow", "step": 2, "action": "term"}
+        found = finish(start(train_command(run, save_every=50), 2, {1: [fault]}))
+        assert [code for code, _ in found] == [75, 75], found
+        assert (run / "checkpoints" / "step-000003").is_dir()
+        assert json.loads((run / "status.json").read_text())["status"] == "stopped"
