@@ -100,10 +100,19 @@ def save_pretrained(model: nn.Module, tokenizer: Any, folder: Path, **facts: Any
     commit_folder(folder, write, {"kind": "model", **facts})
 
 
-def load_pretrained(model: nn.Module, folder: Path) -> None:
-    """Read a folder of `save_pretrained` into a model of the same kind."""
-    read_manifest(folder)
+def load_pretrained(model: nn.Module, folder: Path, *, base: str | None = None) -> None:
+    """Read a folder of `save_pretrained` into a model of the same kind.
+
+    Args:
+        base: digest of the weights below an adapter; a folder that notes another is refused.
+    """
+    trained_on = read_manifest(folder).get("base")
     if hasattr(model, "disable_adapter"):
+        if None not in (base, trained_on) and base != trained_on:
+            raise CheckpointError(
+                f"{folder} holds an adapter that was trained on other weights than the model's (digest {trained_on}, "
+                f"found {base}), and on these it is another policy; make the model from the weights it was trained on"
+            )
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         file = folder / "adapter_model.safetensors"

@@ -230,6 +230,10 @@ class GRPOTrainer:
             text += "columns that they read with `gruppo reward check`"
             self.recorder.warned(number, "no_reward", text)
         kept = [group for group in groups if group.status == "kept"]
+        if not kept:
+            text = f"dynamic sampling found no group that teaches something among {len(groups)}: the step changes "
+            text += "nothing. Raise group_size, temperature or dynamic_sampling, or take easier or harder prompts"
+            self.recorder.warned(number, "no_signal", text)
         with self._timed("reward"):
             if config.kl_in_reward:
                 kept, measured = with_kl(kept, self.model)
