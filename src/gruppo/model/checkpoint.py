@@ -34,7 +34,8 @@ def save_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
             )
     save_file(kept, folder / "weights.safetensors")
     save_file(tensors, folder / "optimizer.safetensors")
-    (folder / "optimizer.json").write_text(json.dumps({"scalars": scalars, "param_groups": state["param_groups"]}))
+    described = {"scalars": scalars, "param_groups": state["param_groups"], "tensors": sorted(tensors)}
+    (folder / "optimizer.json").write_text(json.dumps(described))
 
 
 def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -45,7 +46,13 @@ def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
     try:
         saved = load_file(folder / "weights.safetensors")
         description = json.loads((folder / "optimizer.json").read_text())
-        entries = load_file(folder / "optimizer.safetensors") | description["scalars"]
+        tensors = load_file(folder / "optimizer.safetensors")
+        lost = sorted(set(description.get("tensors", tensors)) ^ tensors.keys())
+        if lost:
+            raise CheckpointError(
+                f"{folder / 'optimizer.safetensors'} does not hold what optimizer.json names: {', '.join(lost[:3])}"
+            )
+        entries = tensors | description["scalars"]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state: dict[int, dict[str, Any]] = {}
         for key, value in entries.items():

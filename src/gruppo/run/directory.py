@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 Status = Literal["running", "done", "stopped", "failed"]
 
-OWN = (
-    *("config.yaml", "origin.json", "env.json", "status.json"),
+FILES = (
+    *("config.yaml", "origin.json", "env.json", "status.json", "heldout.jsonl", "eval.parquet"),
     *("metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png"),
-    *("checkpoints", "completions", "model", "best", "tensorboard", "sync", "heldout.jsonl", "eval.parquet"),
 )
+FOLDERS = ("checkpoints", "completions", "model", "best", "tensorboard", "sync")
 """Names of everything that a run writes, but for its lock."""
 
 
@@ -90,6 +90,7 @@ class RunDirectory(RunReader):
     def reopen(cls, path: str | Path) -> Self:
         run = cls(path)
         run.check()
+        run._check_kinds()
         take_lock(run.path)
         return run
 
@@ -106,6 +107,16 @@ class RunDirectory(RunReader):
             for folder in self._made:
                 with suppress(OSError):  # not empty: it has files that are not the run's
                     folder.rmdir()
+
+    def _check_kinds(self) -> None:
+        """Refuse a folder in the place of a file, and the reverse: a run could not keep its records."""
+        for name in (*FILES, *FOLDERS):
+            path = self.path / name
+            if path.is_dir() if name in FILES else path.is_file():
+                wrong, right = ("folder", "file") if name in FILES else ("file", "folder")
+                raise InputError(
+                    f"{path} is a {wrong}, and a run has a {right} of that name; nothing was touched. Move it away"
+                )
 
     def _is_ours(self) -> bool:
         """Whether a run began here. A lone config.yaml may be the user's."""
@@ -128,7 +139,7 @@ class RunDirectory(RunReader):
 
     def _remove(self) -> None:
         """Remove what a run writes, and nothing else."""
-        for name in OWN:
+        for name in (*FILES, *FOLDERS):
             remove(self.path / name)
         remove_temporary(self.path)
 
