@@ -73,7 +73,6 @@ ROWS = {
 WITHOUT_TEST = {
     **dict.fromkeys(("R-12", "R-40", "R-41", "R-42"), RANKS),
     "R-49": "not applicable: no reward of gruppo executes model text",
-    "R-50": "not applicable: gruppo has no viewer and no server of its own",
 }
 
 VLLM = "with the real engine: make test-vllm"

@@ -25,7 +25,8 @@ CORPUS = Path(__file__).parent / "corpus"
 SAMPLE = ("sample", "1+1=", "--max-new-tokens", "2")
 TRAIN = ("train", "--data", "data.jsonl", "--output", "out", "--steps", "2", "--prompts-per-step", "2")
 TRAIN += ("--group-size", "2", "--eval-prompts", "0", "--no-tensorboard", "--threads", "1", "--reward-workers", "1")
-GOOD_ROWS = "".join(json.dumps({"prompt": f"0{i}+01=", "answer": f"0{i}"}) + "\n" for i in range(8))
+SUMS = [(47, 85), (58, 67), (12, 9), (99, 1), (35, 48), (76, 27), (64, 39), (5, 5)]
+GOOD_ROWS = "".join(json.dumps({"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"}) + "\n" for a, b in SUMS)
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -327,6 +328,9 @@ def spoil(folder: Path, entry: dict[str, Any]) -> None:
     elif entry.get("make") == "folder":
         path.unlink(missing_ok=True)
         path.mkdir()
+    elif entry.get("make") == "file":
+        shutil.rmtree(path)
+        path.write_text("x")
     elif "set" in entry:
         path.write_text(json.dumps(json.loads(path.read_text()) | entry["set"]))
     elif "yaml" in entry:
@@ -451,6 +455,7 @@ MAKERS: dict[str, Callable[[bytes], bytes]] = {
     ),
     "int8_weights": _tensors(lambda tensors: {name: tensor.char() for name, tensor in tensors.items()}),
     "nan_weights": _tensors(lambda tensors: {name: tensor * float("nan") for name, tensor in tensors.items()}),
+    "no_weights": _tensors(lambda tensors: {}),
     "few_weights": _tensors(lambda tensors: dict(list(tensors.items())[:1])),
     "other_shapes": _tensors(lambda tensors: {n: t.flatten()[:1].repeat(3) for n, t in tensors.items()}),
     "index_bin": _index("weights.bin"),

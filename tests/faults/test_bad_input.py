@@ -300,6 +300,17 @@ def test_an_output_that_cannot_be_a_folder_is_named(name: str, fails: Fails, tmp
     assert "output=" in fails(output=f"{tmp_path}/{name}")
 
 
+UNSEEN = {"newline": "a\nb", "escape": "\x1b[2J", "right to left": "a\u202egpj", "blank": " ", "blank end": "run "}
+
+
+@pytest.mark.parametrize("name", UNSEEN.values(), ids=UNSEEN)
+@pytest.mark.row("R-47", "names with controls, direction marks and blanks")
+def test_an_output_whose_name_cannot_be_read_is_refused(name: str, fails: Fails, tmp_path: Path) -> None:
+    text = fails(output=f"{tmp_path}/{name}/run")
+    assert "would make a folder" in text and "choose another" in text
+    assert "\x1b" not in text and "\u202e" not in text
+
+
 def test_resume_of_something_else_is_named(fails: Fails, tmp_path: Path) -> None:
     assert "is not a run directory: it has no config.yaml" in fails(str(tmp_path), verb="resume")
     assert "is not a run directory: it has no config.yaml" in fails(str(tmp_path / "absent"), verb="resume")

@@ -19,6 +19,8 @@ import pytest
 from fuzz_cases import GOOD_ROWS, Case, all_cases, copy_model
 from warm_process import WarmProcess, gruppo
 
+from gruppo.weights.files import read_header
+
 ROOM = 3 * 2**30
 """Bytes that a case may take beyond what the process has when it begins."""
 SECONDS = 40.0
@@ -119,14 +121,16 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "--prompts-per-step",
         "2",
         "--group-size",
-        "2",
+        "8",
     ]
-    small += ["--max-new-tokens", "4", "--eval-prompts", "2", "--no-tensorboard", "--threads", "1"]
+    small += ["--lr", "1e-3", "--max-new-tokens", "4", "--eval-prompts", "2", "--no-tensorboard", "--threads", "1"]
     for number, words in enumerate((["--output", "run"], ["--output", "lora", "--lora", "--model", "m"])):
         process = WarmProcess(folder / f"{number}.txt", in_folder, ["train", *small, *words], str(folder))
         assert process.wait() == 0, process.output
         process.close()
     shutil.copytree(folder / "lora" / "model", folder / "a")
+    for step in (2, 4):  # a run in which no group has a signal has no optimizer state to spoil
+        assert read_header(folder / "run" / "checkpoints" / f"step-{step:06d}" / "optimizer.safetensors")[0]
     yield folder
     shutil.rmtree(folder)
 

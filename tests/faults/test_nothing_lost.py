@@ -170,6 +170,37 @@ def test_data_that_changed_is_refused(part: Path, capsys: pytest.CaptureFixture[
     assert exit_code(["resume", str(part), "--steps", "6"]) == 0
 
 
+@pytest.mark.parametrize("named", ["../../elsewhere", "/ABSOLUTE/elsewhere", "~/elsewhere"])
+@pytest.mark.row("R-47", "a run directory of a stranger whose config names ../x or an absolute output")
+def test_a_run_directory_writes_where_it_lies_whatever_its_config_names(
+    named: str, part: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home" / "deep").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "home" / "deep")
+    config = part / "config.yaml"
+    lines = [line for line in config.read_text().splitlines() if not line.startswith("output:")]
+    config.write_text("\n".join([*lines, f"output: {named.replace('/ABSOLUTE', str(tmp_path / 'home'))}", ""]))
+    around = {path for path in tmp_path.rglob("*") if not path.is_relative_to(part)}
+    assert exit_code(["resume", str(part), "--steps", "6"]) == 0
+    assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(part)} == around
+    assert RunReader(part).status()["step"] == 6
+
+
+@pytest.mark.row("R-47", "../x and an absolute path as the user's own output")
+def test_an_output_of_the_users_own_is_made_there_and_nowhere_else(flags: Flags, start: Start, tmp_path: Path) -> None:
+    # Flags and config are the user's; code that they name is run, so an output is not confined to a root.
+    (tmp_path / "a").mkdir()
+    run = start(["train", *flags(Path(f"{tmp_path}/a/../b"), steps=1, eval_prompts=0)])
+    assert run.wait() == 0, run.output
+    assert (tmp_path / "b" / "model").is_dir() and list((tmp_path / "a").iterdir()) == []
+    refused = start(["train", *flags(Path(f"{tmp_path}/new/deep/run"), model=str(tmp_path / "a"))])
+    assert refused.wait() == 2 and not (tmp_path / "new").exists()
+    late = start(["train", *flags(Path(f"{tmp_path}/new/../deep/run"), lora=True, lora_targets="no_such")])
+    assert late.wait() == 2, late.output  # with the directory made
+    assert not (tmp_path / "new").exists() and not (tmp_path / "deep").exists()
+
+
 def test_a_run_without_its_origin_is_refused(part: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for content in (b"", b"[]", b'{"seed": '):
         (part / "origin.json").write_bytes(content)
@@ -187,6 +218,7 @@ ADAPTER_WORDS = {
 
 
 @pytest.mark.parametrize("verb", ADAPTER_WORDS)
+@pytest.mark.row("R-52", "a base of the same shape with another weight, by every verb")
 def test_an_adapter_on_another_base_is_refused(
     verb: str, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,7 +86,14 @@ def gruppo(arguments: Sequence[str], *plan: tuple[str, int, str]) -> None:
 
 
 def on_small_disk(
-    arguments: Sequence[str], disk: str, size: int, kept: str, *, fill_after: int = 0, read_only: bool = False
+    arguments: Sequence[str],
+    disk: str,
+    size: int,
+    kept: str,
+    *,
+    fill_after: int = 0,
+    read_only: bool = False,
+    filled_from: str = "",
 ) -> None:
     """The command line with the folder `disk` on a file system of its own; a copy of it stays in `kept`.
 
@@ -94,6 +101,7 @@ def on_small_disk(
         size: bytes of the file system.
         fill_after: once a run on it has recorded this step, it is full until three records were dropped.
         read_only: nothing can be written to it; it holds a copy of `kept`.
+        filled_from: a folder of which it holds a copy.
     """
     import shutil
     import threading
@@ -104,6 +112,8 @@ def on_small_disk(
     if read_only:
         shutil.copytree(kept, disk, dirs_exist_ok=True)
         mount(disk, f"size={size}", flags=MS_REMOUNT | MS_RDONLY)
+    if filled_from:
+        shutil.copytree(filled_from, disk, dirs_exist_ok=True)
     if fill_after:
         threading.Thread(target=_fill_for_a_while, args=(Path(disk), fill_after), daemon=True).start()
     try:
@@ -118,6 +128,14 @@ def _fill_for_a_while(disk: Path, step: int) -> None:
 
     (metrics,) = _wait_for(lambda: list(disk.glob("*/metrics.jsonl")))
     _wait_for(lambda: metrics.read_bytes().count(b"\n") > step)
+    fill(disk)
+    runs = [found for found in gc.get_objects() if isinstance(found, RunDirectory)]
+    _wait_for(lambda: any(run.dropped >= 3 for run in runs))
+    (disk / "filler").unlink()
+
+
+def fill(disk: Path) -> None:
+    """Leave no byte free."""
     with (disk / "filler").open("wb", buffering=0) as filler:
         for size in (2**16, 1):
             try:
@@ -125,9 +143,6 @@ def _fill_for_a_while(disk: Path, step: int) -> None:
                     filler.write(b"\0" * size)
             except OSError:
                 pass
-    runs = [found for found in gc.get_objects() if isinstance(found, RunDirectory)]
-    _wait_for(lambda: any(run.dropped >= 3 for run in runs))
-    (disk / "filler").unlink()
 
 
 def _wait_for(found: Callable[[], Any]) -> Any:

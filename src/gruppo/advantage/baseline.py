@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gruppo.advantage.estimator import Estimator, Groups, Scale
+from gruppo.advantage.estimator import ROUNDING, Estimator, Groups, Scale
 from gruppo.errors import InputError
 
 __all__ = [
@@ -201,7 +201,9 @@ class ReMaxAdvantage(Estimator, name="remax", scale="none", needs=("greedy_rewar
     """
 
     def estimate(self, groups: Groups, greedy_rewards: Tensor) -> Tensor:
-        return groups.result(groups.rewards - greedy_rewards, where=~greedy_rewards.isnan())
+        difference = groups.rewards - greedy_rewards  # NaN without a greedy reward, and then not larger
+        rounding = ROUNDING * torch.maximum(groups.rewards.abs(), greedy_rewards.abs())
+        return groups.result(difference, where=difference.abs() > rounding)
 
 
 def _whiten(

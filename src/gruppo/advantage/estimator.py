@@ -18,9 +18,9 @@ GroupIds = Sequence[Any] | Tensor | None
 Scale = Literal["group", "batch", "none"]
 PerSequence = Sequence[Any] | Tensor
 
-ROUNDING = 2.0**-46
-"""A spread of at most this share of the largest reward comes from adding the same numbers in another order (0.1 + 0.2
-is not 0.3 in float64). Divided by its own deviation it would become an advantage of 1."""
+ROUNDING = 2.0**-22
+"""A spread of at most this share of the largest reward is rounding: two to four steps of float32, in which reward
+models compute and scores are added up. Divided by its own deviation it would become an advantage of 1."""
 
 
 @dataclass(frozen=True, slots=True)

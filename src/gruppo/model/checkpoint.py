@@ -34,7 +34,8 @@ def save_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
             )
     save_file(kept, folder / "weights.safetensors")
     save_file(tensors, folder / "optimizer.safetensors")
-    (folder / "optimizer.json").write_text(json.dumps({"scalars": scalars, "param_groups": state["param_groups"]}))
+    described = {"scalars": scalars, "param_groups": state["param_groups"], "tensors": sorted(tensors)}
+    (folder / "optimizer.json").write_text(json.dumps(described))
 
 
 def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -45,7 +46,13 @@ def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
     try:
         saved = load_file(folder / "weights.safetensors")
         description = json.loads((folder / "optimizer.json").read_text())
-        entries = load_file(folder / "optimizer.safetensors") | description["scalars"]
+        tensors = load_file(folder / "optimizer.safetensors")
+        lost = sorted(set(description.get("tensors", tensors)) ^ tensors.keys())
+        if lost:
+            raise CheckpointError(
+                f"{folder / 'optimizer.safetensors'} does not hold what optimizer.json names: {', '.join(lost[:3])}"
+            )
+        entries = tensors | description["scalars"]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state: dict[int, dict[str, Any]] = {}
         for key, value in entries.items():
@@ -103,10 +110,19 @@ def save_pretrained(
     commit_folder(folder, write, {"kind": "model", **facts})
 
 
-def load_pretrained(model: nn.Module, folder: Path) -> None:
-    """Read a folder of `save_pretrained` into a model of the same kind."""
-    read_manifest(folder)
+def load_pretrained(model: nn.Module, folder: Path, *, base: str | None = None) -> None:
+    """Read a folder of `save_pretrained` into a model of the same kind.
+
+    Args:
+        base: digest of the weights below an adapter; a folder that notes another is refused.
+    """
+    trained_on = read_manifest(folder).get("base")
     if hasattr(model, "disable_adapter"):
+        if None not in (base, trained_on) and base != trained_on:
+            raise CheckpointError(
+                f"{folder} holds an adapter that was trained on other weights than the model's (digest {trained_on}, "
+                f"found {base}), and on these it is another policy; make the model from the weights it was trained on"
+            )
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         file = folder / "adapter_model.safetensors"

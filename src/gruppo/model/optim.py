@@ -25,7 +25,7 @@ class StepReport:
     skipped: bool = False
     """True when a gradient was not finite: the weights are untouched."""
     culprit: str | None = None
-    """The first parameter with a non-finite gradient."""
+    """The first parameter with a non-finite gradient; all together where each is finite and their norm is not."""
 
 
 class MasterWeights:
@@ -167,7 +167,7 @@ def clip_and_step(
     norm = norm_by_rows(gradients) if weights.by_rows else torch.nn.utils.get_total_norm(gradients)
     grad_norm = norm.item()
     if not math.isfinite(grad_norm):
-        culprit = weights.first_non_finite()
+        culprit = weights.first_non_finite() or "all parameters together"
         weights.zero_grad()
         return StepReport(grad_norm=grad_norm, lr=lr, skipped=True, culprit=culprit)
     if max_grad_norm is not None:

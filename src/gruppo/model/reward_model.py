@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from gruppo.errors import InputError
+from gruppo.task.template import render_all
 from gruppo.weights.source import context_length, load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -49,8 +50,10 @@ class RewardModel:
             )
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         is_chat = not all(isinstance(prompt, str) for prompt in prompts)
+        pairs = list(zip(prompts, completions, strict=True))
+        rendered = iter(self._render([[*prompt, *answer] for prompt, answer in pairs if not isinstance(prompt, str)]))
+        texts = [prompt + answer if isinstance(prompt, str) else next(rendered) for prompt, answer in pairs]
         longest = context_length(self._loaded)
         scores: list[float | None] = []
         with torch.no_grad():
@@ -67,16 +70,23 @@ class RewardModel:
                 scores += logits[:, 0].float().tolist()
         return scores
 
-    def _text(self, prompt: Any, completion: Any) -> str:
-        if isinstance(prompt, str):
-            return prompt + completion
+    def _render(self, conversations: Sequence[Any]) -> list[str]:
+        """Conversations as text. The template is a program of the model's, and runs in a child process."""
+        if not conversations:
+            return []
         if not self._tokenizer.chat_template:
             raise InputError(
                 f"the prompts are conversations, and reward model {self.model!r} has no chat template; use one that "
                 "has, or give the prompts as text"
             )
-        text: Any = self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-        return text
+        try:
+            texts = render_all(conversations, self._tokenizer, {}, add_generation_prompt=False)
+        except InputError as error:
+            raise InputError(f"reward model {self.model!r}: {error}") from error
+        for text in texts:
+            if isinstance(text, InputError):  # of one completion: an error of this call, and not of the run
+                raise ValueError(str(text))
+        return [str(text) for text in texts]
 
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":

@@ -464,7 +464,7 @@ class TransformersModel:
         from gruppo.model.checkpoint import load_pretrained
 
         with nullcontext() if self._weights is None else self._weights.in_full():
-            load_pretrained(self.model, Path(folder))
+            load_pretrained(self.model, Path(folder), base=self._base.get("base"))
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 Status = Literal["running", "done", "stopped", "failed"]
 
-OWN = (
-    *("config.yaml", "origin.json", "env.json", "status.json"),
+FILES = (
+    *("config.yaml", "origin.json", "env.json", "status.json", "heldout.jsonl", "eval.parquet"),
     *("metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png"),
-    *("checkpoints", "completions", "model", "best", "tensorboard", "sync", "heldout.jsonl", "eval.parquet"),
 )
+FOLDERS = ("checkpoints", "completions", "model", "best", "tensorboard", "sync")
 """Names of everything that a run writes, but for its lock."""
 
 
@@ -43,6 +43,8 @@ class RunDirectory(RunReader):
         self.dropped = 0
         """Records that could not be written. A full disk does not stop a run; only a failed checkpoint does."""
         self._has_begun = True
+        self._made: list[Path] = []
+        """Folders that were not there before the run, the innermost first."""
 
     @classmethod
     def create(cls, output: str, config: str, *, overwrite: bool = False) -> Self:
@@ -58,6 +60,9 @@ class RunDirectory(RunReader):
         try:
             is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
             if not is_used:
+                run._made = [each for each in (path, *path.parents) if not each.exists()]
+                for folder in run._made:
+                    _check_name(folder.name, output)
                 path.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError, RecursionError) as error:  # a file in the way, no permission, a name that is none
             raise InputError(
@@ -85,6 +90,7 @@ class RunDirectory(RunReader):
     def reopen(cls, path: str | Path) -> Self:
         run = cls(path)
         run.check()
+        run._check_kinds()
         take_lock(run.path)
         return run
 
@@ -98,8 +104,19 @@ class RunDirectory(RunReader):
                 self._remove()
         give_back_lock(self.path)
         if is_void:
-            with suppress(OSError):  # not empty: it has files that are not the run's
-                self.path.rmdir()
+            for folder in self._made:
+                with suppress(OSError):  # not empty: it has files that are not the run's
+                    folder.rmdir()
+
+    def _check_kinds(self) -> None:
+        """Refuse a folder in the place of a file, and the reverse: a run could not keep its records."""
+        for name in (*FILES, *FOLDERS):
+            path = self.path / name
+            if path.is_dir() if name in FILES else path.is_file():
+                wrong, right = ("folder", "file") if name in FILES else ("file", "folder")
+                raise InputError(
+                    f"{path} is a {wrong}, and a run has a {right} of that name; nothing was touched. Move it away"
+                )
 
     def _is_ours(self) -> bool:
         """Whether a run began here. A lone config.yaml may be the user's."""
@@ -122,7 +139,7 @@ class RunDirectory(RunReader):
 
     def _remove(self) -> None:
         """Remove what a run writes, and nothing else."""
-        for name in OWN:
+        for name in (*FILES, *FOLDERS):
             remove(self.path / name)
         remove_temporary(self.path)
 
@@ -265,6 +282,15 @@ def current_environment() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cores": os.cpu_count(),
     }
+
+
+def _check_name(name: str, output: str) -> None:
+    """Refuse the name of a new folder that cannot be read off a screen."""
+    if not name.isprintable() or name != name.strip():
+        raise InputError(
+            f"output={output[:200]!r} would make a folder {name[:200]!r}: its name has characters that cannot be seen, "
+            "or blanks at an end; choose another"
+        )
 
 
 def _step(line: Mapping[str, Any]) -> float:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
+from statistics import median
 from typing import Any
 
 from gruppo.output import printable
@@ -21,6 +22,11 @@ ADVICE_EVERY = 20
 
 MOST_UNWRITTEN = 2
 """Steps whose completions may wait to be written while the run goes on."""
+
+SPIKE = 100.0
+"""A gradient norm of so many times the median of recent steps is an event."""
+FEWEST_NORMS = 5
+"""Steps with a gradient below which none is called a spike."""
 
 _MAX_REASON = 300
 """Characters of an exception, or of a completion, in a warning."""
@@ -98,6 +104,7 @@ class Recorder:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The numbers of a step."""
         self._log(step, metrics)
+        self._check_gradient(step, metrics.get("optim/grad_norm", 0.0))
         self._recent.append(dict(metrics))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -131,6 +138,17 @@ class Recorder:
         self._warned.add((kind, about))
         self.run.log_event(kind, step=step, text=text, **facts)
         logger.warning("step %d: %s", step, printable(text))
+
+    def _check_gradient(self, step: int, norm: float) -> None:
+        """Warn of a gradient that is far larger than those of recent steps; it was clipped to max_grad_norm."""
+        norms = [seen["optim/grad_norm"] for seen in self._recent if "optim/grad_norm" in seen]
+        if len(norms) < FEWEST_NORMS or norm <= SPIKE * median(norms):
+            return
+        text = (
+            f"the gradient norm is {norm:.3g}, {norm / max(median(norms), 1e-30):,.0f} times the median of the last "
+            f"{len(norms)} steps; it was clipped to max_grad_norm. Look at the completions of the step, or lower lr"
+        )
+        self.warned(step, "gradient_spike", text, about=str(step), grad_norm=norm)
 
     def _check_rewards(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Warn of reward functions that failed on some completions, or gave no value to any while others did."""

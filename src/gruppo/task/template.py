@@ -29,9 +29,18 @@ REMEDY = "use the template of another model: tokenizer.chat_template = ..., or a
 
 
 def render_all(
-    conversations: Sequence[Sequence[Mapping[str, Any]]], tokenizer: Any, options: Mapping[str, Any]
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    tokenizer: Any,
+    options: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = True,
 ) -> list[str | InputError]:
-    """The text of each conversation, ending where the assistant's turn begins, or why the template gives none."""
+    """The text of each conversation, or why the template gives none.
+
+    Args:
+        add_generation_prompt: end where the assistant's turn begins; False: the conversation is complete.
+    """
+    options = {**options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the child calls the template alone, no thread of ours
@@ -93,7 +102,7 @@ def _answer(messages: Any, tokenizer: Any, options: Mapping[str, Any]) -> dict[s
     from jinja2 import TemplateError
 
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        text = tokenizer.apply_chat_template(messages, **options)
     except TemplateError as error:
         return {"error": f"refuses the conversation: {str(error)[:1000]}"}
     except Exception as error:

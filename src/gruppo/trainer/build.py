@@ -77,8 +77,30 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
     if not isinstance(loss, PolicyLoss):
         raise InputError(f"loss={config.loss!r} gives a {type(loss).__name__}, not a loss of gruppo.loss")
     correction = _correction(config, loss)
-    # Made anew: a loss puts a correction where it belongs, which for some is not in front of the policy term.
-    return loss if correction is None else _made("loss", config.loss, cls, options | {"correction": correction})
+    if correction is not None:
+        # Made anew: a loss puts a correction where it belongs, which for some is not in front of the policy term.
+        loss = _made("loss", config.loss, cls, options | {"correction": correction})
+    for name in ("loss", "correction"):
+        value = getattr(config, name)
+        if ":" in value:
+            _try(f"{name}={value!r}", loss)
+    return loss
+
+
+def _try(what: str, call: Callable[..., Any]) -> None:
+    """Call code of the user's own with two made-up sequences: what it cannot compute is seen before a run begins."""
+    logps = torch.tensor([[-1.0, -0.5], [-0.75, -0.25]])
+    given = dict.fromkeys(("old_logps", "ref_logps", "sampler_logps"), logps.clone())
+    outputs = {"logps": logps.requires_grad_(), "entropies": torch.ones(2, 2)}
+    try:
+        call({"labels": torch.zeros(2, 2, dtype=torch.int64)}, outputs, advantages=[1.0, -1.0], **given)
+    except GruppoError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{what} fails on made-up log-probs: {type(error).__name__}: {error}; see docs/extending.md for "
+            "what it gets and returns"
+        ) from error
 
 
 def _correction(config: TrainConfig, loss: PolicyLoss) -> Any:
@@ -333,6 +355,8 @@ def build_metrics(options: RunOptions) -> list[Metric]:
         metric = metric() if isinstance(metric, type) else metric
         if not isinstance(metric, Metric):
             raise InputError(f"metrics={name!r} names {metric!r}, not a gruppo.metric.Metric (docs/extending.md)")
+        _try(f"metrics={name!r}", metric.accumulate)
+        metric.reset()
         made.append(metric)
     return made
 

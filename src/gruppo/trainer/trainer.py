@@ -17,7 +17,7 @@ from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
-from gruppo.run.reader import RunReader
+from gruppo.run.reader import RunReader, numbered
 from gruppo.run.recorder import Recorder
 from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import Trackers, check_installed
@@ -28,7 +28,7 @@ from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.objects import take_objects
-from gruppo.trainer.plan import Plan, make_plan
+from gruppo.trainer.plan import Plan, disk_needs, make_plan
 from gruppo.trainer.rollout import RolloutSource, dead_frac
 from gruppo.trainer.state import Snapshots
 from gruppo.types import Group
@@ -161,6 +161,8 @@ class GRPOTrainer:
             self.snapshots = Snapshots(checkpoints, self.model, self.state)
             if resume:
                 self._restore(changes)
+            else:
+                disk_needs(config, self.model).check(config, self.run.path)
             if changes or not (self.run.path / "origin.json").exists():
                 self.run.write_origin(made_from)
             if changes or not self.run.held_out.exists():
@@ -235,6 +237,10 @@ class GRPOTrainer:
             text += "columns that they read with `gruppo reward check`"
             self.recorder.warned(number, "no_reward", text)
         kept = [group for group in groups if group.status == "kept"]
+        if not kept:
+            text = f"dynamic sampling found no group that teaches something among {len(groups)}: the step changes "
+            text += "nothing. Raise group_size, temperature or dynamic_sampling, or take easier or harder prompts"
+            self.recorder.warned(number, "no_signal", text)
         with self._timed("reward"):
             if config.kl_in_reward:
                 kept, measured = with_kl(kept, self.model)
@@ -411,6 +417,9 @@ class GRPOTrainer:
             )
         if not self.step_number and self.unfinished is None:
             logger.warning("%s was not saved after a step; it starts over", self.run.path)
+        num_saved = len(numbered(self.run.checkpoints))
+        needs = disk_needs(self.config, self.model, step=self.step_number, num_saved=num_saved)
+        needs.check(self.config, self.run.path)
         # The first evaluation is made again too, if there was no step after it.
         redo_line = self.step_number == 0 or self.unfinished is not None
         self.run.go_on_after(self.step_number, self.config.to_yaml(), redo_line=redo_line)

@@ -388,6 +388,13 @@ def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
     own = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
         names = set(file.keys())
+        kinds = {name: file.get_slice(name).get_dtype() for name in names}
+    whole = sorted(name for name, kind in kinds.items() if "F" not in kind)
+    if whole:  # PEFT would round what was trained
+        raise InputError(
+            f"adapter folder {folder} holds {kinds[whole[0]]} in {whole[0]}; weights must be floating point. Copy it "
+            "again"
+        )
     missing, unknown = sorted(own - names), sorted(name for name in names - own if ".lora_" in name)
     if missing:  # PEFT leaves them at zero with a warning: the adapter that was trained would be gone
         raise InputError(

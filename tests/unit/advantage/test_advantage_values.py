@@ -1,14 +1,16 @@
 """Advantages: values to the digit, exact zeros, abstentions, and groups of any size."""
 
 import math
-from itertools import chain
+from itertools import chain, permutations
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gruppo.advantage import Groups, GRPOAdvantage, RLOOAdvantage
+from gruppo.advantage import ADVANTAGES, Groups, GRPOAdvantage, RLOOAdvantage
 
 # Two prompts with four sequences each.
 REWARDS = [0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
@@ -100,11 +102,38 @@ def test_equal_rewards_that_no_float_holds_give_exactly_zero(estimate, scale, fo
         assert estimate(rewards, num_generations=n, scale=scale).tolist() == [0.0] * n
 
 
-@pytest.mark.row("R-21", "rewards that differ by float32 noise")
-@pytest.mark.xfail(strict=True, reason="rewards one float32 step apart are compared like others")
-def test_rewards_that_differ_by_rounding_give_exactly_zero():
-    rewards = torch.tensor([1.0, 1.0000001, 1.0, 1.0])  # one step of float32 apart
-    assert GRPOAdvantage(normalization="standard")(rewards, num_generations=4).tolist() == [0.0] * 4
+def _step_from(value, towards):
+    """Four numbers of float32, the second one step from the others."""
+    return np.array([value, np.nextafter(np.float32(value), np.float32(towards)), value, value], np.float32)
+
+
+NOISE = {
+    "one step": _step_from(1.0, 2.0),
+    "a thousand and a step": _step_from(1000.0, 0.0),
+    "below zero": _step_from(-0.7, 0.0),
+    "0.1, 0.6 and 0.7, added in every order": np.array([
+        np.float32(a) + np.float32(b) + np.float32(c) for a, b, c in permutations([0.1, 0.6, 0.7])
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rewards", NOISE.values(), ids=NOISE)
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.row("R-21", "rewards that differ by steps of float32, with every estimator")
+def test_rewards_that_differ_by_rounding_give_exactly_zero(name, rewards):
+    assert len(set(rewards.tolist())) > 1
+    estimate: Any = ADVANTAGES[name]()
+    given = {"lengths": [3] * len(rewards), "greedy_rewards": [float(rewards[0])] * len(rewards)}
+    more = {keyword: value for keyword, value in given.items() if keyword in (*estimate.needs, *estimate.uses)}
+    if name == "beta_norm":
+        more["correct"] = [True] * len(rewards)  # its own formula takes rewards between 0 and 1 only
+    assert estimate(rewards.tolist(), num_generations=len(rewards), **more).tolist() == [0.0] * len(rewards)
+
+
+def test_rewards_that_a_person_would_tell_apart_are_compared():
+    # A millionth: four times what counts as rounding. 3 values: mean 1/3 above the lower, sample std sqrt(1/3).
+    advantages = GRPOAdvantage(normalization="standard", eps=0.0)([1.0, 1.0, 1.000001], num_generations=3)
+    assert advantages.tolist() == pytest.approx([-1 / math.sqrt(3), -1 / math.sqrt(3), 2 / math.sqrt(3)], rel=1e-4)
 
 
 @every_estimate

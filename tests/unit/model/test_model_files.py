@@ -417,6 +417,19 @@ def test_an_adapter_of_another_base_is_refused(adapted: Any, tmp_path: Path) -> 
         TransformersModel(str(tmp_path / "adapter"), tokenizer=load_tokenizer("builtin"))
 
 
+@pytest.mark.row("R-52", "an adapter read into a model of another base of the same shape")
+def test_an_adapter_is_not_read_into_a_model_of_another_base(base_folder: Path, tmp_path: Path) -> None:
+    tokenizer, lora = load_tokenizer("builtin"), LoraSpec(rank=2)
+    TransformersModel(str(base_folder), lora=lora, tokenizer=tokenizer, device="cpu").save(tmp_path / "adapter")
+    file = base_folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "q_proj" in name)
+    save_file({**tensors, name: tensors[name] * 1.01}, file, metadata={"format": "pt"})
+    other = TransformersModel(str(base_folder), lora=lora, tokenizer=tokenizer, device="cpu")
+    with pytest.raises(CheckpointError, match="was trained on other weights than the model's"):
+        other.load(tmp_path / "adapter")
+
+
 def test_the_dropout_of_an_adapter_from_elsewhere_is_switched_off(adapted: Any, tmp_path: Path) -> None:
     adapted.save(tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) | {"lora_dropout": 0.5}

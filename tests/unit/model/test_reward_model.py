@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import (
@@ -15,7 +16,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from gruppo.errors import InputError
+from gruppo.errors import InputError, RewardError
 from gruppo.reward import RewardScorer, load_reward
 from gruppo.task.builtin import builtin_model_path
 from gruppo.trainer import GRPOTrainer, TrainConfig
@@ -133,3 +134,38 @@ def test_conversations_need_a_template(tmp_path: Path) -> None:
         pytest.raises(InputError, match=r"prompts are conversations, and reward model .* has no chat template"),
     ):
         scorer.score([[{"role": "user", "content": "1"}]], ["3"])
+
+
+ENDLESS = {
+    "a loop": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "did not end within"),
+    "memory": ("{{ 'x' * 2000000000 }}", "MemoryError"),
+    "length": ("{{ 'x' * 17000000 }}", "makes 17,000,000 characters"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_runs_in_a_child_with_limits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template, said = ENDLESS[name]
+    monkeypatch.setattr("gruppo.task.template.SECONDS", 0.5 if name == "a loop" else 60.0)
+    folder = save(tmp_path / "judge", template=template)
+    before = psutil.Process().memory_info().rss
+    with RewardScorer([str(folder)]) as scorer:
+        if name == "a loop":  # the same for every completion
+            with pytest.raises(InputError, match=rf"reward model .*judge': the chat template {said}"):
+                scorer.score([[{"role": "user", "content": "1"}]], ["3"])
+        else:
+            with pytest.raises(RewardError, match=said):
+                scorer.score([[{"role": "user", "content": "1"}]], ["3"])
+    assert psutil.Process().memory_info().rss - before < 2**29
+    assert psutil.Process().children() == []
+
+
+def test_a_conversation_that_the_template_refuses_fails_alone(tmp_path: Path) -> None:
+    refuses = "{% if messages[0].content == '7' %}{{ raise_exception('no seven') }}{% endif %}" + TEMPLATE
+    folder = save(tmp_path / "judge", template=refuses)
+    prompts = [[{"role": "user", "content": text}] for text in ("1", "7", "47")]
+    with RewardScorer([str(folder)]) as scorer:
+        result = scorer.score(prompts, ["3", "8", "132"])
+    expected = plainly_scored(folder, ["+1=3", "+47=132"], special=False)
+    assert [result.values["judge"][i] for i in (0, 2)] == pytest.approx(expected, abs=1e-5)
+    assert result.values["judge"][1] is None and "no seven" in result.failures["judge"][1]

@@ -192,6 +192,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.row("R-55", "four processes at the lock of a dead one, 100 times")
 def test_of_processes_that_find_a_dead_owners_lock_at_once_one_takes_it(tmp_path: Path) -> None:
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     for round_ in range(100):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -96,6 +97,10 @@ def test_the_bound_is_kept_and_a_step_without_any_signal_does_nothing(make_train
     assert metrics["policy/loss"] == 0.0 and "optim/grad_norm" not in metrics
     assert all(math.isfinite(v) for v in metrics.values())
     assert same(trainer, before)
+    trainer.step()
+    warned = [(e["step"], e["text"]) for e in trainer.run.events() if e["event"] == "no_signal"]
+    assert warned == [(1, ANY)]  # once for a run
+    assert "dynamic sampling found no group that teaches something among 12: the step changes nothing" in warned[0][1]
 
 
 def test_a_bound_of_one_drops_and_does_not_refill(make_trainer: Make) -> None:

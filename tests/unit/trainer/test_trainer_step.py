@@ -338,6 +338,40 @@ def test_one_nan_gradient_is_skipped_and_counted(make_trainer: Make) -> None:
     assert not unchanged(trainer, before)
 
 
+@pytest.mark.row("R-31", "a hook multiplies all gradients by a million once")
+def test_a_spike_is_clipped_and_leaves_an_event_with_its_step(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(**LIVE, steps=9)
+    hooks: list[Any] = []
+
+    def spike(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        parameters = trainer.model.model.parameters() if step == 6 else ()
+        hooks.extend(parameter.register_hook(lambda g: g * 1e6) for parameter in parameters)
+        if step == 7:
+            for hook in hooks:
+                hook.remove()
+
+    trainer.callbacks.append(spike)
+    trainer.train()
+    norms = {m["step"]: m["optim/grad_norm"] for m in trainer.run.metrics()}
+    events = [e for e in trainer.run.events() if e["event"] == "gradient_spike"]
+    assert [(e["step"], e["grad_norm"]) for e in events] == [(7, norms[7])]
+    assert norms[7] > 1e4 * max(norms[step] for step in norms if step != 7)
+    assert "step 7: the gradient norm is" in caplog.text and "clipped to max_grad_norm" in events[0]["text"]
+
+
+@pytest.mark.row("R-31", "gradients times 1e30: each is finite, their norm is not")
+def test_a_norm_that_overflows_is_skipped_and_named(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(**LIVE)
+    before = weights(trainer)
+    for parameter in trainer.model.model.parameters():
+        parameter.register_hook(lambda g: g * 1e30)
+    assert trainer.step()["optim/skipped"] == 1.0
+    assert unchanged(trainer, before)
+    assert "the gradient of all parameters together is not finite" in caplog.text
+
+
 @pytest.mark.row("R-30", "a hook writes NaN three times")
 def test_nan_gradients_in_a_row_end_the_run_with_the_weights_before_them(make_trainer: Make) -> None:
     trainer = make_trainer(**LIVE, steps=9, save_every=1)

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,12 @@ ADAPTER = "gruppo"
 """Name of the adapter in the server."""
 FIRST_WORD_S = 3.0
 """Seconds of waiting for a server after which the log has a line, and then at twice that time, and so on."""
+HEALTH_S = 5.0
+"""Seconds for one answer of `/health`."""
 AT_ONCE = 64
 """Most requests to one server at a time."""
+SMALL, TOKEN_BYTES = 2**20, 2**10
+"""Most bytes of an answer without tokens, and of each token in an answer: id, text, place and log-prob as JSON."""
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 
@@ -67,7 +71,7 @@ class HttpEngine(Engine):
         self.model = ""
         """The name of what is sampled from: the model, or the adapter once one is loaded."""
         self.gives_receipts = True
-        self._open: set[http.client.HTTPConnection] = set()
+        self._open: set[socket.socket] = set()
 
     def wait_until_ready(self) -> None:
         """Wait for the server to come up."""
@@ -75,7 +79,7 @@ class HttpEngine(Engine):
         ends, told = started + self.deadline_s, FIRST_WORD_S
         while True:
             with suppress(EngineLost):
-                self._exchange("/health", 5.0)
+                self._answers("/health", [None], seconds=min(HEALTH_S, max(ends - time.monotonic(), 0.1)))
                 break
             waited = time.monotonic() - started
             if waited >= told:
@@ -90,25 +94,31 @@ class HttpEngine(Engine):
                 )
             self.poll()
             time.sleep(0.25)
-        self.model = self._exchange("/v1/models", 30.0)["data"][0]["id"]
+        answer = self._answers("/v1/models", [None])[0]
+        try:
+            self.model = str(answer["data"][0]["id"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise SamplerError(
+                f"{self.name} answered /v1/models without a model ({error!r}); is it a `vllm serve`?"
+            ) from error
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         bodies = [self._body(r.prompt.token_ids, r.options(params, self.stop_ids)) for r in requests]
-        answers = self._post_all("/v1/completions", bodies)
+        answers = self._answers("/v1/completions", bodies)
         return [self._completions(answer, r) for answer, r in zip(answers, requests, strict=True)]
 
     def logps_of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        answers = self._post_all("/v1/completions", [self._body(row, options) for row in rows])
+        answers = self._answers("/v1/completions", [self._body(row, options) for row in rows])
         try:
             return [
                 [
-                    entry[str(token)]["logprob"]
+                    float(entry[str(token)]["logprob"])
                     for token, entry in zip(row[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
                 ]
                 for row, answer in zip(rows, answers, strict=True)
             ]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise SamplerError(f"{self.name} gave no log-probs of the prompt: {error!r}") from error
 
     def load_weights(self, folder: Path) -> Received | None:
@@ -163,12 +173,12 @@ class HttpEngine(Engine):
                 Completion(
                     tokens=tuple(map(index, c["token_ids"])),
                     logps=tuple(map(float, c["logprobs"]["token_logprobs"])),
-                    text=c["text"],
+                    text=_text(c["text"]),
                     stop_reason="stop" if c["finish_reason"] == "stop" else "length",
                 )
                 for c in choices
             ]
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise SamplerError(
                 f"{self.name} answered without what was asked for ({error!r}); token ids need vLLM 0.11 or newer"
             ) from error
@@ -196,17 +206,30 @@ class HttpEngine(Engine):
             )
             self.gives_receipts = False
             return None
-        return answer["results"][0]
+        try:
+            found = answer["results"][0]
+            return {name: index(found[name]) for name in ("tensors", "bytes")}
+        except (KeyError, TypeError, IndexError) as error:
+            raise SamplerError(f"{self.name} answered {method} without a count of what it read ({error!r})") from error
 
     def _command(self, path: str, body: dict[str, Any], remedy: str) -> Any:
-        return self._post_all(path, [body], remedy)[0]
+        return self._answers(path, [body], remedy)[0]
 
-    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], remedy: str = "") -> list[Any]:
-        """All answers in order. However this ends, no request is left running."""
-        ends = time.monotonic() + self.deadline_s
+    def _answers(
+        self, path: str, bodies: Sequence[dict[str, Any] | None], remedy: str = "", *, seconds: float | None = None
+    ) -> list[Any]:
+        """Answers to a POST of each body, in order; None is a GET. However this ends, no request is left running.
+
+        Args:
+            remedy: what to do if the server does not have the path.
+            seconds: limit for all of them; None: the engine's deadline.
+        """
+        seconds = self.deadline_s if seconds is None else seconds
+        ends = time.monotonic() + seconds
         executor = ThreadPoolExecutor(min(len(bodies), AT_ONCE) or 1)
-        # The loop below keeps the deadline for all of them; a connection's own timeout comes after it.
-        futures = [executor.submit(self._exchange, path, self.deadline_s + 5, body, remedy) for body in bodies]
+        # The loop below keeps the deadline for all of them, however slowly bytes drip in; a connection's own timeout,
+        # which is for one read, comes after it.
+        futures = [executor.submit(self._exchange, path, seconds + 5, body, remedy) for body in bodies]
         try:
             waiting = set(futures)
             while waiting:
@@ -216,7 +239,7 @@ class HttpEngine(Engine):
                     future.result()  # raises what the request raised
                 if waiting and time.monotonic() > ends:
                     raise EngineLost(
-                        f"{self.name} had not answered {len(waiting)} requests after {self.deadline_s:g} s "
+                        f"{self.name} had not answered {len(waiting)} requests after {seconds:g} s "
                         f"({path}; sampler_deadline)"
                     )
             return [future.result() for future in futures]
@@ -227,9 +250,9 @@ class HttpEngine(Engine):
     def _drop(self, sent: Sequence[Future[Any]]) -> None:
         """Cut the connections that are still open: the server then drops their requests."""
         for _ in range(20):  # one that was only being opened is cut the next time round
-            for connection in list(self._open):
-                with suppress(OSError, AttributeError):  # closed already, or not open yet
-                    connection.sock.shutdown(socket.SHUT_RDWR)  # close() would wait for the thread that reads from it
+            for opened in list(self._open):
+                with suppress(OSError):  # closed already
+                    opened.shutdown(socket.SHUT_RDWR)  # close() would wait for the thread that reads from it
             if not wait(sent, timeout=0.1).not_done:
                 return
 
@@ -241,23 +264,35 @@ class HttpEngine(Engine):
 
     def _exchange(self, path: str, timeout: float, body: dict[str, Any] | None = None, remedy: str = "") -> Any:
         """The answer to a GET, or with a body to a POST."""
-        connection = self._connection(timeout)
-        self._open.add(connection)
+        connection, opened = self._connection(timeout), None
         try:
+            connection.connect()
+            opened = connection.sock  # the connection forgets it where the answer has no length
+            self._open.add(opened)
             verb, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
             key = {} if self.process is None else {"Authorization": f"Bearer {self.process.key}"}
             connection.request(verb, path, payload, {"Content-Type": "application/json"} | key)
-            response = connection.getresponse()
-            text = response.read().decode(errors="replace")
+            response, limit = connection.getresponse(), _most_bytes(body)
+            with closing(response):
+                content = response.read(limit + 1)
+            if len(content) > limit:
+                raise SamplerError(
+                    f"{self.name} answered {path} with more than {limit:,} bytes, which no answer of vLLM has; is it a "
+                    "`vllm serve`?"
+                )
+            if response.length:  # with a limit, read() does not look whether all has come
+                raise http.client.IncompleteRead(content, response.length)
         except (OSError, http.client.HTTPException) as error:
             raise EngineLost(f"{self.name} cannot be reached: {type(error).__name__}: {error}") from error
         finally:
-            self._open.discard(connection)
+            if opened is not None:
+                self._open.discard(opened)
             connection.close()
+        text = content.decode(errors="replace")
         if response.status == 200:
             try:
                 return json.loads(text or "{}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 return {}  # /v1/load_lora_adapter answers with a sentence
         answered = f"{self.name} answered {path} with {response.status}: {printable(text[:300])}"
         if response.status == 404 and body is not None and body.get("model") == ADAPTER:
@@ -274,3 +309,18 @@ def _connect(connection: http.client.HTTPConnection, path: str, timeout: float) 
     connection.sock = socket.socket(socket.AF_UNIX)
     connection.sock.settimeout(timeout)
     connection.sock.connect(path)
+
+
+def _most_bytes(body: dict[str, Any] | None) -> int:
+    """Most bytes of the answer to a request."""
+    if body is None or "prompt" not in body:
+        return SMALL
+    num_samples = body.get("n", 1)
+    tokens = num_samples * body["max_tokens"] + (num_samples + 1) * len(body["prompt"])
+    return SMALL + tokens * TOKEN_BYTES
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"text is {type(value).__name__}")
+    return value

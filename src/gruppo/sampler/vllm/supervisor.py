@@ -71,9 +71,10 @@ class Supervisor:
         hot = SamplingParams(temperature=2.0, max_new_tokens=1)
         prompts = [row[:-1] for row in rows]
         requests = [Request(prompt=Prompt(token_ids=prompt), num_samples=1, seed=0) for prompt in prompts]
-        drawn = [completions[0] for completions in engine.generate(requests, hot)]
+        answers = zip(requests, engine.generate(requests, hot), strict=True)
+        drawn = [response(r, found, hot, vocabulary=self.vocabulary, version=0)[0] for r, found in answers]
         cold = engine.logps_of([(*p, c.tokens[0]) for p, c in zip(prompts, drawn, strict=True)])
-        if all(abs(c.logps[0] - row[-1]) < 1e-6 for c, row in zip(drawn, cold, strict=True)):
+        if all(abs(c.logps[0] - row[-1]) < 1e-6 for c, row in zip(drawn, cold, strict=True) if c.logps):
             raise SamplerError(
                 f"{engine.name} reports log-probs at temperature 1, whatever the temperature; start it with "
                 "--logprobs-mode processed_logprobs"
