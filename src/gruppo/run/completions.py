@@ -44,6 +44,7 @@ SCHEMA = pa.schema(
         "sampled": pa.list_(pa.bool_()),
         **dict.fromkeys(("logps", *LOGPS, "entropies"), NUMBERS),
         "untrained": pa.list_(NAMES),
+        "clipped": pa.list_(pa.int8()),
     }
 )
 """The columns that every file has; those of reward functions come after them."""
@@ -83,6 +84,7 @@ def completions_table(step: int, groups: Sequence[Group], limit: int | None = No
             [row.trajectory.entropies if row.entropies is None else row.entropies for row in rows]
         ),
         "untrained": tokens.untrained([group.status == "kept" for group in groups for _ in group.rollouts]),
+        "clipped": tokens.lists([row.clipped for row in rows]).cast(SCHEMA.field("clipped").type),
     }
     for kind, array in (("rewards", _numbers), ("extras", _logged), ("errors", _texts)):
         mappings = [getattr(row, kind) for row in rows]

@@ -107,6 +107,7 @@ class TokenRecord:
 
         def watch(batch: "PackedBatch", inputs: "LossInputs") -> None:
             columns = {"policy_logps": inputs.logps.detach(), "rejected": self.model.loss.rejected_tokens(inputs)}
+            columns["clipped"] = self.model.loss.clipped_tokens(inputs)
             columns |= {"old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps, "entropies": inputs.entropies}
             pieces = {k: v.detach().split(batch.lengths) for k, v in columns.items() if v is not None}
             for row, i in enumerate(batch.indices):
