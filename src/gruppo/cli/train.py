@@ -1,8 +1,10 @@
 """`gruppo train` and `gruppo resume`."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,7 +42,9 @@ A data row is {"prompt": text or chat messages, "answer": ..., any further colum
 
 def train(arguments: Sequence[str]) -> int:
     words, overwrite = take_flag(list(arguments), "--overwrite")
-    return run(parse_run(words, verb="train", description=TRAIN_HELP, preset={}), overwrite=overwrite)
+    words, is_viewed = take_flag(words, "--view")
+    config = parse_run(words, verb="train", description=TRAIN_HELP, preset={})
+    return run(config, overwrite=overwrite, view=is_viewed)
 
 
 @dataclass
@@ -85,6 +89,19 @@ def _leaving_tidily() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def _viewed(path: Path, console: Console) -> Iterator[None]:
+    """A page of the run for as long as it goes on, served by a process of its own: it takes no time from the run."""
+    command = [sys.executable, "-m", "gruppo", "view", str(path), "--until-closed"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        console.print(process.stdout.readline().strip())
+        try:
+            yield
+        finally:
+            process.stdin.close()  # it ends with this, also where the run is killed
+
+
 def show_accuracy(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
     """The held-out accuracy, and where the model is."""
     if result.after is not None:
@@ -99,10 +116,14 @@ def run(
     resume: bool = False,
     accept_changes: bool = False,
     overwrite: bool = False,
+    view: bool = False,
     opening: str = "",
     show: Show = show_accuracy,
 ) -> int:
-    """Train: print `opening` before, and after a run that was not stopped what `show` prints."""
+    """Train: print `opening` before, and after a run that was not stopped what `show` prints.
+
+    `view`: its page is served meanwhile.
+    """
     # Before the imports: what they bring keeps the streams that it finds.
     with unhindered(), _leaving_tidily():
         from gruppo.trainer import GRPOTrainer
@@ -111,7 +132,8 @@ def run(
         if opening:
             console.print(opening, soft_wrap=False)
         trainer = GRPOTrainer(config, resume=resume, accept_changes=accept_changes, overwrite=overwrite)
-        result = trainer.train()
+        with _viewed(trainer.run.path, console) if view else nullcontext():
+            result = trainer.train()
         if result.status == "stopped":
             console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")
             return STOPPED

@@ -25,7 +25,7 @@ Status = Literal["running", "done", "stopped", "failed"]
 
 OWN = (
     *("config.yaml", "origin.json", "env.json", "status.json"),
-    *("metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png"),
+    *("metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png", "report.html"),
     *("checkpoints", "completions", "model", "best", "tensorboard", "sync", "heldout.jsonl", "eval.parquet"),
 )
 """Names of everything that a run writes, but for its lock."""

@@ -106,9 +106,10 @@ class TokenRecord:
         """A watch for `TransformersModel.run` over rollouts that are numbered from `first`."""
 
         def watch(batch: "PackedBatch", inputs: "LossInputs") -> None:
-            columns = {"policy_logps": inputs.logps.detach(), "rejected": self.model.loss.rejected_tokens(inputs)}
-            columns["clipped"] = self.model.loss.clipped_tokens(inputs)
-            columns |= {"old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps, "entropies": inputs.entropies}
+            loss = self.model.loss
+            columns = {"policy_logps": inputs.logps, "old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps}
+            columns |= {"entropies": inputs.entropies, "rejected": loss.rejected_tokens(inputs)}
+            columns |= {"clipped": loss.clipped_tokens(inputs)}
             pieces = {k: v.detach().split(batch.lengths) for k, v in columns.items() if v is not None}
             for row, i in enumerate(batch.indices):
                 self.seen[first + i] = {name: split[row] for name, split in pieces.items()}
