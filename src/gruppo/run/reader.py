@@ -100,8 +100,8 @@ class RunReader:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        file = numbered(self.path / "completions").get(step)
-        if file is None:
+        file = self.path / "completions" / f"step-{step:06d}.parquet"
+        if not file.exists():
             raise InputError(f"{self.path} has no completions of step {step}; it has {self.completion_steps()}")
         try:
             return pq.read_table(file, columns=None if columns is None else list(columns))

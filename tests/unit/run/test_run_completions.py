@@ -205,6 +205,12 @@ def test_reasons_stay_with_their_rollouts() -> None:
     ]
 
 
+def test_a_name_with_half_a_character_is_a_column_too() -> None:
+    made = Rollout(trajectory=trajectory(), extras={"a\ud800": 1}, errors={"f\udc00": "no"})
+    (row,) = rows(group(made))
+    assert (row["extra/a?"], row["error/f?"]) == (1, "no")
+
+
 # --- what users bring -------------------------------------------------------------------------------------------------
 
 
