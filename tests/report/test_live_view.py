@@ -74,10 +74,6 @@ def train_command(output: Path) -> list[str]:
 
 
 def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
-    sizes = (
-        "--steps 400 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-every 0 --no-tensorboard --threads 1"
-    )
-    command = [sys.executable, "-m", "gruppo", "train", "--view", *sizes.split(), "--output", str(tmp_path / "run")]
     with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("view: "))
@@ -92,10 +88,6 @@ def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
 
 
 def test_the_page_of_a_run_that_is_killed_ends_too(tmp_path):
-    sizes = (
-        "--steps 400 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-every 0 --no-tensorboard --threads 1"
-    )
-    command = [sys.executable, "-m", "gruppo", "train", "--view", *sizes.split(), "--output", str(tmp_path / "run")]
     with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = next(line for line in process.stdout if line.startswith("view: ")).removeprefix("view: ").strip()
