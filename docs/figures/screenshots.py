@@ -1,4 +1,4 @@
-"""Writes the pictures of the report: a demo run, opened in Chromium, light, dark and narrow. `make screenshots` runs it."""
+"""Writes the pictures of the report of a demo run, in Chromium: light, dark and narrow. `make screenshots` runs it."""
 
 import shutil
 import sys
@@ -10,7 +10,7 @@ from gruppo.cli.main import run
 FOLDER = Path(__file__).parent
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 DEMO = "--epochs-per-batch 2 --beta 0.01 --clip-range 0.05 0.05 --no-tensorboard --output"
-VIEW = "document.getElementById('completions').scrollIntoView()"
+VIEW = "document.getElementById('v-legend').scrollIntoView()"
 
 SHOTS = {
     "report_light": ("light", (1280, 940), "scrollTo(0, 0)"),

@@ -182,9 +182,9 @@ function drawCharts() {
 function tileCard(tile) {
   /** @param {number} x */
   const shown = (x) => (tile.format === "share" ? percent(x) : tile.format === "length" ? number(x, 3) : number(x, 3));
-  const spread = typeof tile.low === "number" ? ` · interval ${percent(tile.low).replace(" %", "")}–${percent(tile.high)}` : "";
+  const spread = typeof tile.low === "number" ? `interval ${percent(tile.low).replace(" %", "")}–${percent(tile.high)}` : "";
   return el("div", { class: "tile" }, el("div", { class: "name", text: tile.title }), el("div", { class: "value", text: shown(tile.last) }),
-    el("div", { class: "from", text: `from ${shown(tile.first)}${spread}` }));
+    el("div", { class: "from" }, el("span", { text: "from " + shown(tile.first) }), spread ? " · " : "", el("span", { text: spread })));
 }
 
 const MOODS = { learning: "good", finished: "good", done: "good", running: "calm", stopped: "calm", stalled: "warn", collapsed: "bad", failed: "bad", killed: "bad" };

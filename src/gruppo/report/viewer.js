@@ -130,19 +130,22 @@ class Viewer {
         el("b", { id: "v-step" }))),
       label("colour", select("v-color", QUANTITIES.map((q) => [q.name, q.title]), () => this.recolour(input("v-color").value))),
       label("sort groups by", select("v-sort", [["reward", "reward"], ["spread", "spread of reward"], ["moved", "largest KL"], ["drawn", "order drawn"]], change)),
+      el("details", { class: "filters", open: innerWidth > 760 }, el("summary", { text: "filter and search" }), el("div", { class: "row" },
       label("text", el("input", { id: "v-text", type: "search", placeholder: "in prompt or completion", input: change })),
       label("reward from", el("input", { id: "v-low", type: "number", step: "any", input: change })),
       label("to", el("input", { id: "v-high", type: "number", step: "any", input: change })),
       label("answer", select("v-correct", [["", "any"], ["true", "right"], ["false", "wrong"]], change)),
       label("ended by", select("v-stop", [["", "any"], ["stop", "stop"], ["length", "length"]], change)),
-      el("button", { id: "v-all", type: "button", text: "Search all steps", click: () => this.searchAll() }));
+      el("button", { id: "v-all", type: "button", text: "Search all steps", click: () => this.searchAll() }))));
     at("completions").replaceChildren(
       el("h2", { text: "Completions, token by token" }),
       el("p", { class: "lede" }, "Choose a group to see its completions side by side. Keys: ", el("kbd", { text: "←" }), " ", el("kbd", { text: "→" }), " token, ",
         el("kbd", { text: "↑" }), " ", el("kbd", { text: "↓" }), " completion, ", el("kbd", { text: "[" }), " ", el("kbd", { text: "]" }), " step, ", el("kbd", { text: "Esc" }), " back to the groups."),
       tools, el("p", { class: "legend", id: "v-legend" }), el("p", { class: "note", id: "v-note", role: "status" }),
-      el("div", { class: "groups", id: "v-groups", role: "group", "aria-label": "Groups of this step", keydown: (/** @type {KeyboardEvent} */ e) => this.groupKey(e) }),
-      el("div", { id: "v-panel" }), el("aside", { id: "token", hidden: true, "aria-live": "polite" }), el("div", { id: "v-results" }));
+      el("div", { class: "stage" },
+        el("div", { class: "groups", id: "v-groups", role: "group", "aria-label": "Groups of this step", keydown: (/** @type {KeyboardEvent} */ e) => this.groupKey(e) }),
+        el("div", { id: "v-panel" })),
+      el("aside", { id: "token", hidden: true, "aria-live": "polite" }), el("div", { id: "v-results" }));
     const panel = at("v-panel");
     panel.addEventListener("pointerover", (e) => this.hover(e.target));
     panel.addEventListener("focusin", (e) => this.hover(e.target));
@@ -273,7 +276,7 @@ class Viewer {
       click: (/** @type {MouseEvent} */ e) => this.choose(i, e.detail === 0) },
       el("span", { class: "prompt", text: visible(g.prompt.slice(-160)).replace(/\s+/g, " ") }),
       el("span", { class: "dots", "aria-hidden": "true" }, ...sorted.slice(0, 64).map((r) => el("i", { class: r.correct ? "right" : r.correct === null ? "unjudged" : "" }))),
-      el("span", { class: "line" }, el("span", { text: `reward ${number(mean, 3)}` }), el("span", { text: g.status === "kept" ? `${right} of ${g.rollouts.length} right` : g.status.replace("_", " ") })));
+      el("span", { class: "line" }, el("span", { text: `reward ${number(mean, 3)}` }), el("span", { text: g.status === "kept" ? `${right}/${g.rollouts.length} right` : g.status.replace("_", " ") })));
   }
 
   /** @param {number} i @param {boolean} byKey */
