@@ -93,7 +93,9 @@ def _leaving_tidily() -> Iterator[None]:
 def _viewed(path: Path, console: Console) -> Iterator[None]:
     """A page of the run for as long as it goes on, served by a process of its own: it takes no time from the run."""
     command = [sys.executable, "-m", "gruppo", "view", str(path), "--until-closed"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    # A session of its own: Ctrl-C is for the run, which goes on to save.
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
         assert process.stdin is not None and process.stdout is not None
         console.print(process.stdout.readline().strip())
         try:
