@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,8 @@ class TokenRecord:
 
     def __init__(self, model: "TransformersModel") -> None:
         self.model = model
-        self.seen: dict[int, dict[str, Tensor]] = {}
+        self.seen: list[tuple[list[int], Sequence[int], dict[str, Tensor]]] = []
+        """Of each micro-batch the numbers of its rollouts, their lengths, and columns of their tokens."""
 
     def of(self, first: int) -> "Callable[[PackedBatch, LossInputs], None]":
         """A watch for `TransformersModel.run` over rollouts that are numbered from `first`."""
@@ -110,18 +111,23 @@ class TokenRecord:
             columns = {"policy_logps": inputs.logps, "old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps}
             columns |= {"entropies": inputs.entropies, "rejected": loss.rejected_tokens(inputs)}
             columns |= {"clipped": loss.clipped_tokens(inputs)}
-            pieces = {k: v.detach().split(batch.lengths) for k, v in columns.items() if v is not None}
-            for row, i in enumerate(batch.indices):
-                self.seen[first + i] = {name: split[row] for name, split in pieces.items()}
+            known = {name: column.detach() for name, column in columns.items() if column is not None}
+            self.seen.append(([first + i for i in batch.indices], batch.lengths, known))
 
         return watch
 
     def given_to(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts with what was seen of them; a masked one is scored nowhere and stays as it is."""
-        made = list(rollouts)
-        for i, columns in self.seen.items():
-            if rollouts[i].num_scored:
-                made[i] = replace(rollouts[i], **{name: tuple(values.tolist()) for name, values in columns.items()})
+        made, done = list(rollouts), set[int]()
+        for indices, lengths, columns in reversed(self.seen):
+            if done.issuperset(indices):
+                continue  # an earlier update of the same rollouts
+            values = {name: column.tolist() for name, column in columns.items()}
+            for i, length, end in zip(indices, lengths, accumulate(lengths), strict=True):
+                if i not in done and rollouts[i].num_scored:
+                    seen = {name: tuple(each[end - length : end]) for name, each in values.items()}
+                    made[i] = replace(rollouts[i], **seen)
+            done.update(indices)
         return made
 
 
