@@ -44,8 +44,6 @@ VERBS = {
     ("demo",): ("gruppo.cli.demo", "demo"),
     ("train",): ("gruppo.cli.train", "train"),
     ("resume",): ("gruppo.cli.train", "resume"),
-    ("report",): ("gruppo.cli.report", "report"),
-    ("view",): ("gruppo.cli.report", "view"),
     ("eval",): ("gruppo.cli.models", "evaluate_model"),
     ("sample",): ("gruppo.cli.models", "sample"),
     ("export",): ("gruppo.cli.models", "export"),
@@ -54,6 +52,8 @@ VERBS = {
     ("reward", "check"): ("gruppo.cli.reward_check", "reward_check"),
     ("recipes",): ("gruppo.cli.listing", "recipes"),
     ("convert",): ("gruppo.cli.convert", "convert"),
+    ("report",): ("gruppo.cli.report", "report"),
+    ("view",): ("gruppo.cli.report", "view"),
 }
 
 
