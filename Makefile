@@ -2,6 +2,8 @@
 # make test   set up, then run all tests
 # make lint   format, lint, types
 # make check  both: lint and test
+# make test-browser  run the tests of the report in Chromium; `make test` has them too where there is one
+# make screenshots  write the pictures of docs/report.md: a demo run in Chromium, light, dark and narrow
 # make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
 # make test-faults  run the tests of the fault matrix, and print what each row of it was shown by
 # make campaign  kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
@@ -18,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick fuzz test-faults test-ranks campaign test-install test-lowest test-vllm lint check format bench figures docs site clean
+.PHONY: demo test quick fuzz test-faults test-ranks campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -53,6 +55,12 @@ test-ranks: $(INSTALLED)
 # One thread: the promise of equal bits is for a number of threads
 campaign: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/campaign.py
+
+test-browser: $(INSTALLED)
+	$(BIN)/python -m pytest -m browser tests/report
+
+screenshots: $(INSTALLED)
+	$(BIN)/python docs/figures/screenshots.py
 
 test-vllm:
 	PYTHON=$(PYTHON) tests/vllm/setup_env.sh .venv-vllm

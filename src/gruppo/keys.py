@@ -6,6 +6,7 @@ read it, too. A metric of your own lists its keys in `Metric.keys`; they need no
 
 import re
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
@@ -29,6 +30,22 @@ class Key:
     """How micro-batches, updates and ranks become one number."""
     line: str = ""
     """How the console prints it, if it does; `rest` is 1 less the value."""
+
+    @property
+    def usual(self) -> tuple[float, float] | None:
+        """The range that `expect` begins with, else `healthy`. Charts show it.
+
+        >>> Key("a", "", expect="below 0.1").usual, Key("a", "", expect="1 to 3").usual
+        ((-inf, 0.1), (1.0, 3.0))
+        """
+        number = r"(\d[\d.]*(?:e-?\d+)?)"
+        found = re.match(rf"below {number}|{number} to {number}|within ±{number}", self.expect)
+        if found is None:
+            return self.healthy
+        above, low, high, around = (None if text is None else float(text) for text in found.groups())
+        if above is not None:
+            return -inf, above
+        return (-around, around) if around is not None else (low or 0.0, high or 0.0)
 
     def matches(self, name: str) -> bool:
         pattern = re.sub(r"<\w+>", "[^/]+", self.name.replace("<k>", r"\d+"))

@@ -139,9 +139,11 @@ class Rollout:
     """Entropies at the sampled tokens in that update."""
     rejected: tuple[bool, ...] | None = None
     """Which sampled tokens the loss left out of its policy term in that update."""
+    clipped: tuple[int, ...] | None = None
+    """Which sampled tokens the loss clipped in that update: -1 low, 1 high, 0 not; None: it clips nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("advantage", "old_logps", "ref_logps", "policy_logps", "entropies", "rejected"):
+        for name in ("advantage", "old_logps", "ref_logps", "policy_logps", "entropies", "rejected", "clipped"):
             values = getattr(self, name)
             if hasattr(values, "__len__"):  # an advantage may be one number
                 check_per_token(name, values, self.trajectory.num_sampled)

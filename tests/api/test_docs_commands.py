@@ -28,6 +28,7 @@ PARSED = {
     r"--lora-modules-to-save lm_head": "the head of the embedded model is its embedding",
     r"--chat\b": "the embedded model has no chat template",
     r"--wandb|--trackio": "needs an account or the extra",
+    r"^view ": "serves until Ctrl-C; tests/report has it",
 }
 """Commands that only the real parser sees, and why."""
 

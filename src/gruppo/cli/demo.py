@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gruppo.cli.options import parse_run, take_flag, take_value
+from gruppo.cli.report import write_report
 from gruppo.cli.train import run
 from gruppo.errors import InputError
 from gruppo.run.console import visible
@@ -51,11 +52,12 @@ def demo(arguments: Sequence[str]) -> int:
         print(f"the base model is in {folder}; train it with: gruppo demo --model {folder}")
         return 0
     words, overwrite = take_flag(words, "--overwrite")
+    words, is_viewed = take_flag(words, "--view")
     config = parse_run(words, verb="demo", description=DEMO_HELP, preset=PRESET)
     lr = (1e-3 if config.lora else 1e-4) if config.lr is None else config.lr
     config = config.model_copy(update={"lr": lr, "output": config.output if overwrite else free_name(config.output)})
     opening = "The base model drops carries: it has seen 47+85= answered with 022 three times in four."
-    return run(config, overwrite=overwrite, opening=opening, show=show_learning)
+    return run(config, overwrite=overwrite, view=is_viewed, opening=opening, show=show_learning)
 
 
 def show_learning(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
@@ -82,6 +84,7 @@ def show_learning(console: Console, trainer: "GRPOTrainer", result: "TrainResult
         f"{result.before.accuracy:.3f} -> {result.after.accuracy:.3f}"
     )
     console.print(f"run: {trainer.run.path}   model: {trainer.run.model}   curve: {picture}")
+    console.print(f"report: {write_report([trainer.run])}")
     console.print(f'try: gruppo sample --model {trainer.run.model} "47+85=" --num-samples 4')
 
 

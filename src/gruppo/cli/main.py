@@ -17,6 +17,8 @@ gruppo: group-relative policy optimization of language models
   gruppo demo                          a tiny model learns to add in a minute; no GPU, no network
   gruppo train --config run.yaml       train a model on your data with your reward
   gruppo resume runs/my-run            go on after a stop, a crash or a kill, as if nothing had happened
+  gruppo report runs/my-run            one HTML page: charts, the ledger of tokens, every completion token by token
+  gruppo view runs/my-run              the same page live, while the run goes on
   gruppo eval runs/my-run              held-out accuracy and pass@k, with confidence intervals
   gruppo sample --model DIR "47+85="   completions of a prompt
   gruppo export runs/my-run OUT        the trained model for transformers, PEFT or vLLM (--merge folds LoRA in)
@@ -50,6 +52,8 @@ VERBS = {
     ("reward", "check"): ("gruppo.cli.reward_check", "reward_check"),
     ("recipes",): ("gruppo.cli.listing", "recipes"),
     ("convert",): ("gruppo.cli.convert", "convert"),
+    ("report",): ("gruppo.cli.report", "report"),
+    ("view",): ("gruppo.cli.report", "view"),
 }
 
 

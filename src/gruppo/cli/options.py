@@ -25,6 +25,7 @@ OF_THE_VERB = {
     "config": (str | None, None, "FILE", "Options from a YAML file; flags win over it."),
     "recipe": (str | None, None, "NAME", "What a paper trained with (`gruppo recipes`); file and flags win over it."),
     "overwrite": (bool, False, None, "Start over in the place of a run that the output holds."),
+    "view": (bool, False, None, "Print a link to a page that shows the run live; `gruppo view RUN` serves it later."),
 }
 """Flags of `gruppo train` and `gruppo demo` besides the options of a run: type, default, word, help."""
 

@@ -1,13 +1,14 @@
 """`gruppo train` and `gruppo resume`."""
 
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -43,7 +44,9 @@ A data row is {"prompt": text or chat messages, "answer": ..., any further colum
 
 def train(arguments: Sequence[str]) -> int:
     words, overwrite = take_flag(list(arguments), "--overwrite")
-    return run(parse_run(words, verb="train", description=TRAIN_HELP, preset={}), overwrite=overwrite)
+    words, is_viewed = take_flag(words, "--view")
+    config = parse_run(words, verb="train", description=TRAIN_HELP, preset={})
+    return run(config, overwrite=overwrite, view=is_viewed)
 
 
 @dataclass
@@ -88,6 +91,21 @@ def _leaving_tidily() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def _viewed(path: Path, console: Console) -> Iterator[None]:
+    """A page of the run for as long as it goes on, served by a process of its own: it takes no time from the run."""
+    command = [sys.executable, "-m", "gruppo", "view", str(path), "--until-closed"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    # A session of its own: Ctrl-C is for the run, which goes on to save.
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        console.print(process.stdout.readline().strip())
+        try:
+            yield
+        finally:
+            process.stdin.close()  # it ends with this, also where the run is killed
+
+
 def show_accuracy(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
     """The held-out accuracy, and where the model is."""
     if result.after is not None:
@@ -102,14 +120,14 @@ def run(
     resume: bool = False,
     accept_changes: bool = False,
     overwrite: bool = False,
+    view: bool = False,
     opening: str = "",
     show: Show = show_accuracy,
 ) -> int:
     """Train: print `opening` before, and after a run that was not stopped what `show` prints. Of the ranks that a
-    launcher has started, the first trains, and the others follow it."""
-    train_alone = partial(
-        _run, config, resume=resume, accept_changes=accept_changes, overwrite=overwrite, opening=opening, show=show
-    )
+    launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile."""
+    options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "overwrite": overwrite}
+    train_alone = partial(_run, config, **options, view=view, opening=opening, show=show)
     if world_of_launcher() == 1:
         return train_alone()
     ranks = join(config.rank_deadline)
@@ -135,6 +153,7 @@ def _run(
     resume: bool,
     accept_changes: bool,
     overwrite: bool,
+    view: bool,
     opening: str,
     show: Show,
     ranks: Ranks | None = None,
@@ -147,7 +166,8 @@ def _run(
         if opening:
             console.print(opening, soft_wrap=False)
         trainer = GRPOTrainer(config, resume=resume, accept_changes=accept_changes, overwrite=overwrite, ranks=ranks)
-        result = trainer.train()
+        with _viewed(trainer.run.path, console) if view else nullcontext():
+            result = trainer.train()
         if result.status == "stopped":
             console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")
             return STOPPED

@@ -352,6 +352,23 @@ class PolicyLoss:
             return torch.zeros_like(inputs.logps, dtype=torch.bool)
         return _rejected(inputs, self._weigh(inputs, self.level(inputs)))
 
+    @torch.no_grad()
+    def clipped_tokens(self, inputs: LossInputs) -> Tensor | None:
+        """-1 where a token is clipped low, 1 where high, else 0, `[T]` int8, as the metric of this loss counts it; None
+        for a loss that clips nothing. Tokens of a sequence that is clipped as a whole all are."""
+        if self.clip_range is None:
+            return None
+        low, high = self.clip_range
+        log_ratio_T, advantages_T, segments = token_level(inputs), inputs.advantages, inputs.segments
+        if self.has_sequence_ratio:
+            log_ratio_T = segments.spread(segments.mean(log_ratio_T))
+            advantages_T = segments.spread(segments.mean(advantages_T))
+        ratio_T = log_ratio_T.exp()
+        is_low_T, is_high_T = ratio_T < 1 - low, ratio_T > 1 + high
+        if self.has_sequence_ratio or not self.caps_every_sign:
+            is_low_T, is_high_T = is_low_T & (advantages_T < 0), is_high_T & (advantages_T > 0)
+        return is_high_T.to(torch.int8) - is_low_T.to(torch.int8)
+
     def _weigh(self, inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
         """The product of the token weights, `[T]`; for a loss with any."""
         takes = zip(self.weights, self._takes_log_ratio, strict=True)

@@ -394,7 +394,7 @@ class TransformersModel:
             if watch is not None:
                 columns = {"policy_logps": inputs.logps.detach(), "rejected": self.loss.rejected_tokens(inputs)}
                 columns |= {"old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps}
-                columns |= {"entropies": inputs.entropies}
+                columns |= {"entropies": inputs.entropies, "clipped": self.loss.clipped_tokens(inputs)}
                 watch(batch.indices, batch.lengths, {k: v.detach() for k, v in columns.items() if v is not None})
         for batch in plan.observed:
             self._measure_gap(batch.to(self.device), plan)

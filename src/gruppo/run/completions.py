@@ -44,6 +44,7 @@ SCHEMA = pa.schema(
         "sampled": pa.list_(pa.bool_()),
         **dict.fromkeys(("logps", *LOGPS, "entropies"), NUMBERS),
         "untrained": pa.list_(NAMES),
+        "clipped": pa.list_(pa.int8()),
     }
 )
 """The columns that every file has; those of reward functions come after them."""
@@ -83,11 +84,12 @@ def completions_table(step: int, groups: Sequence[Group], limit: int | None = No
             [row.trajectory.entropies if row.entropies is None else row.entropies for row in rows]
         ),
         "untrained": tokens.untrained([group.status == "kept" for group in groups for _ in group.rollouts]),
+        "clipped": tokens.lists([row.clipped for row in rows]).cast(SCHEMA.field("clipped").type),
     }
     for kind, array in (("rewards", _numbers), ("extras", _logged), ("errors", _texts)):
         mappings = [getattr(row, kind) for row in rows]
         for name in sorted(set().union(*mappings)):
-            columns[f"{kind[:-1]}/{name}"] = array([mapping.get(name) for mapping in mappings])
+            columns[f"{kind[:-1]}/{_whole(name)}"] = array([mapping.get(name) for mapping in mappings])
     further = [pa.field(name, columns[name].type) for name in list(columns)[len(SCHEMA) :]]
     schema = pa.schema([*SCHEMA, *further], metadata={ROWS_LEFT_OUT: str(total - len(rows))})
     return pa.Table.from_arrays(list(columns.values()), schema=schema)
@@ -182,7 +184,12 @@ def _texts(texts: Sequence[str | None]) -> pa.Array:
     try:
         return pa.array(texts, pa.string())
     except UnicodeEncodeError:  # a lone surrogate, which a model may well produce
-        return pa.array([None if t is None else t.encode("utf-8", "replace").decode() for t in texts], pa.string())
+        return pa.array([None if text is None else _whole(text) for text in texts], pa.string())
+
+
+def _whole(text: str) -> str:
+    """Text without half characters, which no file in UTF-8 can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _logged(values: list[Any]) -> pa.Array:

@@ -25,7 +25,7 @@ Status = Literal["running", "done", "stopped", "failed"]
 
 FILES = (
     *("config.yaml", "origin.json", "env.json", "status.json", "heldout.jsonl", "eval.parquet"),
-    *("metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png"),
+    *("metrics.jsonl", "timings.jsonl", "events.jsonl", "learning_curve.png", "report.html"),
 )
 FOLDERS = ("checkpoints", "completions", "model", "best", "tensorboard", "sync")
 """Names of everything that a run writes, but for its lock."""

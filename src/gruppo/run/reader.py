@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,16 +95,16 @@ class RunReader:
         """The steps whose completions were written."""
         return sorted(numbered(self.path / "completions"))
 
-    def completions(self, step: int) -> "pa.Table":
-        """The rollouts of a step, with the columns of `gruppo.run.completions`."""
+    def completions(self, step: int, columns: Sequence[str] | None = None) -> "pa.Table":
+        """The rollouts of a step, with the columns of `gruppo.run.completions`, or with these of them."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        file = numbered(self.path / "completions").get(step)
-        if file is None:
+        file = self.path / "completions" / f"step-{step:06d}.parquet"
+        if not file.exists():
             raise InputError(f"{self.path} has no completions of step {step}; it has {self.completion_steps()}")
         try:
-            return pq.read_table(file)
+            return pq.read_table(file, columns=None if columns is None else list(columns))
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{file} cannot be read: {error}") from error
 

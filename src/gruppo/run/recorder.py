@@ -58,10 +58,10 @@ class Recorder:
     _unwritten: deque[tuple[int, Future[int]]] = field(default_factory=deque)
     _warned: set[tuple[str, str]] = field(default_factory=set)
 
-    def started(self, step: int) -> None:
-        """The run begins, or goes on, after `step`."""
+    def started(self, step: int, **facts: str) -> None:
+        """The run begins, or goes on, after `step`; `facts` go to the event."""
         self.run.set_status("running", step)
-        self.run.log_event("start", step=step)
+        self.run.log_event("start", step=step, **facts)
         if not self.quiet:
             self._console = RunConsole(self.steps, first_step=step, stage=lambda: self.stage)
 

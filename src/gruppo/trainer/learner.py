@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -98,24 +98,29 @@ class TokenRecord:
     """What the last update of a step saw of each token of its rollouts."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, dict[str, Tensor]] = {}
+        self.seen: list[tuple[list[int], Sequence[int], dict[str, Tensor]]] = []
+        """Of each micro-batch the numbers of its rollouts, their lengths, and columns of their tokens."""
 
     def of(self, first: int) -> "Watch":
         """A watch for `TransformersModel.run` over rollouts that are numbered from `first`."""
 
         def watch(indices: tuple[int, ...], lengths: Sequence[int], columns: "dict[str, Tensor]") -> None:
-            pieces = {name: values.split(list(lengths)) for name, values in columns.items()}
-            for row, i in enumerate(indices):
-                self.seen[first + i] = {name: split[row] for name, split in pieces.items()}
+            self.seen.append(([first + i for i in indices], lengths, columns))
 
         return watch
 
     def given_to(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts with what was seen of them; a masked one is scored nowhere and stays as it is."""
-        made = list(rollouts)
-        for i, columns in self.seen.items():
-            if rollouts[i].num_scored:
-                made[i] = replace(rollouts[i], **{name: tuple(values.tolist()) for name, values in columns.items()})
+        made, done = list(rollouts), set[int]()
+        for indices, lengths, columns in reversed(self.seen):
+            if done.issuperset(indices):
+                continue  # an earlier update of the same rollouts
+            values = {name: column.tolist() for name, column in columns.items()}
+            for i, length, end in zip(indices, lengths, accumulate(lengths), strict=True):
+                if i not in done and rollouts[i].num_scored:
+                    seen = {name: tuple(each[end - length : end]) for name, each in values.items()}
+                    made[i] = replace(rollouts[i], **seen)
+            done.update(indices)
         return made
 
 

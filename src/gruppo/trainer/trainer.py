@@ -287,7 +287,7 @@ class GRPOTrainer:
         first, recorder = self.step_number, self.recorder
         result = TrainResult(first)
         try:
-            recorder.started(first)
+            recorder.started(first, loss=repr(self.model.loss))
             if not recorder.quiet:
                 self._show_plan()
             if first:

@@ -89,6 +89,7 @@ def test_a_row_holds_everything_of_its_rollout(run: RunDirectory) -> None:
         "ref_logps": [-0.4, -0.5],
         "entropies": [0.31, 0.71],
         "untrained": ["", ""],
+        "clipped": None,
         "reward/form": None,
         "reward/match": 1.0,
         "extra/words": 3,
@@ -118,6 +119,7 @@ def test_a_row_holds_everything_of_its_rollout(run: RunDirectory) -> None:
         "ref_logps": None,
         "entropies": None,
         "untrained": ["no_advantage"],
+        "clipped": None,
         "reward/form": None,
         "reward/match": None,
         "extra/words": None,
@@ -147,7 +149,7 @@ def test_tokens_of_others_hold_no_numbers_and_shift_none() -> None:
         logps=(-0.1, -0.25),
         entropies=(0.3, 0.7),
     )
-    told = Rollout(trajectory=spoken, advantage=(0.5, -0.5), ref_logps=(-1.0, -2.0))
+    told = Rollout(trajectory=spoken, advantage=(0.5, -0.5), ref_logps=(-1.0, -2.0), clipped=(-1, 1))
     alone = Rollout(trajectory=trajectory(), advantage=1.0, old_logps=(-3.0, -4.0))
     first, second = rows(group(told, alone))
     assert first["sampled"] == [True, False, False, True] and second["sampled"] is None
@@ -157,6 +159,7 @@ def test_tokens_of_others_hold_no_numbers_and_shift_none() -> None:
     assert first["ref_logps"] == [-1.0, None, None, -2.0] and second["ref_logps"] is None
     assert first["old_logps"] is None and second["old_logps"] == [-3.0, -4.0]
     assert first["untrained"] == ["", "other", "other", ""] and second["untrained"] == ["", ""]
+    assert first["clipped"] == [-1, None, None, 1] and second["clipped"] is None
 
 
 # --- why a token is not trained on ------------------------------------------------------------------------------------
@@ -200,6 +203,12 @@ def test_reasons_stay_with_their_rollouts() -> None:
         ["no_advantage", "", "no_advantage"],
         ["", "", ""],
     ]
+
+
+def test_a_name_with_half_a_character_is_a_column_too() -> None:
+    made = Rollout(trajectory=trajectory(), extras={"a\ud800": 1}, errors={"f\udc00": "no"})
+    (row,) = rows(group(made))
+    assert (row["extra/a?"], row["error/f?"]) == (1, "no")
 
 
 # --- what users bring -------------------------------------------------------------------------------------------------

@@ -77,6 +77,38 @@ def test_the_file_holds_what_the_last_update_saw_of_each_token(make_trainer: Mak
     assert rejected >= 5 and kept >= 5
 
 
+@pytest.mark.parametrize(
+    ("loss", "is_clipped"),
+    [
+        ("grpo", lambda r, mean, a: (r > 1.002 and a > 0) - (r < 0.999 and a < 0)),
+        ("cispo", lambda r, mean, a: (r > 1.002) - (r < 0.998)),
+        ("gspo", lambda r, mean, a: (mean > 1.002 and a > 0) - (mean < 0.999 and a < 0)),
+    ],
+)
+def test_clipped_tokens_are_those_that_the_metric_counts(make_trainer: Make, loss: str, is_clipped: Any) -> None:
+    clip = 2e-3 if loss == "cispo" else (1e-3, 2e-3)
+    trainer = make_trainer(loss=loss, clip_range=clip, lr=1e-2, epochs_per_batch=2, completions_every=1)
+    trainer._take_step(TrainResult(0))
+    marks, sequences = [], []
+    for row, rollout in per_rollout(trainer):
+        if rollout.advantage:
+            moved = [new - old for new, old in zip(row["policy_logps"], row["old_logps"], strict=True)]
+            mean = math.exp(sum(moved) / len(moved))
+            assert row["clipped"] == [is_clipped(math.exp(d), mean, rollout.advantage) for d in moved]
+            marks += row["clipped"]
+            sequences.append(row["clipped"][0])
+    counted = sequences if loss == "gspo" else marks
+    metrics = trainer.run.metrics()[-1]  # over both updates; in the first the ratio is 1
+    assert metrics["live/clip_ratio_high"] == counted.count(1) / (2 * len(counted))
+    assert metrics["live/clip_ratio_low"] == counted.count(-1) / (2 * len(counted)) > 0
+
+
+def test_a_loss_that_clips_nothing_marks_no_token(make_trainer: Make) -> None:
+    trainer = make_trainer(loss="reinforce", completions_every=1)
+    trainer._take_step(TrainResult(0))
+    assert all(row["clipped"] is None for row, _ in per_rollout(trainer))
+
+
 def test_a_run_marks_what_it_does_not_train_on(make_trainer: Make) -> None:
     trainer = make_trainer(
         completions_every=1,

@@ -1,0 +1,100 @@
+"""`gruppo report` and `gruppo view`: a run as a page, in a file or live."""
+
+import sys
+import threading
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gruppo.cli.options import parse, unset
+from gruppo.errors import InputError
+from gruppo.run.reader import RunReader
+
+FILE = "report.html"
+
+
+@dataclass
+class ReportArguments:
+    """Write a run as one HTML file that needs no network: charts by question, the ledger of tokens, and its
+    completions token by token. Several runs are overlaid, with the difference of their options.
+
+    gruppo report runs/first
+    gruppo report runs/first runs/second --output both.html"""
+
+    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...]")]]
+    """The run directories."""
+    output: Annotated[Path | None, unset("FILE")] = None
+    """The file. Without it: report.html in the run directory, or here for several runs."""
+
+
+def report(arguments: Sequence[str]) -> int:
+    given = parse(ReportArguments, arguments, "report")
+    runs = readers(given.runs)
+    print(f"report: {write_report(runs, given.output)}")
+    return 0
+
+
+def readers(paths: Sequence[Path]) -> list[RunReader]:
+    """The runs at these paths, each checked."""
+    if not paths:
+        raise InputError("no run is named; give one or more run directories, as in: gruppo report runs/first")
+    runs = [RunReader(path) for path in paths]
+    for run in runs:
+        run.check()
+    return runs
+
+
+def write_report(runs: Sequence[RunReader], output: Path | None = None) -> str:
+    """Write the page of the runs; returns the address with which a browser opens it."""
+    from gruppo.report.page import report_page
+
+    path = output or (runs[0].path / FILE if len(runs) == 1 else Path(FILE))
+    page = report_page(runs)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output {path} cannot be written: {error}; name another file") from error
+    return path.resolve().as_uri()
+
+
+@dataclass
+class ViewArguments:
+    """Serve the page of a run on this machine until Ctrl-C, also while the run goes on. Steps load as they are looked
+    at, so that the size of a run does not matter. The link has a secret: others on the machine cannot open it.
+
+    gruppo view runs/first
+    gruppo view runs/first runs/second --open"""
+
+    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...]")]]
+    """The run directories."""
+    port: int = 0
+    """The port on the loopback interface; 0: a free one."""
+    open: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Open the link in a browser."""
+    until_closed: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False
+    """Serve until standard input ends, for a program that started this one."""
+
+
+def view(arguments: Sequence[str]) -> int:
+    from gruppo.report.server import ViewServer
+
+    given = parse(ViewArguments, arguments, "view")
+    server = ViewServer(readers(given.runs), port=given.port)
+    server.start()
+    print(f"view: {server.url}", flush=True)
+    try:
+        if given.open:
+            webbrowser.open(server.url)
+        if given.until_closed:
+            sys.stdin.read()
+        else:
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+    return 0

@@ -1,0 +1,376 @@
+"""Charts of a report, as Vega-Lite through Altair: the metrics of one or several runs, grouped by question.
+
+A chart has no colours of its own: the page gives them, light or dark.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Protocol
+
+import numpy as np
+
+from gruppo.keys import find
+from gruppo.report.data import Points, metric_series, stage_seconds
+from gruppo.run.reader import RunReader
+
+MOST_POINTS = 400
+"""Points of a curve that are drawn. Of more, the lowest and the highest of each stretch are kept."""
+HEIGHT = 170
+POINTS_SHOWN = 25
+"""Points of a curve up to which each has a dot."""
+SMOOTHED_FROM = 30
+"""Points from which a curve has a running mean beside it."""
+
+
+class Finding(Protocol):
+    """What may be wrong with a run: a mark at its step in the chart of its metric, and a sentence in the page."""
+
+    @property
+    def rule(self) -> str: ...
+    @property
+    def severity(self) -> str: ...
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def evidence(self) -> str: ...
+    @property
+    def remedy(self) -> str: ...
+    @property
+    def metric(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: a title, and the keys in it. `fewest`: curves below which there is none."""
+
+    title: str
+    keys: tuple[str, ...]
+    fewest: int = 1
+
+
+@dataclass(frozen=True)
+class Question:
+    """Charts that answer one question. Keys that begin with one of `others` and are in no chart follow at the end."""
+
+    title: str
+    answer: str
+    panels: tuple[Panel, ...]
+    others: tuple[str, ...]
+
+
+QUESTIONS = (
+    Question(
+        "Is it learning?",
+        "Held-out accuracy decides: it is measured on prompts that are never trained on. The reward of training "
+        "samples shows the same earlier, with more noise.",
+        (
+            Panel("held-out accuracy", ("eval/accuracy",)),
+            Panel("held-out pass@k", ("eval/pass@<k>",)),
+            Panel("reward", ("reward/mean", "reward/shaped_mean")),
+            Panel("right answers", ("reward/correct_frac",)),
+            Panel("reward by function", ("reward/<name>/mean",), fewest=2),
+            Panel("tokens per completion", ("completion/len_mean", "completion/len_p95")),
+        ),
+        ("eval/", "reward/", "completion/"),
+    ),
+    Question(
+        "Is the signal alive?",
+        "A group teaches by its differences. Where all completions of a prompt earn the same, nothing is learned.",
+        (
+            Panel("groups", ("group/dead_frac", "group/all_right_frac", "group/all_wrong_frac")),
+            Panel("spread of the reward", ("reward/std",)),
+            Panel("cut off or empty", ("completion/truncated_frac", "completion/empty_frac")),
+            Panel("completions with an advantage", ("live/frac",)),
+            Panel("failures of reward functions", ("reward/<name>/error_frac", "reward/<name>/timeout_frac")),
+            Panel("groups of dynamic sampling", ("dynamic/groups_kept", "dynamic/groups_dropped")),
+        ),
+        ("group/", "dynamic/"),
+    ),
+    Question(
+        "Is the policy stable?",
+        "Entropy falls slowly in a healthy run. KL, clipped tokens and the gradient show steps that are too large.",
+        (
+            Panel("entropy, nats per token", ("rollout/entropy", "live/entropy")),
+            Panel("KL to the policy that sampled", ("live/approx_kl",)),
+            Panel("KL to the reference", ("policy/kl", "reward/kl")),
+            Panel("clipped tokens", ("live/clip_ratio_high", "live/clip_ratio_low")),
+            Panel("norm of the gradient", ("optim/grad_norm",)),
+            Panel("the token that moved most: ratio", ("live/token_ratio_max",)),
+            Panel("the token that moved most: KL", ("live/token_kl_max",)),
+            Panel("loss", ("policy/loss",)),
+            Panel("tokens that the loss rejects", ("live/rejected_frac",)),
+        ),
+        ("policy/", "optim/", "live/"),
+    ),
+    Question(
+        "Do sampler and trainer agree?",
+        "The sampler's log-probs of a token should be the trainer's. A gap points to stale weights or to another "
+        "precision.",
+        (
+            Panel("gap of log-probs", ("sampler/logp_gap_mean",)),
+            Panel("largest gap", ("sampler/logp_gap_max",)),
+            Panel("KL of sampler and trainer", ("sampler/kl",)),
+            Panel("effective share of tokens", ("sampler/ess", "sampler/sequence_ess")),
+            Panel("staleness, in updates", ("rollout/staleness",)),
+            Panel("gap on fixed tokens after a hand-over", ("sync/canary_gap",)),
+        ),
+        ("sampler/", "sync/", "rollout/"),
+    ),
+    Question("Where does the time go?", "Seconds of a step by stage.", (), ("log/",)),
+)
+
+
+def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()) -> list[dict[str, Any]]:
+    """The questions with their charts; `findings` has those of each run."""
+    names = run_names(runs)
+    series = {name: metric_series(run) for name, run in zip(names, runs, strict=True)}
+    known = sorted({key for each in series.values() for key in each if not re.search("_(low|high)$", key)})
+    known += [key for key in ("live/clip_ratio_high", "live/clip_ratio_low") if any(key in s for s in series.values())]
+    marks = [finding for each in findings for finding in each if finding.step is not None]
+    used: set[str] = set()
+    answers = []
+    for question in QUESTIONS:
+        drawn, further = [], []
+        for panel in question.panels:
+            keys = _in_order(panel, known)
+            if len(keys) >= panel.fewest and keys and not _is_zero(keys, series):
+                drawn.append(_chart(panel.title, keys, series, marks))
+                used.update(keys)
+        if question is QUESTIONS[-1]:
+            drawn += _time_charts(names, runs)
+        answers.append({"title": question.title, "answer": question.answer, "charts": drawn, "further": further})
+    prefixes = [prefix for question in QUESTIONS for prefix in question.others]
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        own = [key for key in known if key.startswith(question.others)]
+        if question is QUESTIONS[0]:  # metrics of the user's own
+            own += [key for key in known if not key.startswith(tuple(prefixes))]
+        rest = [key for key in own if key not in used]
+        answer["zero"] = [key for key in rest if _is_zero([key], series)]
+        answer["further"] = [_chart(key, [key], series, marks) for key in rest if key not in answer["zero"]]
+    return answers
+
+
+def run_names(runs: Sequence[RunReader]) -> list[str]:
+    """A name for each run: that of its folder, with the one above where two are the same."""
+    paths = [run.path.resolve() for run in runs]
+    names = [path.name for path in paths]
+    return [f"{p.parent.name}/{p.name}" if names.count(p.name) > 1 else p.name for p in paths]
+
+
+def _in_order(panel: Panel, known: Sequence[str]) -> list[str]:
+    found = []
+    for pattern in panel.keys:
+        # A pattern such as reward/<name>/mean stands for names of its own entry in the registry alone.
+        found += [
+            name for name in known if name == pattern or ((key := find(name)) is not None and key.name == pattern)
+        ]
+    return list(dict.fromkeys(found))
+
+
+def _is_zero(keys: Sequence[str], series: Mapping[str, Mapping[str, Points]]) -> bool:
+    return all(value == 0 for each in series.values() for key in keys for _, value in each.get(key, ()))
+
+
+def _chart(
+    title: str, keys: Sequence[str], series: Mapping[str, Mapping[str, Points]], marks: Sequence[Finding]
+) -> dict[str, Any]:
+    """The curves of some keys: of one run coloured by key, of several by run."""
+    import altair as alt
+
+    rows = []
+    for run, values in series.items():
+        for key in keys:
+            smooth = not key.startswith("eval/") and key != "optim/lr"
+            ends = [dict(values.get(f"{key}_{end}", ())) for end in ("low", "high")] if key.startswith("eval/") else []
+            for step, value, mean in _thinned(values.get(key, []), smooth):
+                row = {"step": step, "value": value, "mean": mean, "key": _short(key, keys), "run": run}
+                rows.append(row | dict(zip(("low", "high"), (end.get(step) for end in ends), strict=False)))
+    low, high = _domain(keys, rows)
+    is_log = low > 0 and high / low > 1000
+    kind = {"type": "log"} if is_log else {"zero": False}
+    scale = alt.Scale(domain=[low, high], nice=False, clamp=True, **kind)  # pyright: ignore[reportArgumentType]
+    x = alt.X("step:Q", title="step", axis=alt.Axis(tickCount=5, format="d"), scale=alt.Scale(nice=False))
+    y = alt.Y("value:Q", title=None, scale=scale, axis=alt.Axis(tickCount=4, format="~e" if is_log else "~g"))
+    by = "run" if len(series) > 1 else "key"
+    is_single = len(series) == 1 and len(keys) == 1
+    order = list(series) if by == "run" else [_short(key, keys) for key in keys]
+    legend = None if is_single else alt.Legend(title=None, orient="top", symbolType="stroke", symbolOpacity=1)
+    color = alt.Color(f"{by}:N", scale=alt.Scale(domain=order), legend=legend)
+    dash = alt.StrokeDash("key:N", sort=[_short(key, keys) for key in keys], legend=None)
+    if len(series) > 1 and len(keys) > 1:
+        dash = alt.StrokeDash("key:N", legend=alt.Legend(title=None, orient="top"))
+    tooltip = [
+        alt.Tooltip("step:Q", format="d"),
+        alt.Tooltip("value:Q", format=".4~g"),
+        *([alt.Tooltip("low:Q", format=".4~g"), alt.Tooltip("high:Q", format=".4~g")] if _has(rows, "low") else []),
+        *([alt.Tooltip("mean:Q", title="running mean", format=".4~g")] if _has(rows, "mean") else []),
+        *([] if is_single else [alt.Tooltip("key:N"), alt.Tooltip("run:N")]),
+    ]
+    hover = alt.selection_point(on="pointerover", nearest=True, empty=False, clear="pointerout")
+    layers: list[Any] = []
+    bounds = _usual(keys, low, high)
+    if bounds is not None:
+        values = alt.Data(values=[{"bottom": bounds[0], "top": bounds[1]}])
+        area = alt.Chart(values).mark_rect(style="usual", clip=True)  # pyright: ignore[reportArgumentType]
+        layers.append(area.encode(y=alt.Y("bottom:Q", scale=scale, title=None), y2="top:Q"))
+    if _has(rows, "low"):
+        interval = alt.Chart().mark_area(opacity=0.18)
+        layers.append(interval.encode(x=x, y=alt.Y("low:Q", title=None, scale=scale), y2="high:Q", color=color))
+    has_mean = _has(rows, "mean")
+    line = alt.Chart().mark_line(strokeWidth=1 if has_mean else 2, opacity=0.35 if has_mean else 1)
+    layers.append(line.encode(x=x, y=y, color=color, strokeDash=dash))
+    if has_mean:
+        smooth_line = alt.Chart().mark_line(strokeWidth=2)
+        layers.append(smooth_line.encode(x=x, y=alt.Y("mean:Q", scale=scale, title=None), color=color, strokeDash=dash))
+    points = alt.Chart().mark_point(filled=True, size=45).encode(x=x, y=y, color=color, tooltip=tooltip)
+    longest = max(Counter((row["key"], row["run"]) for row in rows).values(), default=0)
+    hidden = 1 if longest <= POINTS_SHOWN else 0
+    layers.append(points.encode(opacity=alt.condition(hover, alt.value(1), alt.value(hidden))).add_params(hover))
+    own = [mark for mark in marks if mark.metric in keys]
+    if own:
+        values = alt.Data(
+            values=[{"step": m.step, "text": m.text, "rule": m.rule, "severity": m.severity} for m in own]
+        )
+        rule = alt.Chart(values).mark_rule(style="finding", strokeWidth=2)  # pyright: ignore[reportArgumentType]
+        layers.append(rule.encode(x=x, tooltip=["step:Q", "rule:N", "severity:N", "text:N"]))
+    chart = alt.layer(*layers, data=alt.NamedData(name="rows")).properties(width="container", height=HEIGHT)
+    return {"title": title, "keys": [_described(key) for key in keys], "spec": _spec(chart, rows), "bounds": bounds}
+
+
+def _spec(chart: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The chart with its data, which Altair need not look at: that would take longer than all else."""
+    return chart.to_dict(validate=False) | {"datasets": {"rows": rows}}
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """A key as a legend shows it: without what all of them begin with."""
+    parts = key.split("/")
+    same = all(other.split("/")[0] == parts[0] for other in keys)
+    return "/".join(parts[1:]).removesuffix("_frac") if same and len(parts) > 1 and len(keys) > 1 else key
+
+
+def _described(name: str) -> dict[str, str]:
+    key = find(name)
+    what = ("", "", "") if key is None else (key.what, key.over, key.expect)
+    return {"key": name, **dict(zip(("what", "over", "expect"), (text.replace("`", "") for text in what), strict=True))}
+
+
+def _has(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return any(row.get(name) is not None for row in rows)
+
+
+def _thinned(points: Points, smooth: bool) -> list[tuple[int, float, float | None]]:
+    """The points that are drawn, each with the running mean over a twentieth of the run."""
+    if not points:
+        return []
+    values = np.array([value for _, value in points])
+    means: list[float | None] = [None] * len(points)
+    if smooth and len(points) >= SMOOTHED_FROM:
+        half = max(len(points) // 40, 1)
+        sums = np.concatenate([[0.0], values.cumsum()])
+        first, last = (np.clip(np.arange(len(points)) + at, 0, len(points)) for at in (-half, half + 1))
+        means = [float(f"{mean:.5g}") for mean in (sums[last] - sums[first]) / (last - first)]
+    kept = range(len(points))
+    if len(points) > MOST_POINTS:
+        stretches = np.array_split(np.arange(len(points)), MOST_POINTS // 2)
+        ends = {int(s[values[s].argmin()]) for s in stretches} | {int(s[values[s].argmax()]) for s in stretches}
+        kept = sorted(ends | {0, len(points) - 1})
+    return [(points[i][0], float(f"{points[i][1]:.6g}"), means[i]) for i in kept]
+
+
+def _domain(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The range of the vertical axis."""
+    values = [row[name] for row in rows for name in ("value", "low", "high") if row.get(name) is not None]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    is_share = all(re.search(r"_frac$|^eval/(accuracy|pass@)", key) for key in keys)
+    if is_share and low >= 0 and high <= 1:
+        return 0.0, 1.0 if high > 0.4 else high * 1.1
+    if low > 0 and high / low > 1000:
+        return low, high
+    if high - low < 0.05 * abs(high):  # nearly constant: noise should not fill the chart
+        middle, room = (low + high) / 2, 0.05 * abs(high) or 1.0
+        return middle - room, middle + room
+    room = (high - low) * 0.08
+    return (0.0 if 0 <= low < (high - low) else low - room), high + room
+
+
+def _usual(keys: Sequence[str], low: float, high: float) -> tuple[float, float] | None:
+    """The part of the axis that is usual for all of the keys for which a range is known."""
+    ranges = [key.usual for name in keys if (key := find(name)) is not None and key.usual is not None]
+    if not ranges:
+        return None
+    bottom, top = max((r[0] for r in ranges), default=-inf), min((r[1] for r in ranges), default=inf)
+    bottom, top = max(bottom, low), min(top, high)
+    return (bottom, top) if top > bottom else None
+
+
+def _time_charts(names: Sequence[str], runs: Sequence[RunReader]) -> list[dict[str, Any]]:
+    """Seconds by stage of one run; the whole step of several."""
+    import altair as alt
+
+    stages = {name: stage_seconds(run) for name, run in zip(names, runs, strict=True)}
+    if not any(stages.values()):
+        return []
+    if len(runs) > 1:
+        totals: dict[str, dict[str, Points]] = {}
+        for name, each in stages.items():
+            steps = sorted({step for points in each.values() for step, _ in points})
+            by_step = dict.fromkeys(steps, 0.0)
+            for points in each.values():
+                for step, value in points:
+                    by_step[step] += value
+            totals[name] = {"seconds of a step": sorted(by_step.items())}
+        return [_chart("seconds of a step", ["seconds of a step"], totals, ())]
+    rows = []
+    (each,) = stages.values()
+    steps = sorted({step for points in each.values() for step, _ in points})
+    for stretch in np.array_split(np.array(steps), min(len(steps), 100)):
+        first, last = int(stretch[0]), int(stretch[-1])
+        for stage, points in each.items():
+            seconds = [value for step, value in points if first <= step <= last]
+            rows.append({"step": last, "seconds": sum(seconds) / len(stretch), "stage": stage})
+    order = sorted(each, key=lambda stage: -sum(value for _, value in each[stage]))
+    x = alt.X("step:Q", axis=alt.Axis(tickCount=5, format="d"), scale=alt.Scale(nice=False))
+    color = alt.Color("stage:N", scale=alt.Scale(domain=order), legend=alt.Legend(title=None, orient="top"))
+    tooltip = ["stage:N", alt.Tooltip("step:Q", format="d"), alt.Tooltip("seconds:Q", format=".3~g")]
+    base = alt.Chart(alt.NamedData(name="rows")).properties(width="container", height=HEIGHT)
+    area = base.mark_area(opacity=0.85).encode(x=x, y=alt.Y("seconds:Q", title=None), color=color, tooltip=tooltip)
+    total = [{"stage": stage, "seconds": sum(value for _, value in each[stage])} for stage in order]
+    share = base.mark_bar().encode(
+        x=alt.X("seconds:Q", title="seconds of the whole run"),
+        y=alt.Y("stage:N", sort=order, title=None),
+        color=alt.Color("stage:N", scale=alt.Scale(domain=order), legend=None),
+        tooltip=["stage:N", alt.Tooltip("seconds:Q", format=".3~g")],
+    )
+    what = {"key": "timings.jsonl", "what": "seconds by stage", "over": "", "expect": ""}
+    return [
+        {"title": "seconds of a step", "keys": [what], "spec": _spec(area, rows), "bounds": None},
+        {"title": "seconds of the whole run", "keys": [what], "spec": _spec(share, total), "bounds": None},
+    ]
+
+
+def ledger_chart(rows: Sequence[Mapping[str, int]], titles: Mapping[str, str]) -> dict[str, Any]:
+    """Shares of the tokens of each step by what became of them."""
+    import altair as alt
+
+    used = [name for name in titles if any(row[name] for row in rows)]
+    cells = [
+        {"step": row["step"], "share": row[name] / (sum(row[each] for each in titles) or 1), "tokens": titles[name]}
+        for row in rows
+        for name in used
+    ]
+    order = [titles[name] for name in used]
+    chart = alt.Chart(alt.NamedData(name="rows")).properties(width="container", height=HEIGHT).mark_area(opacity=0.85)
+    chart = chart.encode(
+        x=alt.X("step:Q", axis=alt.Axis(tickCount=5, format="d"), scale=alt.Scale(nice=False)),
+        y=alt.Y("share:Q", title=None, axis=alt.Axis(format="%", tickCount=4), scale=alt.Scale(domain=[0, 1])),
+        color=alt.Color("tokens:N", scale=alt.Scale(domain=order), legend=alt.Legend(title=None, orient="top")),
+        tooltip=["tokens:N", alt.Tooltip("step:Q", format="d"), alt.Tooltip("share:Q", format=".1%")],
+    )
+    what = {"key": "untrained", "what": "share of the tokens of a recorded step", "over": "", "expect": ""}
+    return {"title": "tokens by step", "keys": [what], "spec": _spec(chart, cells), "bounds": None}

@@ -1,0 +1,380 @@
+"""Data of a report: what its page shows, out of the records of a run. Needs neither torch nor a network."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gruppo.errors import InputError
+from gruppo.run.completions import ROWS_LEFT_OUT, UNTRAINED
+from gruppo.run.reader import RunReader
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Points = list[tuple[int, float]]
+
+LOGPS = {"logps": "sampler", "old_logps": "old", "policy_logps": "new", "ref_logps": "ref", "entropies": "entropy"}
+"""Columns of the completions with a number per token, and their names in the page."""
+ROW_COLUMNS = ("prompt_index", "sample", "prompt", "completion", "stop_reason", "reward", "correct", "status")
+DECIMALS = 6
+TEXT_LIMIT = 20_000
+"""Most characters of a text in a page that holds its data itself; and of a text that a search gives."""
+TELLING = (
+    ("live/token_kl_max", max),
+    ("optim/grad_norm", max),
+    ("sampler/logp_gap_max", max),
+    ("reward/mean", min),
+    ("reward/mean", max),
+    ("completion/len_mean", max),
+)
+"""Metrics whose extreme step is worth looking at."""
+
+
+def metric_series(run: RunReader) -> dict[str, Points]:
+    """The numbers of a run by key, each with its step."""
+    return _series(run.metrics())
+
+
+def stage_seconds(run: RunReader) -> dict[str, Points]:
+    """Seconds of the steps by stage."""
+    return _series(run.timings())
+
+
+def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Points]:
+    found: dict[str, dict[int, float]] = {}
+    for record in records:
+        step = record.get("step")
+        for key, value in record.items() if type(step) is int else ():
+            if key != "step" and type(value) in (int, float) and isfinite(value):
+                found.setdefault(key, {})[step] = value  # pyright: ignore[reportArgumentType]  # an int, as just seen
+    return {key: sorted(points.items()) for key, points in sorted(found.items())}
+
+
+def summary(run: RunReader) -> dict[str, Any]:
+    """What a run is, where it stands, and the numbers that are looked at first."""
+    config, series = run.config(), metric_series(run)
+    try:
+        status = run.status()
+    except InputError:  # it has not begun, or its disk was full
+        status = {"status": "unknown"}
+    try:
+        environment = run.environment()
+    except InputError:
+        environment = {}
+    seconds = sum(value for points in stage_seconds(run).values() for _, value in points)
+    last = max((points[-1][0] for points in series.values()), default=0)
+    return {
+        "name": run.path.resolve().name,
+        "status": str(status.get("status")),
+        "error": str(status.get("error", "")),
+        "step": last,
+        "steps": config.get("steps"),
+        "model": str(config.get("model")),
+        "data": str(config.get("data")),
+        "rewards": [str(name) for name in config.get("rewards") or []],
+        "loss": str(config.get("loss")),
+        "loss_text": loss_text(run),
+        "advantage": str(config.get("advantage")),
+        "group_size": config.get("group_size"),
+        "seed": config.get("seed"),
+        "device": str(environment.get("device", "")),
+        "version": str((environment.get("packages") or {}).get("gruppo", "")),
+        "seconds": seconds,
+        "tiles": _tiles(series),
+        "steps_recorded": run.completion_steps(),
+    }
+
+
+def loss_text(run: RunReader) -> str:
+    """The loss in words, as the run began with it; empty for a run that did not record it."""
+    texts = [event["loss"] for event in run.events() if event.get("event") == "start" and "loss" in event]
+    return str(texts[-1]) if texts else ""
+
+
+def _tiles(series: Mapping[str, Points]) -> list[dict[str, Any]]:
+    """The first and the last value of a few keys. Noisy ones as means over a tenth of the run."""
+    tiles: list[dict[str, Any]] = []
+    if points := series.get("eval/accuracy"):
+        low, high = (dict(series.get(f"eval/accuracy_{end}", ())).get(points[-1][0]) for end in ("low", "high"))
+        tile = {"title": "held-out accuracy", "first": points[0][1], "last": points[-1][1], "low": low, "high": high}
+        tiles.append(tile | {"format": "share", "key": "eval/accuracy"})
+    for key, title, form in (
+        ("reward/mean", "reward", "number"),
+        ("group/dead_frac", "groups that teach nothing", "share"),
+        ("rollout/entropy", "entropy, nats per token", "number"),
+        ("completion/len_mean", "tokens per completion", "length"),
+    ):
+        if points := series.get(key):
+            count = max(len(points) // 10, 1)
+            first, last = (float(np.mean([value for _, value in part])) for part in (points[:count], points[-count:]))
+            tiles.append({"title": title, "first": first, "last": last, "format": form, "key": key})
+    return tiles
+
+
+def config_table(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
+    """The options of the runs, a value for each run; those that differ first."""
+    configs = [run.config() for run in runs]
+    names = dict.fromkeys(name for config in configs for name in config)
+    rows = []
+    for name in names:
+        values = [_option(config.get(name)) for config in configs]
+        rows.append({"name": str(name), "values": values, "differs": len(set(values)) > 1 and name != "output"})
+    return sorted(rows, key=lambda row: not row["differs"])
+
+
+def _option(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+class TokenTexts:
+    """Texts of single tokens, by the tokenizer that lies with a run: with its model, a checkpoint or its base.
+
+    A base that would have to be fetched is not: then tokens have no texts but their numbers.
+    """
+
+    def __init__(self, run: RunReader) -> None:
+        self.run = run
+        self._texts: dict[int, str] = {}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer
+
+        for file in self._files():
+            try:
+                return Tokenizer.from_file(str(file))
+            except Exception:  # of any class, as files of a stranger bring up; another may do
+                continue
+        return None
+
+    def _files(self) -> Iterable[Path]:
+        folders = [self.run.model, self.run.best]
+        folders += [
+            self.run.path / "checkpoints" / f"step-{step:06d}" / "model" for step in self.run.checkpoint_steps()
+        ]
+        name = str(self.run.config().get("model"))
+        if name.split(":")[0] == "builtin":
+            from gruppo.task.builtin import builtin_model_path
+
+            folders.append(builtin_model_path())
+        else:
+            folders.append(Path(name).expanduser())
+            folders += _cached(name, self.run.config().get("revision"))
+        return [folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()]
+
+    def of(self, ids: Iterable[int]) -> dict[int, str]:
+        """The text of each id that has one."""
+        if self._tokenizer is None:
+            return {}
+        decode, wanted = self._tokenizer.decode, set(ids)
+        for number in wanted - self._texts.keys():
+            # Decoders of some families drop the space that the first token begins with.
+            once, twice = (decode([number] * count, skip_special_tokens=False) for count in (1, 2))
+            self._texts[number] = twice[len(once) :] if twice.startswith(once) else once
+        return {number: self._texts[number] for number in wanted}
+
+
+def _cached(name: str, revision: Any) -> list[Path]:
+    """The folder in the cache of the hub that has the tokenizer of a model."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        hub_id = name.removeprefix("hf://").partition("@")
+        found = try_to_load_from_cache(hub_id[0], "tokenizer.json", revision=revision or hub_id[2] or None)
+    except (ImportError, ValueError):  # a name that is no id
+        return []
+    return [Path(found).parent] if isinstance(found, str) else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What of a step goes into a page that holds its data itself."""
+
+    tokens: int
+    """Of all groups together; those in which most happened come first, and one is always there."""
+    tokens_of_one: int = 4_000
+    """Of a completion."""
+
+
+def step_data(run: RunReader, step: int, texts: TokenTexts, limits: Limits | None = None) -> dict[str, Any]:
+    """The groups of a step with every token and its numbers, and how many rollouts were left out."""
+    table = run.completions(step)
+    left_out = int((table.schema.metadata or {}).get(ROWS_LEFT_OUT, 0))
+    rows = _compact(table, limits)
+    groups = _grouped(rows)
+    if limits is not None:
+        chosen = _most_telling(groups, limits.tokens)
+        left_out += sum(len(group["rollouts"]) for group in groups) - sum(len(group["rollouts"]) for group in chosen)
+        groups = chosen
+    ids = {number for group in groups for rollout in group["rollouts"] for number in rollout["ids"]}
+    found = texts.of(ids)
+    return {"step": step, "left_out": left_out, "groups": groups, "texts": found, "reasons": UNTRAINED}
+
+
+def step_rows(run: RunReader, step: int) -> list[list[Any]]:
+    """The rollouts of a step without their tokens, for a search over steps: group, sample, prompt, text, stop reason,
+    reward, right or not."""
+    rows = run.completions(step, ROW_COLUMNS).to_pylist()
+    found = []
+    for group, row in zip(_group_numbers(rows), rows, strict=True):
+        texts = [_cut(row[name], TEXT_LIMIT) for name in ("prompt", "completion")]
+        judged = [row["stop_reason"], _rounded(row["reward"]), row["correct"]]
+        found.append([group, row["sample"], row["prompt_index"], *texts, *judged])
+    return found
+
+
+def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
+    """The rows as plain values. Numbers have six decimals; a list beyond the limit is cut, with its whole length."""
+    most = None if limits is None else limits.tokens_of_one
+    names = set(table.column_names)
+    lists = [
+        name for name in ("tokens", "sampled", "untrained", "clipped", "token_advantages", *LOGPS) if name in names
+    ]
+    lengths = [0 if ids is None else len(ids) for ids in table.column("tokens")]
+    plain = table.drop_columns(lists).to_pylist()
+    columns = {name: [_list(value, most) for value in table.column(name)] for name in lists}
+    reason = {name: code for code, name in enumerate(UNTRAINED)}
+    rows = []
+    for i, row in enumerate(plain):
+        parts = {kind: _prefixed(row, f"{kind}/") for kind in ("reward", "extra", "error")}
+        untrained = columns["untrained"][i] if "untrained" in columns else None
+        tokens = {short: columns[name][i] if name in columns else None for name, short in LOGPS.items()}
+        rows.append(
+            {
+                "index": row["prompt_index"],
+                "status": row["status"],
+                "prompt": _cut(row["prompt"], most and TEXT_LIMIT),
+                "columns": _cut(row["columns"], most and TEXT_LIMIT),
+                "rollout": {
+                    "sample": row["sample"],
+                    "text": _cut(row["completion"], most and TEXT_LIMIT),
+                    "characters": len(row["completion"] or ""),
+                    "stop": row["stop_reason"],
+                    "versions": row["versions"],
+                    "reward": _rounded(row["reward"]),
+                    "correct": row["correct"],
+                    "shaped": _rounded(row["shaped"]),
+                    "advantage": _rounded(row["advantage"]),
+                    "advantages": columns["token_advantages"][i] if "token_advantages" in columns else None,
+                    "parts": {name: _rounded(value) for name, value in parts["reward"].items()},
+                    "extras": {k: _cut(v, TEXT_LIMIT) if isinstance(v, str) else v for k, v in parts["extra"].items()},
+                    "errors": {name: _cut(str(value), 4_000) for name, value in parts["error"].items() if value},
+                    "length": lengths[i],
+                    "ids": columns["tokens"][i] or [],
+                    "sampled": columns["sampled"][i],
+                    "why": None if untrained is None else [reason.get(name, 0) for name in untrained],
+                    "clipped": columns["clipped"][i] if "clipped" in columns else None,
+                    **tokens,
+                },
+            }
+        )
+    return rows
+
+
+def _prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)}
+
+
+def _list(value: "pa.Scalar", most: int | None) -> list[Any] | None:
+    """A list of a row, cut to `most` entries, its fractions rounded."""
+    items = value.values[:most] if value.is_valid else None  # pyright: ignore[reportAttributeAccessIssue]  # a list
+    if items is None:
+        return None
+    if str(items.type) != "double":
+        return items.to_pylist()
+    numbers = np.round(items.to_numpy(zero_copy_only=False), DECIMALS)
+    return [x if isfinite(x) else None for x in numbers.tolist()]
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(value, DECIMALS) if value is not None and isfinite(value) else None
+
+
+def _cut(text: str | None, most: int | None) -> str:
+    return "" if text is None else text[:most]
+
+
+def _group_numbers(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The number of each row's group: a group begins where the samples are counted anew."""
+    numbers, group = [], -1
+    for i, row in enumerate(rows):
+        before = rows[i - 1] if i else None
+        if before is None or row["sample"] <= before["sample"] or row["prompt_index"] != before["prompt_index"]:
+            group += 1
+        numbers.append(group)
+    return numbers
+
+
+def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    flat = [{"sample": row["rollout"]["sample"], "prompt_index": row["index"]} for row in rows]
+    groups: list[dict[str, Any]] = []
+    for number, row in zip(_group_numbers(flat), rows, strict=True):
+        if number == len(groups):
+            groups.append({k: row[k] for k in ("index", "status", "prompt", "columns")} | {"rollouts": []})
+        groups[number]["rollouts"].append(row["rollout"])
+    return groups
+
+
+def _most_telling(groups: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """Groups of at most so many tokens, in their order: those whose policy moved most first, then every n-th."""
+
+    def moved(group: Mapping[str, Any]) -> float:
+        pairs = ((r["new"] or (), r["old"] or ()) for r in group["rollouts"])
+        return max((abs(a - b) for new, old in pairs for a, b in zip(new, old, strict=False) if a and b), default=0.0)
+
+    sizes = [sum(len(rollout["ids"]) for rollout in group["rollouts"]) for group in groups]
+    if sum(sizes) <= tokens:
+        return groups
+    extreme = sorted(range(len(groups)), key=lambda i: -moved(groups[i]))[: max(len(groups) // 8, 1)]
+    spread = sorted(range(len(groups)), key=lambda i: int(f"{i:020b}"[::-1], 2))  # first, middle, quarters, ...
+    chosen: set[int] = set()
+    for i in dict.fromkeys([*extreme, *spread]):
+        if not chosen or sum(sizes[j] for j in chosen) + sizes[i] <= tokens:
+            chosen.add(i)
+    return [group for i, group in enumerate(groups) if i in chosen]
+
+
+def chosen_steps(run: RunReader, most: int) -> list[int]:
+    """At most so many steps with completions: the first, the last, the extreme ones by `TELLING`, the rest spread."""
+    steps = run.completion_steps()
+    if len(steps) <= most:
+        return steps
+    series, recorded = metric_series(run), set(steps)
+    chosen = {steps[0], steps[-1]}
+    for key, extreme in TELLING:
+        if points := [(value, step) for step, value in series.get(key, ()) if step in recorded]:
+            chosen.add(extreme(points)[1])
+    for i in np.linspace(0, len(steps) - 1, most).round().astype(int):
+        if len(chosen) < most:
+            chosen.add(steps[i])
+    return sorted(chosen)
+
+
+# --- the ledger of tokens ---------------------------------------------------------------------------------------------
+
+
+def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
+    """What became of the tokens of some steps: how many the policy did not write, were left out, masked, had no
+    advantage, were rejected, and were trained on; and what the loss divides by."""
+    rows, sequences, scored = [], 0, 0
+    for step in steps:
+        table = run.completions(step, ("status", "untrained"))
+        if "untrained" not in table.column_names:  # written before there was such a column
+            continue
+        counts = dict.fromkeys(UNTRAINED, 0)
+        for pair in table.column("untrained").combine_chunks().flatten().value_counts().to_pylist():
+            counts[pair["values"]] = counts.get(pair["values"], 0) + pair["counts"]
+        rows.append({"step": step, **counts})
+        sequences += table.column("status").to_pylist().count("kept")
+        scored += counts[""] + counts["no_advantage"] + counts["rejected"]
+    total = {name: sum(row[name] for row in rows) for name in UNTRAINED}
+    return {"steps": rows, "total": total, "sequences": sequences, "scored": scored}

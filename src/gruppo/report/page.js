@@ -1,0 +1,330 @@
+// @ts-check
+"use strict";
+// The page of a report: overview, charts, ledger, options. Model text reaches the page through textContent alone.
+
+/** What the page shows; `page_data` in page.py makes it. @type {any} */
+let DATA = JSON.parse(at("data").textContent || "{}");
+
+/** @param {string} id @returns {HTMLElement} */
+function at(id) {
+  return /** @type {HTMLElement} */ (document.getElementById(id));
+}
+
+/**
+ * An element. `text` is its text, `class` its class, a function a listener; anything else an attribute.
+ * @param {string} tag @param {Record<string, any>} [facts] @param {...(Node | string | null)} children
+ * @returns {HTMLElement}
+ */
+function el(tag, facts = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(facts)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "text") made.textContent = value;
+    else if (typeof value === "function") made.addEventListener(name, value);
+    else made.setAttribute(name, value === true ? "" : String(value));
+  }
+  for (const child of children) if (child !== null) made.append(child);
+  return made;
+}
+
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+
+/** Text with control characters and marks of direction as escapes: they would hide or turn around what follows.
+ * @param {string} text */
+function visible(text) {
+  const lone = /[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
+  /** @param {string} c */
+  const escaped = (c) => {
+    const code = c.charCodeAt(0);
+    return code < 256 ? "\\x" + code.toString(16).padStart(2, "0") : "\\u" + code.toString(16).padStart(4, "0");
+  };
+  return text.replace(HIDDEN, escaped).replace(lone, escaped);
+}
+
+/** A number with so many significant digits, minus as a minus sign. @param {any} x @param {number} digits */
+function number(x, digits = 4) {
+  if (typeof x !== "number") return x === null || x === undefined ? "–" : String(x);
+  if (Number.isInteger(x) && Math.abs(x) < 1e15) return x.toLocaleString("en").replace("-", "−");
+  const small = Math.abs(x) < 1e-4 || Math.abs(x) >= 1e6;
+  return (small ? x.toExponential(digits - 2) : String(Number(x.toPrecision(digits)))).replace(/-/g, "−");
+}
+
+/** @param {number} x */
+const percent = (x) => (100 * x).toFixed(x > 0 && x < 0.1 ? 1 : 0) + " %";
+
+/** @param {number} s */
+function duration(s) {
+  if (s < 90) return s.toFixed(0) + " s";
+  if (s < 5400) return (s / 60).toFixed(0) + " min";
+  return (s / 3600).toFixed(1) + " h";
+}
+
+// --- light and dark -------------------------------------------------------------------------------------------------
+
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+let chosenTheme = "";
+try { chosenTheme = localStorage.getItem("gruppo-theme") || ""; } catch { /* a browser without storage */ }
+
+function applyTheme() {
+  const dark = chosenTheme ? chosenTheme === "dark" : prefersDark.matches;
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  at("theme").textContent = dark ? "☀" : "☾";
+  at("theme").title = dark ? "Light" : "Dark";
+}
+
+/** @param {string} name */
+const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+
+function vegaConfig() {
+  const [fg, muted, line, card] = ["fg", "muted", "line", "card"].map(variable);
+  const font = getComputedStyle(document.body).fontFamily;
+  return {
+    background: "transparent", font, padding: { left: 0, right: 4, top: 2, bottom: 0 },
+    axis: { labelColor: muted, titleColor: muted, gridColor: line, domain: false, ticks: false, labelPadding: 5,
+            labelFontSize: 11, titleFontSize: 11, titleFontWeight: "normal", labelFont: font, titleFont: font },
+    axisX: { grid: false, domain: true, domainColor: line },
+    view: { stroke: null },
+    legend: { labelColor: fg, labelFontSize: 11, symbolStrokeWidth: 2.5, padding: 0, offset: 4, labelLimit: 220, columns: 3 },
+    range: { category: [1, 2, 3, 4, 5, 6].map((i) => variable("c" + i)) },
+    style: {
+      usual: { color: variable("usual"), fillOpacity: Number(variable("usual-alpha")) },
+      finding: { stroke: variable("bad"), strokeDash: [4, 3] },
+    },
+    bar: { cornerRadiusEnd: 3, fill: card },
+  };
+}
+
+// --- tooltip --------------------------------------------------------------------------------------------------------
+
+/** @param {any} handler @param {MouseEvent} event @param {any} item @param {any} value */
+function showTip(handler, event, item, value) {
+  const tip = at("tip");
+  if (!value || typeof value !== "object") { tip.hidden = true; return; }
+  const list = el("dl");
+  for (const [name, text] of Object.entries(value)) {
+    if (text !== "null" && text !== "NaN") list.append(el("dt", { text: name }), el("dd", { text: visible(String(text)) }));
+  }
+  tip.replaceChildren(list);
+  tip.hidden = false;
+  const width = tip.offsetWidth, height = tip.offsetHeight;
+  tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 8)) + "px";
+  tip.style.top = Math.max(4, event.clientY - height - 12) + "px";
+}
+
+// --- charts ---------------------------------------------------------------------------------------------------------
+
+/** @type {Map<Element, any>} charts that wait to be drawn */
+const waiting = new Map();
+/** @type {any[]} */
+let drawn = [];
+
+const seen = new IntersectionObserver((entries) => {
+  for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
+}, { rootMargin: "600px" });
+
+/** @param {Element} plot */
+async function draw(plot) {
+  const spec = waiting.get(plot);
+  const embed = /** @type {any} */ (window).vegaEmbed;
+  if (!spec || !embed) return;
+  waiting.delete(plot);
+  seen.unobserve(plot);
+  const options = { ast: true, actions: false, renderer: "svg", defaultStyle: false, config: vegaConfig(), tooltip: showTip };
+  const result = await embed(plot, { autosize: { type: "fit-x", contains: "padding" }, ...spec }, options);
+  drawn.push(result);
+  plot.setAttribute("data-drawn", "");
+}
+
+/** @param {any} chart */
+function chartCard(chart) {
+  const plot = el("div", { class: "plot" });
+  const summary = el("summary");
+  const what = el("details", { class: "what" }, summary);
+  for (const [i, key] of chart.keys.entries()) {
+    const expect = key.expect.split(";")[0];
+    summary.append(i ? ", " : "", el("code", { text: key.key }));
+    if (expect) summary.append(" ", el("span", { class: chart.bounds ? "range" : "", text: expect }));
+    if (key.what) what.append(el("p", {}, el("code", { text: key.key }), ` ${key.what}${key.over ? ", over " + key.over : ""}${key.expect ? "; expect " + key.expect : ""}.`));
+  }
+  waiting.set(plot, chart.spec);
+  seen.observe(plot);
+  return el("article", { class: "card chart", "data-keys": chart.keys.map((/** @type {any} */ k) => k.key).join(" ") },
+    el("h3", { text: chart.title }), plot, what);
+}
+
+function drawCharts() {
+  for (const result of drawn) result.finalize();
+  drawn = [];
+  waiting.clear();
+  const open = new Set([...document.querySelectorAll("#charts details[open]")].map((d) => d.id));
+  const parts = [];
+  if (!DATA.questions) return void at("charts").replaceChildren(el("p", { class: "note", text: "The charts are being made …" }));
+  for (const [i, question] of DATA.questions.entries()) {
+    const part = el("div", { id: "question-" + i }, el("h2", { text: question.title }), el("p", { class: "lede", text: question.answer }));
+    if (question.charts.length) part.append(el("div", { class: "grid" }, ...question.charts.map(chartCard)));
+    else part.append(el("p", { class: "note", text: question.none || "This run has no such numbers." }));
+    if (question.further.length) {
+      const more = el("details", { id: "more-" + i }, el("summary", { text: `${question.further.length} further metrics` }));
+      const fill = () => { if (more.children.length < 2) more.append(el("div", { class: "grid" }, ...question.further.map(chartCard))); };
+      more.addEventListener("toggle", fill, { once: true });
+      if (open.has(more.id)) more.setAttribute("open", "");
+      part.append(more);
+    }
+    if (question.zero.length) part.append(el("p", { class: "note" }, "Always 0: ", el("code", { text: question.zero.join(", ") })));
+    parts.push(part);
+  }
+  at("charts").replaceChildren(...parts);
+}
+
+// --- overview -------------------------------------------------------------------------------------------------------
+
+/** @param {any} tile */
+function tileCard(tile) {
+  /** @param {number} x */
+  const shown = (x) => (tile.format === "share" ? percent(x) : tile.format === "length" ? number(x, 3) : number(x, 3));
+  const spread = typeof tile.low === "number" ? `interval ${percent(tile.low).replace(" %", "")}–${percent(tile.high)}` : "";
+  return el("div", { class: "tile" }, el("div", { class: "name", text: tile.title }), el("div", { class: "value", text: shown(tile.last) }),
+    el("div", { class: "from" }, el("span", { text: "from " + shown(tile.first) }), spread ? " · " : "", el("span", { text: spread })));
+}
+
+const MOODS = { learning: "good", finished: "good", done: "good", running: "calm", stopped: "calm", stalled: "warn", collapsed: "bad", failed: "bad", killed: "bad" };
+
+/** @param {any} run @param {number} i */
+function runHead(run, i) {
+  const several = DATA.runs.length > 1;
+  const title = el(several ? "h2" : "h1", {}, several ? el("span", { class: "swatch" }) : null, run.name);
+  if (several) /** @type {HTMLElement} */ (title.firstChild).style.background = variable("c" + ((i % 6) + 1));
+  const mood = /** @type {Record<string, string>} */ (MOODS)[run.state.name] || "calm";
+  const facts = [["model", run.model], ["data", run.data], ["rewards", run.rewards.join(", ")], ["loss", run.loss], ["advantage", run.advantage],
+    ["group size", run.group_size], ["seed", run.seed], ["time", duration(run.seconds)], ["device", run.device]];
+  const list = facts.filter((f) => f[1] !== "" && f[1] !== null);
+  return el("div", { class: "run" }, title,
+    el("p", { class: "state" }, el("span", { class: "pill " + mood, text: run.state.name }), el("span", { text: visible(run.state.text) })),
+    el("div", { class: "facts" }, ...list.map(([name, value]) => el("span", {}, name + " ", el("b", { text: visible(String(value)) })))),
+    el("div", { class: "tiles" }, ...run.tiles.map(tileCard)),
+    run.findings.length ? el("ul", { class: "findings" }, ...run.findings.map(findingItem)) : null);
+}
+
+/** @param {any} finding */
+function findingItem(finding) {
+  const where = finding.step === null ? "" : ` · from step ${finding.step}`;
+  const item = el("li", { class: finding.severity }, el("b", { text: `${finding.severity}: ${finding.rule}` }), el("span", { class: "muted", text: where }),
+    el("div", { text: visible(finding.text) }), el("div", { class: "muted small", text: visible(finding.evidence) }),
+    el("div", { class: "small" }, "Try: ", el("code", { text: visible(finding.remedy) })));
+  const chart = [...document.querySelectorAll("#charts .chart")].find((c) => (c.getAttribute("data-keys") || "").split(" ").includes(finding.metric));
+  if (chart) item.append(el("button", { type: "button", text: "Show its chart", click: () => chart.scrollIntoView({ block: "center" }) }));
+  return item;
+}
+
+function drawOverview() {
+  at("overview").replaceChildren(
+    ...(DATA.runs.length > 1 ? [el("h1", { text: `${DATA.runs.length} runs` })] : []), ...DATA.runs.map(runHead));
+}
+
+// --- ledger ---------------------------------------------------------------------------------------------------------
+
+function drawLedger() {
+  const parts = [el("h2", { text: "What became of the tokens?" }),
+    el("p", { class: "lede", text: "From what was generated to what the policy term was computed on, and what it is divided by." })];
+  for (const run of DATA.runs) {
+    const ledger = run.ledger;
+    if (!ledger || !ledger.generated) continue;
+    const body = el("tbody", {}, el("tr", { class: "sum" }, el("td", { text: "generated" }), el("td", { class: "n", text: number(ledger.generated) }), el("td", { class: "n", text: "100 %" })));
+    for (const row of ledger.lines) {
+      body.append(el("tr", {}, el("td", {}, "− " + row.title, el("div", { class: "muted small", text: visible(row.what) })),
+        el("td", { class: "n", text: row.count ? "−" + number(row.count) : "0" }), el("td", { class: "n", text: percent(row.count / ledger.generated) })));
+    }
+    body.append(el("tr", { class: "sum" }, el("td", { text: "= trained on" }), el("td", { class: "n", text: number(ledger.trained) }), el("td", { class: "n", text: percent(ledger.trained / ledger.generated) })));
+    const table = el("table", {}, el("thead", {}, el("tr", {}, el("th", { text: "tokens" }), el("th", { class: "n", text: "number" }), el("th", { class: "n", text: "share" }))), body);
+    const right = el("div", { class: "stack" }, ledger.chart ? chartCard(ledger.chart) : null,
+      el("div", { class: "card pad divisor" }, el("h3", { text: "Divided by" }), ...ledger.divisor.map((/** @type {string} */ t) => el("p", { class: "small", text: visible(t) })),
+        run.loss_text ? el("details", {}, el("summary", { text: "The loss in words" }), el("pre", { class: "small", text: visible(run.loss_text) })) : null));
+    if (DATA.runs.length > 1) parts.push(el("h3", { text: run.name }));
+    parts.push(el("div", { class: "split" }, el("div", { class: "card pad" }, table, el("p", { class: "note", text: ledger.note })), right));
+  }
+  at("ledger").replaceChildren(...(parts.length > 2 ? parts : []));
+}
+
+// --- options --------------------------------------------------------------------------------------------------------
+
+function drawOptions() {
+  /** @param {any[]} rows */
+  const table = (rows) => el("div", { class: "scroll" }, el("table", {},
+    el("thead", {}, el("tr", {}, el("th", { text: "option" }), ...DATA.runs.map((/** @type {any} */ r) => el("th", { text: r.name })))),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, el("td", {}, el("code", { text: row.name })),
+      ...row.values.map((/** @type {string} */ v) => el("td", {}, el("code", { text: visible(v) }))))))));
+  const differ = DATA.config.filter((/** @type {any} */ row) => row.differs);
+  const parts = [el("h2", { text: DATA.runs.length > 1 ? "What differs between the runs?" : "Options" })];
+  if (DATA.runs.length > 1) {
+    parts.push(differ.length ? el("div", { class: "card pad" }, table(differ)) : el("p", { class: "note", text: "All options are equal." }));
+  }
+  parts.push(el("details", {}, el("summary", { text: `All ${DATA.config.length} options` }), el("div", { class: "card pad" }, table(DATA.config))));
+  at("options").replaceChildren(...parts);
+}
+
+function drawNav() {
+  const links = [["overview", "Overview"], ["question-0", "Learning"], ["question-1", "Signal"], ["question-2", "Policy"], ["question-3", "Sampler"],
+    ["question-4", "Time"], ["ledger", "Tokens"], ["completions", "Completions"], ["options", "Options"]];
+  at("nav").replaceChildren(...links.map(([id, text]) => el("a", { href: "#" + id, text })));
+  at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page reads the run directory while it is open." : DATA.note);
+}
+
+function drawAll() {
+  drawCharts();
+  drawOverview();
+  drawLedger();
+  drawOptions();
+  drawNav();
+}
+
+// --- a run that goes on ---------------------------------------------------------------------------------------------
+
+/** New data, with the charts and ledgers of the old until theirs are there. @param {any} data */
+function take(data) {
+  data.questions = DATA.questions;
+  for (const [i, run] of data.runs.entries()) run.ledger = DATA.runs?.[i]?.ledger;
+  DATA = data;
+  drawOverview();
+  drawOptions();
+  drawNav();
+}
+
+async function fetchCharts() {
+  const answer = await fetch("charts.json", { cache: "no-store" });
+  if (!answer.ok) return;
+  const { questions, ledgers } = await answer.json();
+  DATA.questions = questions;
+  for (const [i, ledger] of ledgers.entries()) DATA.runs[i].ledger = ledger;
+  const scrolled = scrollY;
+  at("charts").style.minHeight = at("charts").offsetHeight + "px";
+  drawCharts();
+  drawLedger();
+  drawOverview();
+  at("charts").style.minHeight = "";
+  scrollTo(0, scrolled);
+}
+
+/** The chart library of a page that does not hold it. */
+function fetchVega() {
+  return new Promise((done) => document.body.append(el("script", { src: "vega.js", load: done, error: done })));
+}
+
+let isRefreshing = false;
+
+async function refresh() {
+  if (document.hidden || isRefreshing) return;
+  isRefreshing = true;
+  try {
+    const answer = await fetch("data.json?seen=" + encodeURIComponent(DATA.seen || ""), { cache: "no-store" });
+    if (answer.status === 200) {
+      take(await answer.json());
+      viewer.update();
+      await fetchCharts();
+    }
+    const run = DATA.runs[0];
+    at("live").textContent = answer.ok ? `${run.status} · step ${run.step}${run.steps ? " of " + run.steps : ""}` : "no answer";
+  } catch {
+    at("live").textContent = "gruppo view has ended";
+  }
+  isRefreshing = false;
+}

@@ -1,0 +1,234 @@
+"""Page of a report: one HTML file that holds its data, its charts and the token viewer, and asks for nothing else.
+
+A strict content security policy names its scripts and its style by their hashes. Whatever a model wrote is JSON with
+`<` escaped, or compressed, and is shown as text only.
+"""
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Protocol
+
+from gruppo import __version__
+from gruppo.report.charts import Finding, charts, ledger_chart, run_names
+from gruppo.report.data import Limits, TokenTexts, chosen_steps, config_table, ledger, loss_text, step_data, summary
+from gruppo.run.completions import json_text
+from gruppo.run.reader import RunReader
+
+MOST_STEPS = 24
+"""Steps of a run whose completions are in a page."""
+MOST_TOKENS = 300_000
+"""Tokens of all runs in a page: with their numbers about ten megabytes."""
+LEDGER_STEPS = 50
+
+NO_GAP = (
+    "No gap was measured: completions were sampled with the trainer's own weights, in its process. The token viewer "
+    "has the gap of each token where log-probs were computed twice."
+)
+
+
+class State(Protocol):
+    """How a run stands, in a word and in a sentence."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class _Status:
+    name: str
+    text: str
+
+
+def report_page(
+    runs: Sequence[RunReader],
+    *,
+    findings: Sequence[Sequence[Finding]] = (),
+    states: Sequence[State] = (),
+) -> str:
+    """The report of one or several runs as HTML.
+
+    Args:
+        findings: for each run what may be wrong with it; empty: not looked for.
+        states: for each run how it stands; empty: as its status file has it.
+    """
+    data = page_data(runs, findings=findings, states=states)
+    data |= chart_data(runs, findings=findings)
+    blocks: list[str] = []
+    shown = recorded = 0
+    for i, run in enumerate(runs):
+        own = data["runs"][i]
+        own["ledger"] = ledger_data(run)
+        steps = chosen_steps(run, MOST_STEPS)
+        own["steps_here"] = steps
+        shown, recorded = shown + len(steps), recorded + len(own["steps_recorded"])
+        texts, limits = TokenTexts(run), Limits(tokens=MOST_TOKENS // len(runs) // max(len(steps), 1))
+        for step in steps:
+            packed = gzip.compress(to_json(step_data(run, step, texts, limits)).encode(), 6, mtime=0)
+            blocks.append(_data_block(f"step-{i}-{step}", base64.b64encode(packed).decode(), "text/plain"))
+    command = f"gruppo view {' '.join(data['paths'])}"
+    data["note"] = (
+        f"It holds the completions of {shown} of {recorded} recorded steps: the first, the last, those with extreme "
+        f"metrics, and others evenly between. {command} shows all."
+        if shown < recorded
+        else f"It holds the completions of all {recorded} recorded steps. Groups beyond its size are left out, which "
+        f"the viewer then notes; {command} shows all."
+    )
+    blocks.append(_data_block("data", to_json(data), "application/json"))
+    scripts = [vega_script(), _source("page.js") + _source("viewer.js")]
+    inline = "\n".join(f"<script>{text}</script>" for text in scripts)
+    return _filled(data["title"], "\n".join(blocks), inline, f"script-src {_hashes(scripts)}")
+
+
+def live_page(title: str) -> str:
+    """The page that `gruppo view` serves: it fetches its data and the chart library from where it came from."""
+    script = _source("page.js") + _source("viewer.js")
+    block = _data_block("data", to_json({"live": True}), "application/json")
+    policy = f"script-src 'self' {_hashes([script])}; connect-src 'self'"
+    return _filled(title, block, f"<script>{script}</script>", policy)
+
+
+def page_data(
+    runs: Sequence[RunReader], *, findings: Sequence[Sequence[Finding]] = (), states: Sequence[State] = ()
+) -> dict[str, Any]:
+    """What the page shows of the runs besides charts, ledger and completions."""
+    names = run_names(runs)
+    shown = []
+    for i, run in enumerate(runs):
+        facts = summary(run)
+        state = states[i] if states else _status_of(facts)
+        own = [_finding(each) for each in findings[i]] if findings else []
+        facts |= {"name": names[i], "state": {"name": state.name, "text": state.text}, "findings": own, "ledger": None}
+        shown.append(facts | {"steps_here": facts["steps_recorded"]})
+    title = f"{', '.join(names)} · gruppo"
+    options = config_table(runs)
+    paths = [str(run.path) for run in runs]
+    return {"title": title, "version": __version__, "runs": shown, "config": options, "paths": paths, "note": ""}
+
+
+def chart_data(runs: Sequence[RunReader], *, findings: Sequence[Sequence[Finding]] = ()) -> dict[str, Any]:
+    """The charts of the page."""
+    questions = charts(runs, findings)
+    if all(run.config().get("sampler") == "torch" for run in runs):
+        questions[3]["none"] = NO_GAP
+    return {"questions": questions}
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    names = ("rule", "severity", "step", "text", "evidence", "remedy", "metric")
+    return {name: getattr(finding, name) for name in names}
+
+
+def _status_of(facts: Mapping[str, Any]) -> _Status:
+    """How a run stands by its status file alone."""
+    of = f" of {facts['steps']}" if facts["steps"] else ""
+    where = f"step {facts['step']}{of}"
+    texts = {
+        "running": f"at {where}",
+        "done": f"finished {where}",
+        "stopped": f"stopped after {where} and saved; gruppo resume goes on",
+        "failed": f"failed after {where}: {facts['error']}",
+        "killed": f"its process ended after {where} without a word; gruppo resume goes on",
+    }
+    return _Status(facts["status"], texts.get(facts["status"], f"at {where}"))
+
+
+def ledger_data(run: RunReader) -> dict[str, Any] | None:
+    """The ledger of the tokens, in words; None for a run without completions."""
+    recorded = run.completion_steps()
+    steps = recorded[:: -(-len(recorded) // LEDGER_STEPS) or 1]
+    found = ledger(run, steps)
+    if not found["steps"]:
+        return None
+    parts = _loss_parts(loss_text(run))
+    rejects = "; ".join(f"{name}: {parts[name]}" for name in ("select", "correction") if name in parts)
+    titles = {
+        "other": ("written by a tool or a user", "part of a completion that the policy did not sample"),
+        "left_out": ("in a group left out", "dynamic sampling: no signal, or more than a step takes"),
+        "masked": ("in a completion that is masked", "cut off at max_new_tokens, with mask_truncated"),
+        "no_advantage": ("without an advantage", "zero variance: all completions of the group earned the same"),
+        "rejected": ("rejected by the loss", rejects or "this loss rejects none"),
+    }
+    lines = [{"title": titles[name][0], "what": titles[name][1], "count": found["total"][name]} for name in titles]
+    count = len(found["steps"])
+    weight = parts.get("weight", "not recorded; the documentation of the loss has it")
+    divisor = [
+        f"The loss is a {weight}." if weight.startswith("mean") else f"Weight of a token: {weight}.",
+        f"In a recorded step that is {found['sequences'] / count:,.0f} completions with {found['scored'] / count:,.0f} "
+        "scored tokens. Those without an advantage count as well, and masked completions count as completions.",
+    ]
+    all_ = count == len(recorded)
+    note = f"Over {'all ' if all_ else ''}{count} recorded steps{'' if all_ else f' of {len(recorded)}'}."
+    trained = found["total"][""]
+    made = {"generated": sum(found["total"].values()), "lines": lines, "trained": trained, "divisor": divisor}
+    return made | {
+        "note": note,
+        "chart": ledger_chart(found["steps"], {"": "trained on"} | {k: v[0] for k, v in titles.items()}),
+    }
+
+
+def _loss_parts(text: str) -> dict[str, str]:
+    """The parts of a loss by name, out of its text: a line for each, indented."""
+    pairs = (line.strip().partition(" ") for line in text.splitlines() if line.startswith("  "))
+    return {name: words.strip() for name, _, words in pairs}
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def to_json(value: Any) -> str:
+    """JSON in ASCII; numbers that JSON does not have become null."""
+    try:
+        return json.dumps(value, allow_nan=False, default=str, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(json.loads(json_text(value)), separators=(",", ":"))
+
+
+@cache
+def vega_script() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script."""
+    import vl_convert
+
+    # In a function of its own: the bundle has thousands of names at its top level.
+    return _inlined(f"(() => {{{vl_convert.javascript_bundle('window.vegaEmbed = vegaEmbed;')}}})();")
+
+
+@cache
+def _source(name: str) -> str:
+    return _inlined(files("gruppo.report").joinpath(name).read_text(encoding="utf-8"))
+
+
+def _inlined(script: str) -> str:
+    """A script that may stand in a page: nothing in it ends the element, or begins a comment."""
+    assert "</script" not in script.lower() and "<!--" not in script
+    return script
+
+
+def _data_block(name: str, text: str, kind: str) -> str:
+    return f'<script id="{name}" type="{kind}">{text.replace("<", chr(92) + "u003c")}</script>'
+
+
+def _hashes(texts: Iterable[str]) -> str:
+    def each() -> Iterator[str]:
+        for text in texts:
+            yield f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    return " ".join(each())
+
+
+def _filled(title: str, data: str, scripts: str, policy: str) -> str:
+    style = _source("page.css")
+    rest = "img-src data:; base-uri 'none'; form-action 'none'"
+    rules = f"default-src 'none'; {policy}; style-src {_hashes([style])}; {rest}"
+    given = {"policy": rules, "title": html.escape(title), "style": style, "data": data, "scripts": scripts}
+    parts = files("gruppo.report").joinpath("page.html").read_text(encoding="utf-8")
+    before, *rest = parts.split("{{")
+    return before + "".join(given[name] + text for name, text in (part.split("}}", 1) for part in rest))

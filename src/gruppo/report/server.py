@@ -1,0 +1,154 @@
+"""Server of `gruppo view`: the page of a report on this machine alone, while the run goes on.
+
+It listens on the loopback interface, answers GET and HEAD for the Host that it was opened with, and only below a random
+token in the path: other users of the machine and pages of the web have neither. Nothing in a path is a file name.
+"""
+
+import hmac
+import re
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from gruppo.errors import GruppoError, InputError
+from gruppo.report.data import TokenTexts, step_data, step_rows
+from gruppo.report.page import Finding, State, chart_data, ledger_data, live_page, page_data, to_json, vega_script
+from gruppo.run.reader import RunReader
+
+LOOPBACK = "127.0.0.1"
+JSON, SCRIPT = "application/json", "text/javascript; charset=utf-8"
+
+
+class ViewServer(ThreadingHTTPServer):
+    """Serves the page of some runs at `url`.
+
+    Args:
+        port: 0 takes a free one.
+        findings, states: functions of a run, for what `report_page` takes of the same name.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        runs: Sequence[RunReader],
+        *,
+        port: int = 0,
+        findings: Callable[[RunReader], Sequence[Finding]] | None = None,
+        states: Callable[[RunReader], State] | None = None,
+    ) -> None:
+        self.runs = list(runs)
+        self.token = secrets.token_urlsafe(24)
+        self.texts = [TokenTexts(run) for run in self.runs]
+        self.findings, self.states = findings, states
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise InputError(f"port {port} of {LOOPBACK} cannot be used: {error}; give another --port") from error
+        self.hosts = {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
+        self.url = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+
+    def start(self) -> None:
+        """Serve in threads, from now on until `close`."""
+        threading.Thread(target=self.serve_forever, name="gruppo-view", daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def answer(self, path: str, query: str) -> tuple[str, str] | None:
+        """Kind and text of what lies at a path below the token; None: there is nothing, or nothing new."""
+        if path == "":
+            return "text/html; charset=utf-8", live_page(f"{', '.join(run.path.name for run in self.runs)} · gruppo")
+        if path == "vega.js":
+            return SCRIPT, vega_script()
+        if path == "data.json":
+            seen = self.signature()
+            if parse_qs(query).get("seen") == [seen]:
+                return None
+            states = [] if self.states is None else [self.states(run) for run in self.runs]
+            data = page_data(self.runs, findings=self._found(), states=states)
+            return JSON, to_json(data | {"live": True, "seen": seen})
+        if path == "charts.json":
+            made = chart_data(self.runs, findings=self._found()) | {"ledgers": list(map(ledger_data, self.runs))}
+            return JSON, to_json(made)
+        found = re.fullmatch(r"(step|rows)/(\d{1,4})/(\d{1,9})\.json", path, re.ASCII)
+        if found is None or int(found[2]) >= len(self.runs):
+            raise LookupError
+        run, step = self.runs[int(found[2])], int(found[3])
+        if step not in run.completion_steps():
+            raise LookupError
+        content = step_data(run, step, self.texts[int(found[2])]) if found[1] == "step" else step_rows(run, step)
+        return JSON, to_json(content)
+
+    def _found(self) -> list[Sequence[Finding]]:
+        return [] if self.findings is None else [self.findings(run) for run in self.runs]
+
+    def signature(self) -> str:
+        """A text that changes with the records of the runs."""
+        parts: list[Any] = []
+        for run in self.runs:
+            names = ("metrics.jsonl", "timings.jsonl", "events.jsonl", "status.json", "lock", "completions")
+            for name in names:
+                try:
+                    found = (run.path / name).stat()
+                    parts.append(f"{found.st_size:x}.{found.st_mtime_ns:x}")
+                except OSError:
+                    parts.append("-")
+        return "_".join(parts)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ViewServer  # pyright: ignore[reportIncompatibleVariableOverride]  # what makes it
+    server_version, sys_version = "gruppo", ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host") not in self.server.hosts:
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers on the loopback interface alone")
+        parts = urlsplit(self.path)
+        token, _, path = parts.path.removeprefix("/").partition("/")
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found; open the whole address that was printed")
+        try:
+            answer = self.server.answer(path, parts.query)
+        except LookupError:
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found")
+        except GruppoError as error:  # a file that is damaged, or being written
+            return self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", str(error))
+        if answer is None:
+            return self._send(HTTPStatus.NO_CONTENT, "text/plain", "")
+        self._send(HTTPStatus.OK, *answer)
+
+    do_HEAD = do_GET
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        content = text.encode("utf-8", "backslashreplace")
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:  # the reader has left
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the terminal belongs to the run."""

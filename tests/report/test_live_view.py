@@ -1,0 +1,144 @@
+"""`gruppo view` and `gruppo train --view` as processes, a run that goes on, and a run of a thousand steps."""
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from pages import until
+from written_runs import metrics_of, rollout, run_directory, write_large_run
+
+from gruppo.types import Group, Prompt
+
+STEPS = 1000
+
+
+@contextmanager
+def viewed(path: Path) -> Iterator[tuple[str, float]]:
+    """Address of a `gruppo view` in another process, and how many seconds it took to start."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "gruppo", "view", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        seconds = time.monotonic() - started
+        try:
+            yield line.removeprefix("view: ").strip(), seconds
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+
+
+def test_a_run_that_goes_on_is_followed(open_page, tmp_path):
+    draw = random.Random(0)
+    prompt = Prompt(token_ids=(3,), text="1+1=", index=0)
+
+    def write(step: int) -> None:
+        run.log_metrics(step, metrics_of(step, draw) | {"reward/mean": step / 10})
+        run.write_completions(
+            step, [Group(prompt=prompt, rollouts=(rollout(prompt, draw, 3), rollout(prompt, draw, 3)))]
+        )
+
+    with run_directory(tmp_path / "run", 10) as run:
+        write(1)
+        run.set_status("running", 1)
+        with viewed(run.path) as (address, _):
+            opened = open_page(address)
+            until(opened.page, "document.getElementById('live').textContent === 'running · step 1 of 10'")
+            until(opened.page, "document.querySelectorAll('.plot[data-drawn]').length > 3")
+            write(2)
+            until(opened.page, "document.getElementById('live').textContent === 'running · step 2 of 10'")
+            assert opened.page.locator("#v-step").text_content() == "1"  # what is looked at stays
+            opened.page.click("#v-next")
+            until(opened.page, "viewer.data.step === 2")
+            until(opened.page, "document.querySelector('.tile .value').textContent === '0.2'")
+            assert opened.errors == []
+            assert {url.split("/")[2] for url in opened.requests} == {address.split("/")[2]}
+        opened.page.evaluate("refresh()")
+        until(opened.page, "document.getElementById('live').textContent === 'gruppo view has ended'")
+
+
+SIZES = "--steps 400 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-every 0 --no-tensorboard --threads 1"
+
+
+def train_command(output: Path) -> list[str]:
+    return [sys.executable, "-m", "gruppo", "train", "--view", *SIZES.split(), "--output", str(output)]
+
+
+def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
+    with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("view: "))
+        address = line.removeprefix("view: ").strip()
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            assert answer.read().startswith(b"<!doctype html>")
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        assert process.wait(60) == 75  # stopped and saved
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(address, timeout=5)
+
+
+def test_the_page_of_a_run_that_is_killed_ends_too(tmp_path):
+    with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = next(line for line in process.stdout if line.startswith("view: ")).removeprefix("view: ").strip()
+        process.kill()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(address, timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            return
+        time.sleep(0.1)
+    pytest.fail("the server outlived the run")
+
+
+@pytest.fixture(scope="module")
+def large_run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("large") / "run"
+    return write_large_run(path, steps=STEPS, groups=32, group_size=8, length=40)
+
+
+def test_the_report_of_a_thousand_steps_is_small_and_opens_fast(open_page, large_run):
+    made = subprocess.run(
+        [sys.executable, "-m", "gruppo", "report", str(large_run.path)], capture_output=True, text=True
+    )
+    assert made.returncode == 0
+    file = large_run.path / "report.html"
+    assert file.stat().st_size < 25e6
+    seconds = []
+    for _ in range(3):  # a busy machine may be slow once
+        page = open_page(file.resolve().as_uri()).page
+        until(page, "document.querySelector('.plot[data-drawn] svg') && document.querySelector('.tok') !== null")
+        seconds.append(page.evaluate("performance.now()") / 1000)
+    assert min(seconds) < 3
+    assert "24 of 1000 recorded steps" in page.locator("#foot").text_content()
+
+
+def test_view_of_a_thousand_steps_starts_in_a_second_and_loads_any_step(open_page, large_run):
+    starts = []
+    for _ in range(2):
+        with viewed(large_run.path) as (_, seconds):
+            starts.append(seconds)
+    with viewed(large_run.path) as (address, seconds):
+        assert min(*starts, seconds) < 1
+        page = open_page(address).page
+        assert page.evaluate("[viewer.steps.length, viewer.number]") == [STEPS, STEPS]
+        for step in (1, 500, 777):
+            page.evaluate(f"void viewer.go({step})")
+            until(page, f"viewer.data.step === {step}")
+            assert page.locator(".group").count() == 32 and page.locator(".strip").count() == 8
+        page.evaluate("document.getElementById('v-groups').scrollTop = 1e6")
+        page.locator(".group").last.click()
+        page.fill("#v-text", "What is 31 + 31?")
+        assert page.locator(".group").count() == 1
+        assert not re.search("not in this", page.locator("#v-note").text_content())

@@ -1,0 +1,137 @@
+"""The server of `gruppo view`, over a real socket: who may read what, and what it answers."""
+
+import http.client
+import json
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from written_runs import metrics_of, rollout, run_directory
+
+from gruppo.errors import InputError
+from gruppo.report.server import ViewServer
+from gruppo.run.directory import RunDirectory
+from gruppo.types import Group, Prompt
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    draw = random.Random(1)
+    with run_directory(tmp_path / "run", 2) as made:
+        for step in (1, 2):
+            made.log_metrics(step, metrics_of(step, draw))
+        prompt = Prompt(token_ids=(3,), text="1+1=", columns={"answer": "2"}, index=7)
+        made.write_completions(2, [Group(prompt=prompt, rollouts=tuple(rollout(prompt, draw, 4) for _ in range(3)))])
+        made.set_status("running", 2)
+    return made
+
+
+@pytest.fixture
+def server(run: RunDirectory) -> Iterator[ViewServer]:
+    made = ViewServer([run])
+    made.start()
+    yield made
+    made.close()
+
+
+def ask(
+    server: ViewServer, path: str, method: str = "GET", host: str | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request(method, path, headers={} if host is None else {"Host": host})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, dict(answer.getheaders()), body
+
+
+def own(server: ViewServer, path: str = "") -> str:
+    return urlsplit(server.url).path + path
+
+
+def test_it_listens_on_the_loopback_interface_alone(server: ViewServer) -> None:
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+    outer = socket.gethostbyname(socket.gethostname())
+    if not outer.startswith("127."):
+        with pytest.raises(OSError):
+            socket.create_connection((outer, server.server_port), timeout=2)
+
+
+def test_the_page_comes_with_headers_that_keep_it_in(server: ViewServer) -> None:
+    status, headers, body = ask(server, own(server))
+    assert status == 200 and body.startswith(b"<!doctype html>") and len(body) < 100_000
+    assert headers["Cache-Control"] == "no-store" and headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["X-Frame-Options"] == "DENY" and headers["Referrer-Policy"] == "no-referrer"
+    assert "Access-Control-Allow-Origin" not in headers
+    assert ask(server, own(server), method="HEAD")[2] == b""
+
+
+@pytest.mark.parametrize("path", ["/", "/data.json", "/x/", "/../", "/%2e%2e/", "//", "/%C3%A4/"])
+def test_without_the_token_there_is_nothing(server: ViewServer, path: str) -> None:
+    assert ask(server, path)[0] == 404
+
+
+def test_a_token_that_begins_right_is_wrong(server: ViewServer) -> None:
+    assert ask(server, f"/{server.token[:-1]}/data.json")[0] == 404
+    assert ask(server, f"/{server.token}x/data.json")[0] == 404
+    assert len(server.token) >= 32
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "localhost", "127.0.0.1:1", ""])
+def test_another_host_is_refused_so_that_no_name_of_the_web_can_stand_for_this_machine(server, host) -> None:
+    assert ask(server, own(server), host=host)[0] == 403
+
+
+def test_localhost_with_the_port_is_a_host(server: ViewServer) -> None:
+    assert ask(server, own(server), host=f"localhost:{server.server_port}")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_get_is_answered(server: ViewServer, method: str) -> None:
+    assert ask(server, own(server, "data.json"), method=method)[0] == 501
+
+
+FILES = ("../config.yaml", "step/0/../../config.yaml", "step/0/%2e%2e/config.yaml", "config.yaml", "metrics.jsonl")
+ABSENT = ("step/1/2.json", "step/0/3.json", "step/-1/2.json", "step/0/2.json/", "rows/0/%D9%A2.json", "step/0/2")
+
+
+@pytest.mark.parametrize("path", [*FILES, *ABSENT])
+def test_a_path_is_never_a_file_name(server: ViewServer, path: str) -> None:
+    assert ask(server, own(server, path))[0] == 404
+
+
+def test_steps_come_with_their_tokens_and_rows_without(server: ViewServer, run: RunDirectory) -> None:
+    step = json.loads(ask(server, own(server, "step/0/2.json"))[2])
+    expected = run.completions(2).to_pylist()
+    (group,) = step["groups"]
+    assert (group["index"], group["prompt"], json.loads(group["columns"])) == (7, "1+1=", {"answer": "2"})
+    for row, made in zip(expected, group["rollouts"], strict=True):
+        assert made["ids"] == row["tokens"] and made["old"] == pytest.approx(row["old_logps"], abs=5e-7)
+        assert "".join(step["texts"][str(i)] for i in made["ids"]).isdigit()
+    rows = json.loads(ask(server, own(server, "rows/0/2.json"))[2])
+    assert [row[4] for row in rows] == [row["completion"] for row in expected]
+
+
+def test_data_that_were_seen_come_again_only_once_they_have_changed(server: ViewServer, run: RunDirectory) -> None:
+    status, _, body = ask(server, own(server, "data.json"))
+    seen = json.loads(body)["seen"]
+    assert status == 200 and json.loads(body)["runs"][0]["step"] == 2
+    assert ask(server, own(server, f"data.json?seen={seen}"))[0] == 204
+    run.log_metrics(3, {"reward/mean": 0.5})
+    status, _, body = ask(server, own(server, f"data.json?seen={seen}"))
+    assert status == 200 and json.loads(body)["runs"][0]["step"] == 3
+
+
+def test_a_damaged_step_is_an_answer_and_not_the_end(server: ViewServer, run: RunDirectory) -> None:
+    (run.path / "completions" / "step-000003.parquet").write_bytes(b"PAR1 and no more")
+    status, _, body = ask(server, own(server, "step/0/3.json"))
+    assert status == 500 and b"cannot be read" in body
+    assert ask(server, own(server, "step/0/2.json"))[0] == 200
+
+
+def test_a_port_in_use_is_an_error_with_a_remedy(server: ViewServer, run: RunDirectory) -> None:
+    with pytest.raises(InputError, match="give another --port"):
+        ViewServer([run], port=server.server_port)
