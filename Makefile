@@ -4,6 +4,7 @@
 # make check  both: lint and test
 # make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
 # make test-faults  run the tests of the fault matrix, and print what each row of it was shown by
+# make test-doctor  train runs with real faults and healthy ones, and print what the doctor says of each
 # make campaign  kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick fuzz test-faults campaign test-install test-lowest test-vllm lint check format bench figures docs site clean
+.PHONY: demo test quick fuzz test-faults test-doctor campaign test-install test-lowest test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -45,6 +46,9 @@ test-install: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m row --rows all tests
+
+test-doctor: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m doctor tests/doctor
 
 # One thread: the promise of equal bits is for a number of threads
 campaign: $(INSTALLED)

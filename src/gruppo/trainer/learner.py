@@ -44,7 +44,7 @@ class Learner:
         model, version = self.model, self.model.version
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if self.epochs * self.minibatches > 1:
-            rollouts = self._with_logps(rollouts)
+            rollouts = self.with_logps(rollouts)
         tokens = TokenRecord(model) if record else None
         losses: list[dict[str, float]] = []
         norms: list[float] = []
@@ -77,7 +77,7 @@ class Learner:
         trained = iter(rollouts if tokens is None else tokens.given_to(rollouts))
         return [replace(g, rollouts=tuple(next(trained) for _ in g.rollouts)) for g in groups], metrics
 
-    def _with_logps(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def with_logps(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts with log-probs of policy and, where the loss needs them, reference, if they have none yet."""
         if rollouts and rollouts[0].old_logps is None:
             rollouts = _with(rollouts, "old_logps", self.model.forward_only(rollouts)["logps"])
