@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gruppo.cli.options import parse, unset
+from gruppo.errors import InputError
 from gruppo.output import printable
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "pyarrow", "numpy", "vllm", "triton", "bitsandbytes")
@@ -38,6 +39,8 @@ class DoctorArguments:
 
 def doctor(arguments: Sequence[str]) -> int:
     given = parse(DoctorArguments, arguments, "doctor")
+    if given.json and given.run is None:
+        raise InputError("--json is for the findings of a run; name its directory, or leave --json out")
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     return check_installation(console) if given.run is None else check_run(given.run, console, as_json=given.json)
 

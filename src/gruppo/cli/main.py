@@ -49,13 +49,13 @@ VERBS = {
     ("eval",): ("gruppo.cli.models", "evaluate_model"),
     ("sample",): ("gruppo.cli.models", "sample"),
     ("export",): ("gruppo.cli.models", "export"),
-    ("doctor",): ("gruppo.cli.doctor", "doctor"),
-    ("replay",): ("gruppo.cli.replay", "replay_step"),
     ("losses",): ("gruppo.cli.listing", "losses"),
     ("data", "check"): ("gruppo.cli.data_check", "data_check"),
     ("reward", "check"): ("gruppo.cli.reward_check", "reward_check"),
     ("recipes",): ("gruppo.cli.listing", "recipes"),
     ("convert",): ("gruppo.cli.convert", "convert"),
+    ("doctor",): ("gruppo.cli.doctor", "doctor"),
+    ("replay",): ("gruppo.cli.replay", "replay_step"),
 }
 
 

@@ -35,9 +35,9 @@ class ReplayArguments:
     """A step whose completions were written. Its gradients need the weights before it: those of a checkpoint of the
     step before, or for step 1 the base model. Without them the recorded log-probs stand in."""
     loss: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction] = ()
-    """A loss, as for `gruppo train`; may be given several times. None: the run's own."""
+    """A loss, as for `gruppo train`; may be given several times. Unset: the run's own."""
     advantage: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction] = ()
-    """An advantage, as for `gruppo train`; may be given several times. None: the recorded advantages."""
+    """An advantage, as for `gruppo train`; may be given several times. Unset: the recorded advantages."""
     recorded: bool = False
     """Take the recorded log-probs even where the weights are there: needs no model."""
     out: Annotated[Path | None, unset("FILE")] = None

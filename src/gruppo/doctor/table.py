@@ -22,6 +22,8 @@ MOST_WEIGHTS = 1 << 16
 NGRAM = 4
 """Tokens of a piece of text that counts as repeated when it comes again: shorter ones recur in any text."""
 
+_FACTOR = np.uint64(6364136223846793005)  # Knuth's for 64-bit generators: products wrap around
+
 Points = list[tuple[int, float]]
 """Values of a key with their steps."""
 
@@ -132,7 +134,7 @@ def _rollouts(step: int, table: "pa.Table") -> Rollouts:
     ends = np.cumsum(length_N)
     rows = [tokens[end - n : end] for end, n in zip(ends, length_N, strict=True)]
     advantage_N = np.abs(_numbers(table, "advantage"))
-    trained_T = np.append(_flat_text(table, "untrained") == "", False).astype(np.int64)  # one more, after empty rows
+    trained_T = np.append(_is_trained(table), False).astype(np.int64)  # one more, for empty rows at the end
     trained_N = np.where(length_N > 0, np.add.reduceat(trained_T, ends - length_N), 0) if len(rows) else np.zeros(0)
     prompts = table["prompt"].to_pylist()
     failed = [name for name in table.column_names if name.startswith("error/")]
@@ -160,8 +162,12 @@ def distinct_share(tokens: np.ndarray) -> float:
     """
     if len(tokens) < NGRAM:
         return float("nan")
-    pieces = np.lib.stride_tricks.sliding_window_view(tokens, NGRAM)
-    return len(np.unique(pieces, axis=0)) / len(pieces)
+    num = len(tokens) - NGRAM + 1
+    keys = np.zeros(num, np.uint64)
+    for i in range(NGRAM):  # a number for each piece, which is much faster to compare than the tokens
+        keys = keys * _FACTOR + tokens[i : i + num].astype(np.uint64)
+    keys.sort()
+    return (1 + np.count_nonzero(keys[1:] != keys[:-1])) / num
 
 
 def _gap(table: "pa.Table") -> np.ndarray:
@@ -188,10 +194,13 @@ def _flat(table: "pa.Table", name: str, kind: Any) -> np.ndarray:
     return values.to_numpy().astype(kind)
 
 
-def _flat_text(table: "pa.Table", name: str) -> np.ndarray:
+def _is_trained(table: "pa.Table") -> np.ndarray:
+    """Whether each token is trained on."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    return np.array(pc.list_flatten(table[name]).to_pylist(), object)  # type: ignore[attr-defined]  # made at run time
+    reasons = pc.list_flatten(table["untrained"]).cast(pa.string())  # type: ignore[attr-defined]  # made at run time
+    return pc.equal(reasons, "").to_numpy(zero_copy_only=False)  # type: ignore[attr-defined]  # made at run time
 
 
 def _numbers(table: "pa.Table", name: str) -> np.ndarray:
