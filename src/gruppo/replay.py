@@ -163,7 +163,7 @@ def replay(
             f"completions_limit={config.completions_limit}; a gradient of a part would be another one. Raise "
             "completions_limit in a run to replay"
         )
-    cases = _cases(run, config, line, groups, losses, advantages)
+    cases = _cases(config, line, groups, losses, advantages)
     has_advantage = any(rollout.has_advantage for group in groups for rollout in group.rollouts)
     if not has_advantage and cases[0].loss.is_zero_without_advantage:
         raise InputError(f"no completion of step {step} has an advantage, so there is no gradient; choose another step")
@@ -192,7 +192,6 @@ def replay(
 
 
 def _cases(
-    run: RunReader,
     config: TrainConfig,
     line: dict[str, Any],
     groups: list[Group],
@@ -202,7 +201,7 @@ def _cases(
     """The run's own loss with the recorded advantages, then each loss with each advantage."""
     own = _loss(config, config.loss, line)
     cases = [_Case(config.loss, config.advantage, own, groups)]
-    estimated = {name: _estimated(run, config, line, groups, name) for name in advantages}
+    estimated = {name: _estimated(config, line, groups, name) for name in advantages}
     for loss in losses or (config.loss,):
         made = loss if isinstance(loss, PolicyLoss) else _loss(config, loss, line)
         label = type(loss).__name__ if isinstance(loss, PolicyLoss) else loss
@@ -225,9 +224,7 @@ def _loss(config: TrainConfig, name: str, line: dict[str, Any]) -> PolicyLoss:
     return loss.replace(entropy_coef=line["policy/entropy_coef"]) if config.entropy_target is not None else loss
 
 
-def _estimated(
-    run: RunReader, config: TrainConfig, line: dict[str, Any], groups: list[Group], name: str
-) -> list[Group]:
+def _estimated(config: TrainConfig, line: dict[str, Any], groups: list[Group], name: str) -> list[Group]:
     """The groups with the advantages of another estimator, from the recorded rewards."""
     if name == config.advantage:
         return groups
@@ -244,7 +241,6 @@ def _estimated(
         names = list(groups[0].rollouts[0].rewards)
         weights, correct_by = {names[0]: 1.0}, names[0]
         if len(names) > 1:
-            run.check_owner(is_trusted=False)
             _, objects = take_objects(config)
             scorer = build.build_rewards(config, objects)
             weights, correct_by = {reward.name: reward.weight for reward in scorer.rewards}, scorer.correct_by

@@ -150,21 +150,21 @@ class Change:
 # --- ranges of the registry -------------------------------------------------------------------------------------------
 
 RANGES = {
+    "live/approx_kl": ("kl_blow_up", "the policy leaves the one that sampled within a step"),
+    "policy/kl": ("kl_blow_up", "the policy has left the reference"),
     "reward/<name>/error_frac": ("reward_fails", "a reward function fails"),
     "completion/truncated_frac": ("truncation", "most completions are cut off before they end"),
     "completion/empty_frac": ("empty_completions", "most completions are blank"),
-    "live/approx_kl": ("kl_blow_up", "the policy leaves the one that sampled within a step"),
-    "policy/kl": ("kl_blow_up", "the policy has left the reference"),
 }
-"""Name and cause of a number that leaves its healthy range of `gruppo.keys`, which has the bounds and remedies."""
+"""Name and cause of a number that leaves its healthy range of `gruppo.keys`, which has the bounds and remedies;
+causes before what follows from them."""
 
 
 def out_of_range(table: Table) -> Iterator[Finding]:
     """Keys whose mean leaves the healthy range of the registry."""
-    for name in table.keys:
-        key = find(name)
-        if key is None or key.healthy is None or key.name not in RANGES:
-            continue
+    keys = [(name, key) for name in table.keys if (key := find(name)) is not None and key.name in RANGES]
+    for name, key in sorted(keys, key=lambda pair: list(RANGES).index(pair[1].name)):
+        assert key.healthy is not None
         low, high = key.healthy
         rule, text = RANGES[key.name]
         for bound, above in ((high, True), (low, False)):
