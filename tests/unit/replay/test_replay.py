@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gruppo.cli.main import run as command
 from gruppo.errors import InputError
-from gruppo.loss import GSPOLoss
+from gruppo.loss import GRPOLoss, GSPOLoss
 from gruppo.replay import replay
 from gruppo.run.reader import RunReader
 from gruppo.task.carries import carries_rows
@@ -185,6 +186,25 @@ def test_another_advantage_is_computed_from_the_recorded_rewards(trained: Make) 
     by_hand = [r - sum(group) / 4 for group in groups for r in group]
     assert [v.advantage for v in found.variants] == ["grpo", "drgrpo"]
     assert found.variants[1].advantages == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_a_kl_penalty_that_the_run_did_not_have_is_to_the_model_at_the_start(trained: Make) -> None:
+    """k3 of the weights before step 3 to the base model, with models of transformers: mean over tokens, then rows."""
+    run = trained()
+    found = replay(run, 3, [GRPOLoss(beta=0.1)])
+    base, now = (
+        AutoModelForCausalLM.from_pretrained(resolve("builtin", weights=True), dtype=torch.float32).eval()
+        for _ in range(2)
+    )
+    now.load_state_dict(load_file(run.path / "checkpoints" / "step-000002" / "weights.safetensors"))
+    by_hand = []
+    with torch.no_grad():
+        for row in run.completions(3).to_pylist():
+            gap = log_probs(base, row["prompt_ids"], row["tokens"]) - log_probs(now, row["prompt_ids"], row["tokens"])
+            by_hand.append((gap.exp() - 1 - gap).mean())
+    expected = torch.stack(by_hand).mean().item()
+    assert expected > 1e-4
+    assert found.variants[1].terms["kl"] == pytest.approx(expected, rel=1e-3)
 
 
 # --- the command, and what is refused ---------------------------------------------------------------------------------
