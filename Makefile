@@ -6,6 +6,7 @@
 # make screenshots  write the pictures of docs/report.md: a demo run in Chromium, light, dark and narrow
 # make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
 # make test-faults  run the tests of the fault matrix, and print what each row of it was shown by
+# make test-doctor  train runs with real faults and healthy ones, and print what the doctor says of each
 # make campaign  kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
 # make test-ranks  run on 1 to 4 ranks, resume on another number, and kill, hang and stop ranks, in about ten minutes
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
@@ -20,7 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick fuzz test-faults test-ranks campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
+.PHONY: demo test quick fuzz test-faults test-doctor test-ranks campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -51,6 +52,9 @@ test-faults: $(INSTALLED)
 
 test-ranks: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m ranks tests/distributed
+
+test-doctor: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m doctor tests/doctor
 
 # One thread: the promise of equal bits is for a number of threads
 campaign: $(INSTALLED)

@@ -236,7 +236,9 @@ def run_directory_page() -> str:
     codes = {0: ["done"]}
     for _, error in inspect.getmembers(errors, inspect.isclass):
         codes.setdefault(error.exit_code, []).append(f"`{error.__name__}`: {cell(error.__doc__ or '')}")
-    codes[1] = ["a Python traceback: a bug of gruppo or of a function of yours"]
+    codes[1] = [
+        "a Python traceback: a bug of gruppo or of a function of yours; of `gruppo doctor`: a problem was found"
+    ]
     codes[STOPPED] = ["stopped by a signal and saved; `gruppo resume` goes on"]
     codes[130] = ["Ctrl-C before training began, or while another verb ran"]
     rows = (f"{code} | {' '.join(said)}" for code, said in sorted(codes.items()))

@@ -1,7 +1,7 @@
 """Keys of a run's metrics: meaning, population, formula, healthy range, and how values combine.
 
-The tables of `docs/metrics.md`, which describes the populations, are generated from here. The console and the advice
-read it, too. A metric of your own lists its keys in `Metric.keys`; they need no entry here.
+The tables of `docs/metrics.md`, which describes the populations, are generated from here. The console and the
+doctor read it, too. A metric of your own lists its keys in `Metric.keys`; they need no entry here.
 """
 
 import re
@@ -135,7 +135,15 @@ KEYS = (
         reduce="max",
     ),
     Key("policy/loss", "the loss", "mean over updates"),
-    Key("policy/<term>", "its terms, before their coefficients: policy, kl, entropy, pull, nll", "mean over updates"),
+    Key(
+        "policy/kl",
+        "KL of the policy to the reference per token, before `beta`; with `beta`",
+        "mean over updates",
+        expect="rising slowly, below 0.1",
+        healthy=(-1.0, 1.0),
+        remedy="the policy is far from where it started; lower lr, raise beta, or move the reference with ref_every",
+    ),
+    Key("policy/<term>", "its terms, before their coefficients: policy, entropy, pull, nll", "mean over updates"),
     Key("policy/entropy_coef", "coefficient of the entropy bonus in this step; with `entropy_target`", reduce="last"),
     Key(
         "optim/grad_norm", "norm of the gradient before clipping", "updates with a finite gradient", line="grad {:.2g}"

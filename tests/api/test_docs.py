@@ -30,10 +30,16 @@ def given(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as stack:
         namespace = {"__name__": "__docs__"}
-        if page == "run_directory.md":
+        if page in ("run_directory.md", "doctor.md", "replay.md"):
             from gruppo.trainer import GRPOTrainer, TrainConfig
 
-            sizes = {"max_new_tokens": 4, "steps": 1, "prompts_per_step": 2, "group_size": 2, "eval_prompts": 0}
+            sizes = {
+                "max_new_tokens": 4,
+                "steps": 1,
+                "prompts_per_step": 2 if page == "run_directory.md" else 8,
+                "group_size": 2,
+                "eval_prompts": 0,
+            }
             GRPOTrainer(TrainConfig(output="runs/first", **sizes), quiet=True).train()
         if page == "vllm.md":
             monkeypatch.syspath_prepend(str(ROOT / "tests/unit/sampler"))

@@ -8,8 +8,8 @@ import gruppo
 ROOT = Path(gruppo.__file__).parent
 
 ORDER = ("errors", "faults", "types", "output", "imports", "keys", "options", "batch", "random", "kernel", "loss",
-         "advantage", "parallel", "metric", "reward", "task", "weights", "model", "sampler", "run", "trainer",
-         "convert", "recipes", "report", "tutorial", "cli", "__main__")  # fmt: skip
+         "advantage", "parallel", "metric", "reward", "task", "weights", "model", "sampler", "run", "doctor",
+         "trainer", "replay", "convert", "recipes", "report", "tutorial", "cli", "__main__")  # fmt: skip
 
 
 def imported(path: Path) -> set[str]:

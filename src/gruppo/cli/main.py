@@ -22,6 +22,10 @@ gruppo: group-relative policy optimization of language models
   gruppo eval runs/my-run              held-out accuracy and pass@k, with confidence intervals
   gruppo sample --model DIR "47+85="   completions of a prompt
   gruppo export runs/my-run OUT        the trained model for transformers, PEFT or vLLM (--merge folds LoRA in)
+  gruppo doctor runs/my-run            what is likely wrong with a run, the evidence, and the option to change
+  gruppo doctor                        versions, devices, and a self-test of this installation
+  gruppo replay runs/my-run --step 5 --loss gspo
+                                       other losses and advantages on the rollouts of a step
   gruppo losses [NAME]                 every loss with its parts and paper, or the formula of one
   gruppo recipes                       what papers trained with: --recipe dapo, gspo, ... as a start
   gruppo convert trl config.yaml       the configuration of TRL, Open Instruct or Twinkle as one of gruppo
@@ -54,6 +58,8 @@ VERBS = {
     ("convert",): ("gruppo.cli.convert", "convert"),
     ("report",): ("gruppo.cli.report", "report"),
     ("view",): ("gruppo.cli.report", "view"),
+    ("doctor",): ("gruppo.cli.doctor", "doctor"),
+    ("replay",): ("gruppo.cli.replay", "replay_step"),
 }
 
 

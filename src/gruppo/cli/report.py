@@ -50,10 +50,12 @@ def readers(paths: Sequence[Path]) -> list[RunReader]:
 
 def write_report(runs: Sequence[RunReader], output: Path | None = None) -> str:
     """Write the page of the runs; returns the address with which a browser opens it."""
+    from gruppo.doctor import summary
     from gruppo.report.page import report_page
 
     path = output or (runs[0].path / FILE if len(runs) == 1 else Path(FILE))
-    page = report_page(runs)
+    found = [summary(run) for run in runs]
+    page = report_page(runs, states=[state for state, _ in found], findings=[findings for _, findings in found])
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -80,10 +82,11 @@ class ViewArguments:
 
 
 def view(arguments: Sequence[str]) -> int:
+    from gruppo.doctor import findings, state_line
     from gruppo.report.server import ViewServer
 
     given = parse(ViewArguments, arguments, "view")
-    server = ViewServer(readers(given.runs), port=given.port)
+    server = ViewServer(readers(given.runs), port=given.port, findings=findings, states=state_line)
     server.start()
     print(f"view: {server.url}", flush=True)
     try:

@@ -25,7 +25,7 @@ from gruppo.metric import Metric
 from gruppo.model.optim import MasterWeights, StepReport
 from gruppo.model.plan import StepPlan
 from gruppo.model.sharding import OrderedSum, ShardedWeights, shard, whole
-from gruppo.model.transformers_model import Sequences, TransformersModel, Watch
+from gruppo.model.transformers_model import Sequences, Record, TransformersModel, Watch
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import InputFeature, Prompt, Rollout, Trajectory
 
@@ -160,20 +160,20 @@ class RankedModel(TransformersModel):
         self.version, self.measures_gap = version, measures_gap
         self._plan = super().plan(rollouts)
 
-    def run(self, plan: StepPlan, watch: Watch | None = None) -> LossOutput:
+    def run(self, plan: StepPlan, watch: Watch | None = None, record: Record | None = None) -> LossOutput:
         seen: list[tuple[tuple[int, ...], Sequence[int], dict[str, Tensor]]] = []
-        with self._on_all("run", watches=watch is not None):
-            output = super().run(plan, None if watch is None else lambda *columns: seen.append(columns))
-            if watch is not None:
+        with self._on_all("run", records=record is not None):
+            output = super().run(plan, watch, None if record is None else lambda *columns: seen.append(columns))
+            if record is not None:
                 for columns in self._all_columns(seen):
-                    watch(*columns)
+                    record(*columns)
             return output
 
-    def _follow_run(self, watches: bool) -> None:
+    def _follow_run(self, records: bool) -> None:
         assert self._plan is not None
         if faults.PLAN:
             faults.PLAN.reach("follow", self.version)
-        self.run(self._plan, (lambda *_: None) if watches else None)
+        self.run(self._plan, record=(lambda *_: None) if records else None)
 
     def _all_columns(self, seen: list[Any]) -> Iterator[tuple[tuple[int, ...], Sequence[int], dict[str, Tensor]]]:
         """What all ranks have seen of their micro-batches."""

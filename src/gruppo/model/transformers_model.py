@@ -37,7 +37,9 @@ logger = logging.getLogger(__name__)
 
 Sequences = Sequence[Rollout | InputFeature]
 PerSequence = Tensor | Sequence[Any]
-Watch = Callable[[tuple[int, ...], Sequence[int], dict[str, Tensor]], None]
+Watch = Callable[[PackedBatch, LossInputs], None]
+"""Is given a micro-batch and what its loss was computed on."""
+Record = Callable[[tuple[int, ...], Sequence[int], dict[str, Tensor]], None]
 """Is given the sequences of a micro-batch, how many scored tokens each has, and columns of numbers per token."""
 KEEP = 0.9
 """Share of activations that is kept: all that come from a product, and not what is computed from them in one pass."""
@@ -376,8 +378,14 @@ class TransformersModel:
             totals = self._survey(rollouts, totals)
         return self.planner.step(rollouts, self.loss, totals, measures_gap=self.measures_gap)
 
-    def run(self, plan: StepPlan, watch: Watch | None = None) -> LossOutput:
-        """Forward, loss and backward of each micro-batch of a plan; `watch` gets what each token's loss was made of."""
+    def run(self, plan: StepPlan, watch: Watch | None = None, record: Record | None = None) -> LossOutput:
+        """Forward, loss and backward of each micro-batch of a plan.
+
+        Args:
+            watch: called with each micro-batch of this process.
+            record: called with the numbers of each token of the step: log-probs, entropies, what the loss clipped or
+                left out.
+        """
         rows: list[dict[str, Tensor]] = []
         for batch in plan.microbatches:
             batch = batch.to(self.device)
@@ -392,10 +400,12 @@ class TransformersModel:
             rows.append(row if output.rejected is None else row | {"rejected": output.rejected})
             self._observe(inputs)
             if watch is not None:
+                watch(batch, inputs)
+            if record is not None:
                 columns = {"policy_logps": inputs.logps.detach(), "rejected": self.loss.rejected_tokens(inputs)}
                 columns |= {"old_logps": inputs.old_logps, "ref_logps": inputs.ref_logps}
                 columns |= {"entropies": inputs.entropies, "clipped": self.loss.clipped_tokens(inputs)}
-                watch(batch.indices, batch.lengths, {k: v.detach() for k, v in columns.items() if v is not None})
+                record(batch.indices, batch.lengths, {k: v.detach() for k, v in columns.items() if v is not None})
         for batch in plan.observed:
             self._measure_gap(batch.to(self.device), plan)
         sums: dict[str, Any] = {"loss": torch.zeros((), device=self.device), "off_policy": 0}

@@ -46,6 +46,12 @@ class Checkpoints:
             faults.PLAN.reach("committed", step)
         self._prune(step)
 
+    def load_step(self, step: int, read: Callable[[Path], T]) -> T:
+        """What `read` makes of the checkpoint of one step, which must be whole."""
+        folder = self.folder / f"step-{step:06d}"
+        _check(folder, step)
+        return read(folder)
+
     def load(self, read: Callable[[Path], T]) -> T | None:
         """What `read` makes of the newest folder that is whole; None if no checkpoint was ever written.
 

@@ -1,7 +1,8 @@
 """Completions of a step as a table, one row per rollout as they were drawn. `docs/run_directory.md` has the columns."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from math import isfinite
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gruppo.types import Group, Rollout
+from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 UNTRAINED = ("", "other", "left_out", "masked", "no_advantage", "rejected")
 """Reasons why a token is not trained on; the first that holds counts. Empty: it is."""
@@ -93,6 +94,57 @@ def completions_table(step: int, groups: Sequence[Group], limit: int | None = No
     further = [pa.field(name, columns[name].type) for name in list(columns)[len(SCHEMA) :]]
     schema = pa.schema([*SCHEMA, *further], metadata={ROWS_LEFT_OUT: str(total - len(rows))})
     return pa.Table.from_arrays(list(columns.values()), schema=schema)
+
+
+def groups_of(table: pa.Table) -> list[Group]:
+    """The groups that `completions_table` wrote, without greedy completions and without tokens that a loss rejected."""
+    groups: list[Group] = []
+    rollouts: list[Rollout] = []
+    for row in table.to_pylist():
+        if row["sample"] == 0:
+            rollouts = []
+            columns = json.loads(row["columns"])
+            prompt = Prompt(
+                token_ids=tuple(row["prompt_ids"]), text=row["prompt"], columns=columns, index=row["prompt_index"]
+            )
+            groups.append(Group(prompt=prompt, rollouts=(), status=row["status"]))
+        rollouts.append(_rollout(row, groups[-1].prompt))
+        groups[-1] = replace(groups[-1], rollouts=tuple(rollouts))
+    return groups
+
+
+def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
+    sampled = None if row["sampled"] is None else tuple(row["sampled"])
+
+    def per_token(name: str) -> tuple[float, ...] | None:
+        values = row[name]
+        if values is None or sampled is None:
+            return None if values is None else tuple(values)
+        return tuple(value for value, is_sampled in zip(values, sampled, strict=True) if is_sampled)
+
+    trajectory = Trajectory(
+        prompt=prompt,
+        tokens=tuple(row["tokens"]),
+        sampled=sampled,
+        logps=per_token("logps"),
+        versions=tuple(row["versions"]),
+        text=row["completion"],
+        stop_reason=row["stop_reason"],
+    )
+    advantage = per_token("token_advantages")
+    return Rollout(
+        trajectory=trajectory,
+        reward=row["reward"],
+        rewards={name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")},
+        correct=row["correct"],
+        shaped=row["shaped"],
+        advantage=row["advantage"] if advantage is None else advantage,
+        is_masked="masked" in row["untrained"],
+        old_logps=per_token("old_logps"),
+        policy_logps=per_token("policy_logps"),
+        ref_logps=per_token("ref_logps"),
+        entropies=per_token("entropies"),
+    )
 
 
 def parquet_bytes(table: pa.Table) -> pa.Buffer:

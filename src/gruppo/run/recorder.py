@@ -2,14 +2,13 @@
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
 from typing import Any
 
 from gruppo.output import printable
-from gruppo.run.advice import advice
 from gruppo.run.console import RunConsole
 from gruppo.run.directory import RunDirectory
 from gruppo.run.trackers import Trackers
@@ -48,10 +47,12 @@ class Recorder:
     completions_every: int = 1
     completions_limit: int | None = None
     quiet: bool = False
+    advise: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda recent: ()
+    """Advice on the lines of the last steps in metrics.jsonl: `gruppo.doctor.advice`."""
     stage: str = ""
     """What the run does now: the bar shows it."""
     _console: RunConsole | None = None
-    _recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
+    _recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
     _kept: list[Group] = field(default_factory=list)
     _has_said_limit: bool = False
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "gruppo-completions"))
@@ -105,7 +106,7 @@ class Recorder:
         """The numbers of a step."""
         self._log(step, metrics)
         self._check_gradient(step, metrics.get("optim/grad_norm", 0.0))
-        self._recent.append(dict(metrics))
+        self._recent.append({**metrics, "step": step})
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log_metrics(step, metrics)
@@ -122,7 +123,7 @@ class Recorder:
     def timed(self, step: int, seconds: Mapping[str, float], total: float) -> None:
         """Seconds of a step by stage, its checkpoint included; then the step is shown."""
         self.run.log_timings(step, seconds)
-        for sentence in advice(self._recent) if step % ADVICE_EVERY == 0 else []:
+        for sentence in self.advise(self._recent) if step % ADVICE_EVERY == 0 else []:
             self.run.log_event("advice", step=step, text=sentence)
             self.say(f"note: {sentence}")
         if self._console is None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gruppo.model import TransformersModel
-    from gruppo.model.transformers_model import Watch
+    from gruppo.model.transformers_model import Record
 
 MAX_SKIPPED = 3
 """Optimizer steps in a row whose gradient was not finite before the run stops."""
@@ -43,7 +43,7 @@ class Learner:
         model, version = self.model, self.model.version
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if self.epochs * self.minibatches > 1:
-            rollouts = self._with_logps(rollouts)
+            rollouts = self.with_logps(rollouts)
         tokens = TokenRecord() if record else None
         losses: list[dict[str, float]] = []
         norms: list[float] = []
@@ -53,7 +53,7 @@ class Learner:
                 chosen = rollouts[part]
                 if model.version == version:
                     chosen = [replace(rollout, old_logps=None) for rollout in chosen]
-                result = model.run(model.plan(chosen), None if tokens is None else tokens.of(part.start))
+                result = model.run(model.plan(chosen), record=None if tokens is None else tokens.of(part.start))
                 report = model.clip_grad_and_step(self.max_grad_norm)
                 losses.append({name: float(x) for name, x in ({"loss": result.loss} | result.terms).items()})
                 norms += [] if report.grad_norm is None or not isfinite(report.grad_norm) else [report.grad_norm]
@@ -76,7 +76,7 @@ class Learner:
         trained = iter(rollouts if tokens is None else tokens.given_to(rollouts))
         return [replace(g, rollouts=tuple(next(trained) for _ in g.rollouts)) for g in groups], metrics
 
-    def _with_logps(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def with_logps(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts with log-probs of policy and, where the loss needs them, reference, if they have none yet."""
         if rollouts and rollouts[0].old_logps is None:
             rollouts = _with(rollouts, "old_logps", self.model.forward_only(rollouts)["logps"])
@@ -101,13 +101,13 @@ class TokenRecord:
         self.seen: list[tuple[list[int], Sequence[int], dict[str, Tensor]]] = []
         """Of each micro-batch the numbers of its rollouts, their lengths, and columns of their tokens."""
 
-    def of(self, first: int) -> "Watch":
-        """A watch for `TransformersModel.run` over rollouts that are numbered from `first`."""
+    def of(self, first: int) -> "Record":
+        """A record for `TransformersModel.run` over rollouts that are numbered from `first`."""
 
-        def watch(indices: tuple[int, ...], lengths: Sequence[int], columns: "dict[str, Tensor]") -> None:
+        def note(indices: tuple[int, ...], lengths: Sequence[int], columns: "dict[str, Tensor]") -> None:
             self.seen.append(([first + i for i in indices], lengths, columns))
 
-        return watch
+        return note
 
     def given_to(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts with what was seen of them; a masked one is scored nowhere and stays as it is."""

@@ -180,6 +180,10 @@ class Snapshots:
         """
         return self.checkpoints.load(self._load) or (0, None)
 
+    def load_step(self, step: int) -> None:
+        """Put model and state back as they were after a step; its checkpoint must be there and whole."""
+        self.checkpoints.load_step(step, self._load)
+
     def _load(self, folder: Path) -> tuple[int, dict[str, float] | None]:
         state = self.state
         try:

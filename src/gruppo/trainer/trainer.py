@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
-from gruppo import faults
+from gruppo import doctor, faults
 from gruppo.errors import CheckpointError, InputError, NumericError
-from gruppo.output import unhindered
+from gruppo.output import printable, unhindered
 from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
@@ -212,6 +212,7 @@ class GRPOTrainer:
                 completions_every=config.completions_every,
                 completions_limit=config.completions_limit,
                 quiet=quiet,
+                advise=partial(doctor.advice, config=config.model_dump(mode="json")),
             )
             stack.enter_context(closing(self.recorder))
             self._open = stack.pop_all()
@@ -315,9 +316,12 @@ class GRPOTrainer:
         except BaseException as error:
             self._rescue(error)
             recorder.failed(self.step_number, error)
+            if isinstance(error, Exception):
+                self._conclude()
             raise
         finally:
             self.close()
+        self._conclude()
         result.step = self.step_number
         result.metrics = self.run.metrics()
         return result
@@ -426,6 +430,20 @@ class GRPOTrainer:
         if changes:
             logger.warning("the run goes on with changes: %s", "; ".join(changes))
             self.run.log_event("changes", step=self.step_number, changes=list(changes))
+
+    def _conclude(self) -> None:
+        """Print the state of the run and what is likely wrong with it. Whatever fails in it, the run is over."""
+        if self.recorder.quiet:
+            return
+        try:
+            self.recorder.flush()
+            state, found = doctor.summary(self.run)
+            for text in (state.text, *(f"{each.severity}: {each.text}. {each}" for each in found)):
+                self.recorder.say(printable(text))
+            if found:
+                self.recorder.say(f"more: gruppo doctor {self.run.path}")
+        except Exception as problem:
+            logger.warning("the end of the run could not be looked at: %s", problem)
 
     def _rescue(self, error: BaseException) -> None:
         """Save what was learned before an error. Not where saving is what failed, or the process is told to leave."""

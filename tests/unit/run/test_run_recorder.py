@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from gruppo.doctor import advice
 from gruppo.run.directory import RunDirectory
 from gruppo.run.recorder import Recorder
 from gruppo.run.trackers import Trackers
@@ -117,7 +118,7 @@ def test_a_warning_is_an_event_and_a_line_of_the_log(
 def test_advice_comes_every_twenty_steps_from_the_last_twenty(
     make: Callable[..., Recorder], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorder = make(quiet=False, steps=100)
+    recorder = make(quiet=False, steps=100, advise=advice)
     recorder.started(0)
     for number in range(1, 42):
         recorder.step(number, METRICS | {"completion/truncated_frac": 1.0 if number <= 20 else 0.0})

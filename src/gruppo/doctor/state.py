@@ -1,0 +1,81 @@
+"""State of a run in one line: whether it learns, and why one may think so."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gruppo.doctor.rules import FEWEST_STEPS, SURE, Change, Finding, applied
+from gruppo.doctor.table import Points, Table
+from gruppo.output import printable
+from gruppo.run.reader import RunReader
+
+Name = Literal["too_early", "learning", "stalled", "collapsed", "finished", "stopped", "killed", "failed"]
+
+FALLEN = 0.5
+"""Share of the best reward below which a policy has collapsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of a run: a word for programs, a sentence for people."""
+
+    name: Name
+    text: str
+
+
+def state_line(run: RunReader) -> State:
+    """The state of a run, from its records alone."""
+    return summary(run)[0]
+
+
+def summary(run: RunReader) -> tuple[State, list[Finding]]:
+    """State and findings of a run, reading it once."""
+    table = Table.of(run)
+    found = applied(table)
+    return _state(run.status(), table, found), found
+
+
+def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> State:
+    name, steps = status.get("status"), len(table.steps)
+    at = f"after step {table.steps[-1]}" if steps else "before its first step"
+    if name == "failed":
+        return State("failed", f"failed {at}: {printable(str(status.get('error', 'no reason recorded')))[:500]}")
+    ended = {"done": "finished", "stopped": "stopped by a signal", "killed": "killed, since its process is gone,"}
+    how = f"{ended.get(str(name), 'running,')} {at}"
+    if steps < 2 * FEWEST_STEPS:
+        few = f"{how}: too early to tell, {2 * FEWEST_STEPS} steps are the least"
+        return State("killed" if name == "killed" else "too_early", few)
+    change = Change.of(table.series("reward/mean"))
+    held_out = _held_out(table.series("eval/accuracy"))
+    if change is None:
+        return State("stalled", f"{how}, stalled: no completion has a reward{held_out}")
+    because = f": reward {change.first:.3f} -> {change.last:.3f} (noise {SURE * change.error:.3f}){held_out}"
+    if change.best > 0 and change.last < FALLEN * change.best and change.best - change.last > SURE * change.error:
+        return State(
+            "collapsed", f"{how}, collapsed: reward fell from {change.best:.3f} to {change.last:.3f}{held_out}"
+        )
+    scores = [score for _, score in table.series("eval/accuracy")]
+    rises = change.rises()
+    if not rises and len(scores) > 1 and scores[-1] > scores[0]:
+        lows = [low for _, low in table.series("eval/accuracy_low")]
+        highs = [high for _, high in table.series("eval/accuracy_high")]
+        rises = bool(lows) and lows[-1] > highs[0]
+    if not rises:
+        cause = f"; likely: {found[0].text}" if found else ""
+        return State("stalled", f"{how}, stalled{because}{cause}")
+    problem = next((finding for finding in found if finding.severity == "problem"), None)
+    if problem is not None:
+        because = f"{because}; but {problem.text}"
+    if name == "done":
+        return State("finished", f"{how}, it learned{because}")
+    named: dict[Any, Name] = {"stopped": "stopped", "killed": "killed"}
+    return State(named.get(name, "learning"), f"{how}, learning{because}")
+
+
+def _held_out(points: Points) -> str:
+    """The held-out score at its first and last evaluation, as the end of a sentence."""
+    if not points:
+        return ""
+    if len(points) == 1:
+        return f", held-out accuracy {points[0][1]:.3f}"
+    return f", held-out accuracy {points[0][1]:.3f} -> {points[-1][1]:.3f}"

@@ -1,0 +1,257 @@
+"""Rules on small tables: each symptom is named with its cause, and healthy numbers are left alone.
+
+`tests/doctor` has the runs in which the faults are real.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gruppo.doctor import RULES, Table, advice
+from gruppo.doctor.rules import Change, Finding, applied, beyond
+from gruppo.doctor.table import Rollouts, Updates
+from gruppo.keys import KEYS
+
+HEALTHY = {
+    "reward/mean": 0.5,
+    "reward/std": 0.5,
+    "reward/correct_frac": 0.5,
+    "group/dead_frac": 0.2,
+    "group/all_right_frac": 0.1,
+    "completion/truncated_frac": 0.0,
+    "completion/empty_frac": 0.0,
+    "completion/len_mean": 10.0,
+    "rollout/entropy": 0.4,
+    "optim/grad_norm": 0.5,
+    "live/approx_kl": 0.01,
+    "sampler/logp_gap_max": 1e-6,
+}
+
+
+def lines(num: int = 20, first: int = 1, **changes: Any) -> list[dict[str, Any]]:
+    """Lines of healthy metrics; a change is a value, or a function of the place among the lines, 0 to 1."""
+    return [
+        {"step": first + i}
+        | HEALTHY
+        | {name: change(i / (num - 1)) if callable(change) else change for name, change in changes.items()}
+        for i in range(num)
+    ]
+
+
+def only(table: Table) -> Finding:
+    (found,) = applied(table)
+    return found
+
+
+def rollouts(step: int = 1, **columns: Any) -> Rollouts:
+    """Two groups of two rows; the second row of each is right and earns 1."""
+    given: dict[str, Any] = {
+        "prompts": ["1+1=", "1+1=", "2+2=", "2+2="],
+        "columns": ["{}"] * 4,
+        "group_N": np.array([1, 1, 2, 2]),
+        "reward_N": np.array([0.0, 1.0, 0.0, 1.0]),
+        "correct_N": np.array([0.0, 1.0, 0.0, 1.0]),
+        "credit_N": np.ones(4),
+        "length_N": np.array([3, 4, 3, 4]),
+        "distinct_N": np.ones(4),
+        "gap_T": np.zeros(0),
+        "errors": {},
+    }
+    return Rollouts(step=step, **given | columns)
+
+
+def test_a_healthy_run_has_no_finding() -> None:
+    assert applied(Table(metrics=lines(60), rollouts=[rollouts(step) for step in range(1, 9)])) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"completion/truncated_frac": 0.6},
+            "completion/truncated_frac is 0.6, above 0.5: raise max_new_tokens",
+        ),
+        ({"group/dead_frac": 1.0, "reward/mean": 0.0}, "all groups are dead at reward 0"),
+        (
+            {"group/dead_frac": 0.9},
+            "90% of the groups are dead since step 1: raise group_size",
+        ),
+        (
+            {"completion/empty_frac": 0.6},
+            "completion/empty_frac is 0.6, above 0.5: the model ends at once",
+        ),
+        (
+            {"live/approx_kl": 1.5},
+            "live/approx_kl is 1.5, above 1: the policy moves far",
+        ),
+        (
+            {"sampler/logp_gap_max": 2.0},
+            "sampler/logp_gap_max is 2, above 1: sampler and trainer disagree",
+        ),
+    ],
+)
+def test_each_symptom_is_named_with_its_cause(changes: dict[str, float], sentence: str) -> None:
+    (said,) = advice(lines(**changes))
+    assert said.startswith(sentence)
+
+
+def test_every_healthy_range_of_the_registry_has_its_remedy_said() -> None:
+    for key in KEYS:
+        if key.healthy is not None:
+            (said,) = advice(lines(**{key.name: key.healthy[1] + 0.25}))
+            assert said.startswith(key.name) and said.endswith(key.remedy)
+
+
+def test_groups_that_became_all_right_are_no_finding_and_those_that_were_are_too_easy() -> None:
+    right = {"group/dead_frac": 0.95, "group/all_right_frac": 0.9, "reward/mean": 0.97}
+    assert advice(lines(first=181, **right)) == []
+    assert only(Table(metrics=lines(**right))).rule == "too_easy"
+
+
+def test_a_few_steps_are_too_few() -> None:
+    assert advice(lines(4, **{"completion/truncated_frac": 1.0})) == []
+
+
+def test_a_number_is_judged_by_its_mean_over_a_window() -> None:
+    cut = iter((1.0, 0.0, 0.0, 0.0, 1.0))
+    assert advice(lines(5, **{"completion/truncated_frac": lambda _: next(cut)})) == []
+
+
+def test_a_run_in_which_nothing_is_scored_is_told_so_and_no_more() -> None:
+    unscored = [{k: v for k, v in line.items() if k != "reward/mean"} for line in lines(**{"group/dead_frac": 1.0})]
+    (said,) = advice(unscored)
+    assert said.startswith("no reward function has scored a completion")
+
+
+@pytest.mark.parametrize("value", [float("nan"), None])
+def test_numbers_that_are_not_finite_are_not_judged(value: float | None) -> None:
+    assert advice(lines(**{"live/approx_kl": value})) == []
+
+
+def test_a_stretch_begins_at_its_first_bad_step_and_ends_with_its_last_window() -> None:
+    """By hand: 40 values, 1 in steps 16 to 25, windows of 20: the mean is above 0.4 from window
+    5 to 24 on, until window 17 to 36."""
+    found = beyond([(step, float(16 <= step <= 25)) for step in range(1, 41)], 0.4)
+    assert found is not None
+    assert (found.begin, found.last, found.worst, found.is_now) == (16, 36, 0.5, False)
+
+
+def test_a_change_is_one_when_it_exceeds_two_standard_errors() -> None:
+    """By hand: means 1 and 2 over five values each, variances 0.5 and 0.5: error sqrt((0.5 + 0.5) / 5) = 0.4472."""
+    first, last = (0.0, 1.0, 1.0, 1.0, 2.0), (1.0, 2.0, 2.0, 2.0, 3.0)
+    change = Change.of(list(enumerate(first + last)))
+    assert change is not None and change.error == pytest.approx(0.2**0.5)
+    assert change.rises() and not change.rises(by=1.0) and not change.falls()
+
+
+def test_a_constant_reward_is_a_fault_of_the_reward() -> None:
+    table = Table(metrics=lines(**{"reward/mean": 1.0, "reward/std": 0.0, "group/dead_frac": 1.0}))
+    assert (only(table).rule, only(table).evidence) == ("constant_reward", "all completions of 20 steps earned 1")
+
+
+def test_wrong_answers_that_earn_more_are_counted_by_group() -> None:
+    against = rollouts(reward_N=np.array([3.0, 1.0, 3.0, 1.0]))
+    table = Table(metrics=lines(), rollouts=[against] * 5)
+    assert only(table).rule == "contradicted_reward"
+    assert only(table).evidence.startswith(
+        "in 10 of 10 groups with right and wrong answers the wrong ones earn more, by 2"
+    )
+    assert applied(Table(metrics=lines(), rollouts=[against] * 4)) == []  # 8 groups are too few
+
+
+def test_a_part_that_rises_while_answers_get_worse_is_named() -> None:
+    parts = {f"reward/{name}/abstain_frac": 0.0 for name in ("right", "nines")}
+    moves = {"reward/mean": lambda x: 1 + x, "reward/correct_frac": lambda x: 0.5 - x / 2}
+    moves |= {"reward/right/mean": lambda x: 0.5 - x / 2, "reward/nines/mean": lambda x: x}
+    found = only(Table(metrics=lines(40, **parts, **moves)))
+    assert (found.rule, found.metric) == ("reward_hacking", "reward/nines/mean")
+    better = moves | {"reward/correct_frac": lambda x: 0.5 + x / 4}
+    assert applied(Table(metrics=lines(40, **parts, **better))) == []
+
+
+def test_length_that_pays_is_found_and_length_that_serves_is_not() -> None:
+    grows = {"completion/len_mean": lambda x: 10 + 20 * x}
+    assert only(Table(metrics=lines(40, **grows), rollouts=[rollouts()] * 5)).rule == "length_exploitation"
+    unpaid = rollouts(length_N=np.array([4, 3, 3, 4]))
+    assert applied(Table(metrics=lines(40, **grows), rollouts=[unpaid] * 5)) == []
+    assert applied(Table(metrics=lines(40), rollouts=[rollouts()] * 5)) == []
+
+
+def test_repetition_needs_long_texts_with_few_distinct_pieces() -> None:
+    long, few = np.array([30, 30, 30, 3]), np.array([0.1, 0.1, 1.0, np.nan])
+    looping = [rollouts(step, length_N=long, distinct_N=few) for step in range(1, 7)]
+    assert only(Table(metrics=lines(), rollouts=looping)).evidence.startswith("50% of the completions")
+    short = [rollouts(step, distinct_N=few) for step in range(1, 7)]
+    assert applied(Table(metrics=lines(), rollouts=short)) == []
+
+
+def test_entropy_may_go_where_the_answers_are_right() -> None:
+    falls = {"rollout/entropy": lambda x: 0.4 * (1 - x) ** 4}
+    assert only(Table(metrics=lines(60, **falls))).rule == "entropy_collapse"
+    assert (
+        applied(Table(metrics=lines(60, **falls, **{"reward/correct_frac": lambda x: 0.5 + 0.5 * min(2 * x, 1)}))) == []
+    )
+
+
+def test_a_spike_is_far_above_the_median_and_above_the_limit() -> None:
+    metrics = lines()
+    metrics[6]["optim/grad_norm"] = 60.0
+    found = only(Table(metrics=metrics))
+    assert (found.rule, found.step, found.severity) == ("gradient_spike", 7, "warning")
+    assert applied(Table(metrics=metrics, config={"max_grad_norm": 100.0})) == []
+    metrics[6]["optim/grad_norm"], metrics[8]["optim/skipped"] = 4.0, 1.0
+    assert (only(Table(metrics=metrics)).rule, only(Table(metrics=metrics)).step) == ("gradient_not_finite", 9)
+
+
+def test_the_gap_of_an_unsynced_sampler_grows_and_comes_from_the_completions_where_no_metric_has_it() -> None:
+    metrics = [{k: v for k, v in line.items() if not k.startswith("sampler/")} for line in lines()]
+    growing = [rollouts(step, gap_T=np.array([0.0, 0.1 * step])) for step in range(1, 9)]
+    found = only(Table(metrics=metrics, rollouts=growing))
+    assert (found.rule, found.step) == ("stale_sampler", 3) and "do not arrive" in found.text
+    steady = [rollouts(step, gap_T=np.array([0.0, 0.5])) for step in range(1, 9)]
+    assert "from the start" in only(Table(metrics=metrics, rollouts=steady)).text
+    ahead = Table(metrics=metrics, rollouts=steady, config={"max_staleness": 2})
+    assert (only(ahead).severity, only(ahead).remedy) == ("warning", "lower max_staleness, or lr")
+
+
+def test_updates_below_half_the_distance_to_the_next_number_are_lost() -> None:
+    """By hand: of 2 updates x 4 weights, the update 1e-9 is lost at the three weights whose half distance is above it,
+    and 1e-7 at none."""
+    spacing = np.array([1e-9, 4e-9, 4e-9, 6e-8])
+    table = Table(metrics=lines(), updates=Updates(step=20, update=np.array([1e-9, 1e-9]), spacing=spacing))
+    assert only(table).evidence.startswith("75% of the updates of step 20")
+    half = Updates(step=20, update=np.array([1e-9, 1e-7]), spacing=spacing)
+    assert applied(Table(metrics=lines(), updates=half)) == []
+
+
+def test_a_prompt_dominates_by_its_share_of_the_credit() -> None:
+    steps = [
+        rollouts(step, prompts=[f"{step}+1="] * 2 + ["2+2="] * 2, credit_N=np.array([1.0, 1.0, 1.0, 1.0]))
+        for step in range(1, 21)
+    ]
+    found = only(Table(metrics=lines(), rollouts=steps))
+    assert found.rule == "dominating_prompt"
+    assert found.evidence.startswith("it has 50% of the credit (|advantage| x tokens) with 20 of 40 groups")
+    fair = [rollouts(step, prompts=[f"{step}+1="] * 2 + [f"{step}+2="] * 2) for step in range(1, 21)]
+    assert applied(Table(metrics=lines(), rollouts=fair)) == []
+
+
+def test_held_out_prompts_among_the_training_prompts_leak() -> None:
+    held_out = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "3+3=", "answer": "6"}]
+    found = only(Table(metrics=lines(), rollouts=[rollouts()], held_out=held_out))
+    assert found.rule == "leaking_evaluation" and found.evidence.startswith("1 of 2 held-out prompts")
+    assert applied(Table(metrics=lines(), rollouts=[rollouts()], held_out=held_out[1:])) == []
+
+
+def test_a_chat_prompt_leaks_when_its_message_stands_in_a_rendered_prompt_of_the_same_row() -> None:
+    message = "How many eggs are in the basket?"
+    row = {"prompt": [{"role": "user", "content": message}], "answer": "4"}
+    rendered = rollouts(prompts=[f"<user>{message}<end>"] * 4, columns=['{"answer": "4"}'] * 4)
+    assert only(Table(metrics=lines(), rollouts=[rendered], held_out=[row])).rule == "leaking_evaluation"
+    other_row = rollouts(prompts=[f"<user>{message}<end>"] * 4, columns=['{"answer": "5"}'] * 4)
+    assert applied(Table(metrics=lines(), rollouts=[other_row], held_out=[row])) == []
+
+
+def test_each_rule_is_under_its_own_name() -> None:
+    assert {name: rule.__name__ for name, rule in RULES.items()} == {name: name for name in RULES}
