@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors.torch import load_file, save_file
 
+from gruppo import faults
 from gruppo.errors import CheckpointError, SamplerError
 from gruppo.sampler import Sampler, TorchSampler
 from gruppo.trainer.rollout import RolloutSource
@@ -177,6 +178,8 @@ class RolloutsAhead:
         @contextmanager
         def timed(name: str) -> Iterator[None]:
             started = time.monotonic()
+            if faults.PLAN:
+                faults.PLAN.reach(name, number - 1)
             yield
             seconds[f"ahead/{name}"] = seconds.get(f"ahead/{name}", 0.0) + time.monotonic() - started
 
