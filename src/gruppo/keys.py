@@ -117,6 +117,13 @@ KEYS = (
         expect="`max_staleness` times the updates of a step",
         reduce="max",
     ),
+    Key(
+        "rollout/dropped",
+        "groups that had become older than `max_staleness` and were not trained on; with `streaming`",
+        "step",
+        expect="few",
+        reduce="sum",
+    ),
     Key("policy/loss", "the loss", "mean over updates"),
     Key("policy/<term>", "its terms, before their coefficients: policy, kl, entropy, pull, nll", "mean over updates"),
     Key("policy/entropy_coef", "coefficient of the entropy bonus in this step; with `entropy_target`", reduce="last"),

@@ -96,7 +96,15 @@ def test_killed_at_every_moment_of_the_background_a_run_resumes_to_the_same_bits
 ) -> None:
     run = tmp_path / "run"
     words = ["train", *flags(run, **VARIANTS[variant])]
-    moments = [("sample", 6), ("reward", 8), ("train", 8), ("filled", 10), ("committed", 10), ("eval", 15), ("sync", 13)]
+    moments = [
+        ("sample", 6),
+        ("reward", 8),
+        ("train", 8),
+        ("filled", 10),
+        ("committed", 10),
+        ("eval", 15),
+        ("sync", 13),
+    ]
     for moment in moments:
         assert start(words, (*moment, "kill")).wait() == -signal.SIGKILL, moment
         words = ["resume", str(run)]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gruppo.sampler import Sampler
     from gruppo.trainer.ahead import RolloutsAhead
     from gruppo.trainer.rollout import RolloutSource
+    from gruppo.trainer.stream import StreamedRollouts
 
 
 def check_alone() -> None:
@@ -218,6 +219,8 @@ def build_sampler(
         options=dict(config.vllm_options),
         deadline_s=config.sampler_deadline,
         poll=poll,
+        # Groups in flight, and a greedy completion of each for estimators that need it.
+        at_once=2 * (1 + config.max_staleness) * config.prompts_per_step if config.streaming else 1,
     )
     return sampler, WeightStore(sync_folder, sampler.canary_rows)
 
@@ -239,7 +242,8 @@ def build_ahead(
     source: "RolloutSource",
     store: WeightStore | None,
     poll: Callable[[], None],
-) -> "RolloutsAhead | None":
+    report: Callable[..., None],
+) -> "RolloutsAhead | StreamedRollouts | None":
     """Rollouts ahead of the training; None without `max_staleness`."""
     if not config.max_staleness:
         return None
@@ -251,6 +255,12 @@ def build_ahead(
             "use sampler=vllm:start with another GPU, or max_staleness=0"
         )
     weights = CopiedWeights(model) if store is None else StoredWeights(model, store, source.sampler)
+    if config.streaming:
+        from gruppo.trainer.stream import StreamedRollouts
+
+        updates = config.epochs_per_batch * config.minibatches
+        bounds = {"staleness": config.max_staleness, "updates": updates, "last": config.steps}
+        return StreamedRollouts(source, weights, **bounds, poll=poll, report=report)
     return RolloutsAhead(source, weights, staleness=config.max_staleness, last=config.steps, poll=poll)
 
 

@@ -99,7 +99,12 @@ class Engine(Protocol):
 
 
 def response(
-    request: Request, completions: Sequence[Completion], params: SamplingParams, *, vocabulary: int, version: int
+    request: Request,
+    completions: Sequence[Completion],
+    params: SamplingParams,
+    *,
+    vocabulary: int,
+    versions: tuple[int, int],
 ) -> Samples:
     """The answer to a request as trajectories. Raises SamplerError, with what came, if it cannot be used."""
     if len(completions) != request.num_samples:
@@ -127,7 +132,7 @@ def response(
                 logps=c.logps,
                 text=c.text,
                 stop_reason=c.stop_reason,
-                versions=(version, version),
+                versions=versions,
             )
         )
     return tuple(made * request.copies)

@@ -28,6 +28,8 @@ FIRST_WORD_S = 3.0
 """Seconds of waiting for a server after which the log has a line, and then at twice that time, and so on."""
 AT_ONCE = 64
 """Most requests to one server at a time."""
+RESET_CACHE = "/reset_prefix_cache?reset_running_requests=true"
+"""Keys and values of other weights are dropped, also those of requests that run: theirs are computed anew."""
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 
@@ -67,7 +69,6 @@ class HttpEngine(Engine):
         self.model = ""
         """The name of what is sampled from: the model, or the adapter once one is loaded."""
         self.gives_receipts = True
-        self._open: set[http.client.HTTPConnection] = set()
 
     def wait_until_ready(self) -> None:
         """Wait for the server to come up."""
@@ -116,7 +117,7 @@ class HttpEngine(Engine):
         if received is None:
             arguments = {"weights_path": str(folder)}
             self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, DEV_MODE)
-        self._command("/reset_prefix_cache", {}, DEV_MODE)
+        self._command(RESET_CACHE, {}, DEV_MODE)
         return received
 
     def load_adapter(self, folder: Path) -> Received | None:
@@ -125,7 +126,7 @@ class HttpEngine(Engine):
         self.model = ADAPTER
         received = self._receipt("gruppo_count", folder)
         if self.gives_receipts:
-            self._command("/reset_prefix_cache", {}, DEV_MODE)
+            self._command(RESET_CACHE, {}, DEV_MODE)
         return received
 
     def revive(self) -> None:
@@ -205,8 +206,9 @@ class HttpEngine(Engine):
         """All answers in order. However this ends, no request is left running."""
         ends = time.monotonic() + self.deadline_s
         executor = ThreadPoolExecutor(min(len(bodies), AT_ONCE) or 1)
+        is_open: set[http.client.HTTPConnection] = set()
         # The loop below keeps the deadline for all of them; a connection's own timeout comes after it.
-        futures = [executor.submit(self._exchange, path, self.deadline_s + 5, body, remedy) for body in bodies]
+        futures = [executor.submit(self._exchange, path, self.deadline_s + 5, body, remedy, is_open) for body in bodies]
         try:
             waiting = set(futures)
             while waiting:
@@ -222,16 +224,7 @@ class HttpEngine(Engine):
             return [future.result() for future in futures]
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
-            self._drop([future for future in futures if not future.cancelled()])
-
-    def _drop(self, sent: Sequence[Future[Any]]) -> None:
-        """Cut the connections that are still open: the server then drops their requests."""
-        for _ in range(20):  # one that was only being opened is cut the next time round
-            for connection in list(self._open):
-                with suppress(OSError, AttributeError):  # closed already, or not open yet
-                    connection.sock.shutdown(socket.SHUT_RDWR)  # close() would wait for the thread that reads from it
-            if not wait(sent, timeout=0.1).not_done:
-                return
+            _drop([future for future in futures if not future.cancelled()], is_open)
 
     def _connection(self, timeout: float) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
@@ -239,10 +232,17 @@ class HttpEngine(Engine):
             connection.connect = lambda: _connect(connection, str(self.socket), timeout)
         return connection
 
-    def _exchange(self, path: str, timeout: float, body: dict[str, Any] | None = None, remedy: str = "") -> Any:
-        """The answer to a GET, or with a body to a POST."""
-        connection = self._connection(timeout)
-        self._open.add(connection)
+    def _exchange(
+        self,
+        path: str,
+        timeout: float,
+        body: dict[str, Any] | None = None,
+        remedy: str = "",
+        is_open: set[http.client.HTTPConnection] | None = None,
+    ) -> Any:
+        """The answer to a GET, or with a body to a POST. The connection is in `is_open` as long as it is."""
+        connection, is_open = self._connection(timeout), set() if is_open is None else is_open
+        is_open.add(connection)
         try:
             verb, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
             key = {} if self.process is None else {"Authorization": f"Bearer {self.process.key}"}
@@ -252,7 +252,7 @@ class HttpEngine(Engine):
         except (OSError, http.client.HTTPException) as error:
             raise EngineLost(f"{self.name} cannot be reached: {type(error).__name__}: {error}") from error
         finally:
-            self._open.discard(connection)
+            is_open.discard(connection)
             connection.close()
         if response.status == 200:
             try:
@@ -267,6 +267,16 @@ class HttpEngine(Engine):
             raise EngineLost(answered)
         has_remedy = remedy and response.status in (403, 404, 405)
         raise Refused(f"{answered}; {remedy}" if has_remedy else answered, response.status)
+
+
+def _drop(sent: Sequence[Future[Any]], is_open: set[http.client.HTTPConnection]) -> None:
+    """Cut the connections that are still open: the server then drops their requests."""
+    for _ in range(20):  # one that was only being opened is cut the next time round
+        for connection in list(is_open):
+            with suppress(OSError, AttributeError):  # closed already, or not open yet
+                connection.sock.shutdown(socket.SHUT_RDWR)  # close() would wait for the thread that reads from it
+        if not wait(sent, timeout=0.1).not_done:
+            return
 
 
 def _connect(connection: http.client.HTTPConnection, path: str, timeout: float) -> None:
