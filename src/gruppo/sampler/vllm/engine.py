@@ -71,6 +71,8 @@ class Engine(Protocol):
     """Limit of each call; EngineLost is raised when it passes."""
     stop_ids: Sequence[int] = ()
     """Tokens that end a completion."""
+    has_other_requests: bool = False
+    """Whether requests run while weights are loaded."""
 
     def wait_until_ready(self) -> None:
         """Return once it answers. One in this process is ready as soon as it is made."""

@@ -5,9 +5,9 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,6 @@ FIRST_WORD_S = 3.0
 """Seconds of waiting for a server after which the log has a line, and then at twice that time, and so on."""
 AT_ONCE = 64
 """Most requests to one server at a time."""
-RESET_CACHE = "/reset_prefix_cache?reset_running_requests=true"
-"""Keys and values of other weights are dropped, also those of requests that run: theirs are computed anew."""
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 
@@ -113,21 +111,40 @@ class HttpEngine(Engine):
             raise SamplerError(f"{self.name} gave no log-probs of the prompt: {error!r}") from error
 
     def load_weights(self, folder: Path) -> Received | None:
-        received = self._receipt("gruppo_load_weights", folder)
-        if received is None:
-            arguments = {"weights_path": str(folder)}
-            self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, DEV_MODE)
-        self._command(RESET_CACHE, {}, DEV_MODE)
+        with self._requests_halted():
+            received = self._receipt("gruppo_load_weights", folder)
+            if received is None:
+                arguments = {"weights_path": str(folder)}
+                self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, DEV_MODE)
+            self._reset_cache()
         return received
 
     def load_adapter(self, folder: Path) -> Received | None:
         body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
-        self._command("/v1/load_lora_adapter", body, LORA)
-        self.model = ADAPTER
-        received = self._receipt("gruppo_count", folder)
-        if self.gives_receipts:
-            self._command(RESET_CACHE, {}, DEV_MODE)
+        with self._requests_halted():
+            self._command("/v1/load_lora_adapter", body, LORA)
+            self.model = ADAPTER
+            received = self._receipt("gruppo_count", folder)
+            if self.gives_receipts or self.has_other_requests:
+                self._reset_cache()
         return received
+
+    @contextmanager
+    def _requests_halted(self) -> Iterator[None]:
+        """Requests that run stand still, where there may be some."""
+        if not self.has_other_requests:
+            yield
+            return
+        self._command("/pause?mode=keep", {}, DEV_MODE)
+        try:
+            yield
+        finally:
+            self._command("/resume", {}, DEV_MODE)
+
+    def _reset_cache(self) -> None:
+        """Drop keys and values of other weights. Those of requests that run are computed anew."""
+        of_requests = "?reset_running_requests=true" if self.has_other_requests else ""
+        self._command(f"/reset_prefix_cache{of_requests}", {}, DEV_MODE)
 
     def revive(self) -> None:
         if self.process is not None:

@@ -50,7 +50,7 @@ class Supervisor:
         """Held while weights are loaded, proven or brought back."""
         self._lives = 0
         """Times that the engine was brought back."""
-        self._overlaps = at_once > 1
+        self._overlaps = engine.has_other_requests = at_once > 1
         threads = at_once + 1 if self._overlaps else 1  # one for `load`
         self._thread = ThreadPoolExecutor(threads, thread_name_prefix="gruppo-vllm") if engine.is_remote else None
         engine.poll = self._poll

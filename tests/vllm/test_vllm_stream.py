@@ -1,0 +1,60 @@
+"""Streaming with a real vLLM server: weights change while groups are in flight, and their versions tell it."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_runs import logps_by_transformers, options
+
+from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.weights.source import load_tokenizer
+
+
+def long_winded(folder: Path) -> str:
+    """An untrained model over the embedded tokenizer. Each token may be the last: lengths from 1 to the limit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = load_tokenizer("builtin")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    LlamaForCausalLM(LlamaConfig(**sizes, **tokens, max_position_embeddings=512)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Share of even tokens: a reward that moves the weights and leaves the lengths alone."""
+    return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def test_groups_in_flight_go_on_with_newer_weights_and_have_the_versions_of_both(tmp_path: Path) -> None:
+    """Every log-prob that the server reports is the one of a policy within the trajectory's versions."""
+    small = options(tmp_path / "run", sampler="vllm:start", max_staleness=3, streaming=True, steps=8, lr=3e-3)
+    small |= {"model": long_winded(tmp_path / "model"), "max_new_tokens": 256, "temperature": 1.0}
+    small |= {"data": "builtin:carries", "eval_prompts": 4, "eval_every": 4}
+    models: dict[int, Any] = {}
+    trained: dict[int, list[Any]] = {}
+
+    def keep(trainer: GRPOTrainer, step: int, _metrics: Any) -> None:
+        models[step] = copy.deepcopy(trainer.model.model)
+        trained[step] = [r.trajectory for g in trainer.kept for r in g.rollouts]
+
+    trainer = GRPOTrainer(TrainConfig(**small), rewards=[even_tokens], callbacks=[keep], quiet=True)
+    models[0] = copy.deepcopy(trainer.model.model)
+    trainer.train()
+    assert [len(trained[step]) for step in range(1, 9)] == [8 * 4] * 8
+    ages = {step: step - 1 - min(t.versions[0] for t in trained[step]) for step in trained}
+    assert max(ages.values()) <= 3
+    rows = {row["step"]: row for row in trainer.run.metrics()}
+    assert {step: rows[step]["rollout/staleness"] for step in ages} == ages
+    several = [(step, t) for step in trained for t in trained[step] if t.versions[0] < t.versions[1]]
+    print("several", len(several), ages, sum(r.get("rollout/dropped", 0) for r in rows.values()))
+    assert several
+    gaps = []
+    for _, t in several[:24]:
+        by_version = [logps_by_transformers(models[v], [t], 1.0)[0] for v in range(t.versions[0], t.versions[1] + 1)]
+        gaps += [min(abs(own[j] - t.logps[j]) for own in by_version) for j in range(len(t.tokens))]
+    print("gaps", max(gaps), sum(g > 1e-4 for g in gaps), len(gaps))
+    assert max(gaps) < 1e-4
