@@ -453,6 +453,11 @@ def test_batches_that_run_at_once_are_all_repeated_after_one_restart(stubs: Make
     assert stub.seen.count("/pause?mode=keep") == 2  # the first load, and one after the loss
 
 
+def test_an_adapter_with_several_batches_at_once_is_refused(stubs: MakeStub, samplers: MakeSampler) -> None:
+    with pytest.raises(InputError, match=r"at_once=4 \(streaming\) cannot go with an adapter"):
+        samplers(stubs(lora=LORA), lora=LORA, at_once=4)
+
+
 def test_requests_of_their_own_go_to_servers_in_turn(stubs: MakeStub, samplers: MakeSampler) -> None:
     two = stubs(), stubs()
     sampler, alone = samplers(*two, at_once=4), samplers(two[0])

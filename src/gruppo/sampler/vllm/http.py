@@ -121,12 +121,11 @@ class HttpEngine(Engine):
 
     def load_adapter(self, folder: Path) -> Received | None:
         body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
-        with self._requests_halted():
-            self._command("/v1/load_lora_adapter", body, LORA)
-            self.model = ADAPTER
-            received = self._receipt("gruppo_count", folder)
-            if self.gives_receipts or self.has_other_requests:
-                self._reset_cache()
+        self._command("/v1/load_lora_adapter", body, LORA)
+        self.model = ADAPTER
+        received = self._receipt("gruppo_count", folder)
+        if self.gives_receipts:
+            self._reset_cache()
         return received
 
     @contextmanager

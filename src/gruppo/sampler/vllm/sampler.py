@@ -68,6 +68,11 @@ class vLLMSampler(Sampler):
                 f"model {model_id!r} is an adapter, which vLLM cannot start from; fold it into its base first: "
                 f"gruppo export {model_id} FOLDER --merge"
             )
+        if lora is not None and at_once > 1:
+            raise InputError(
+                f"at_once={at_once} (streaming) cannot go with an adapter: for requests that still run, vLLM reads the "
+                "adapter before again, in the place of the new one. Use at_once=1, or train all weights"
+            )
         length = max_model_len or source.context_length(model_id)
         if length is None:
             raise InputError(f"max_model_len is needed: the config of {model_id!r} does not tell the model's own")
