@@ -112,6 +112,26 @@ def test_killed_at_every_moment_of_the_background_a_run_resumes_to_the_same_bits
     assert product(run) == product(whole[variant])
 
 
+@pytest.mark.row("R-03", "SIGKILL and SIGTERM of a run that streams")
+def test_a_streamed_run_that_is_killed_and_stopped_goes_on_and_takes_every_step_once(
+    start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    """Which groups a step gets depends on the clock: the run is whole, its bits are its own."""
+    run = tmp_path / "run"
+    words = ["train", *flags(run, max_staleness=2, streaming=True, dynamic_sampling=2, eval_every=5)]
+    moments = [("sample", 6, "kill"), ("reward", 8, "term"), ("filled", 10, "kill"), ("sync", 12, "kill")]
+    for moment in moments:
+        code = {"kill": -signal.SIGKILL, "term": 75}[moment[2]]
+        ended = start(words, moment)
+        assert ended.wait() == code, (moment, ended.output)
+        words = ["resume", str(run)]
+    assert start(words).wait() == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(21))
+    assert max(row["rollout/staleness"] for row in rows[1:]) <= 2
+    assert not (run / "lock").exists()
+
+
 @pytest.mark.row("R-03", "SIGKILL at fixed delays")
 def test_killed_at_arbitrary_moments_a_run_always_resumes_to_the_same_bits(
     whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
