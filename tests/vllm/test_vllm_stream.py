@@ -3,17 +3,22 @@
 import copy
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from small_runs import logps_by_transformers, options
+from small_runs import logps_by_transformers, options, update
 
+from gruppo.model import TransformersModel
+from gruppo.sampler import SamplingParams, vLLMSampler
 from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.types import Trajectory
+from gruppo.weights import WeightStore
 from gruppo.weights.source import load_tokenizer
 
 
-def long_winded(folder: Path) -> str:
+def long_winded(folder: Path, *, less_likely: float = 0.2) -> str:
     """An untrained model over the embedded tokenizer. One token in 70 is the last, so lengths have a long tail."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +29,7 @@ def long_winded(folder: Path) -> str:
     model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens, max_position_embeddings=512))
     with torch.no_grad():  # a constant in all tokens makes the end token less likely
         model.model.embed_tokens.weight[:, 0] = 1.0
-        model.lm_head.weight[tokenizer.eos_token_id, 0] = -0.2
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = -less_likely
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -35,8 +40,7 @@ def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
-def test_groups_in_flight_go_on_with_newer_weights_and_have_the_versions_of_both(tmp_path: Path) -> None:
-    """Every log-prob that the server reports is the one of a policy within the trajectory's versions."""
+def test_every_logp_is_that_of_a_policy_within_the_versions_and_none_is_older_than_the_bound(tmp_path: Path) -> None:
     small = options(tmp_path / "run", sampler="vllm:start", max_staleness=3, streaming=True, steps=8, lr=3e-3)
     small |= {"model": long_winded(tmp_path / "model"), "max_new_tokens": 256, "temperature": 1.0}
     small |= {"data": "builtin:carries", "eval_prompts": 4, "eval_every": 4}
@@ -55,17 +59,38 @@ def test_groups_in_flight_go_on_with_newer_weights_and_have_the_versions_of_both
     assert max(ages.values()) <= 3
     rows = {row["step"]: row for row in trainer.run.metrics()}
     assert {step: rows[step]["rollout/staleness"] for step in ages} == ages
-    several = [t for step in trained for t in trained[step] if t.versions[0] < t.versions[1]]
-    assert several
-    writers = set()
-    for t in several:
-        versions = range(t.versions[0], t.versions[1] + 1)
-        by_version = [logps_by_transformers(models[v], [t], 1.0)[0] for v in versions]
-        for j, logp in enumerate(t.logps):
-            gaps = [abs(own[j] - logp) for own in by_version]
-            assert min(gaps) < 1e-4, (t.versions, j, gaps)
-            writers.add(gaps.index(min(gaps)))
-    assert {0, 1} <= writers  # tokens of the weights before and after
+    for t in (t for step in trained for t in trained[step][::4]):
+        writers_of(t, models)
+
+
+def writers_of(trajectory: Trajectory, models: dict[int, Any]) -> list[int]:
+    """The version that drew each token, by its log-prob."""
+    versions = range(trajectory.versions[0], trajectory.versions[1] + 1)
+    by_version = {v: logps_by_transformers(models[v], [trajectory], 1.0)[0] for v in versions}
+    writers = []
+    for j, logp in enumerate(trajectory.logps or ()):
+        gaps = {v: abs(own[j] - logp) for v, own in by_version.items()}
+        writers.append(min(gaps, key=lambda v: gaps[v]))
+        assert gaps[writers[-1]] < 1e-4, (trajectory.versions, j, gaps)
+    return writers
+
+
+def test_a_completion_in_flight_is_written_by_one_policy_after_the_other(tmp_path: Path) -> None:
+    actor = TransformersModel(long_winded(tmp_path / "model", less_likely=0.8), device="cpu")
+    folder = str(tmp_path / "model")
+    with closing(vLLMSampler(folder, servers=("start",), max_model_len=512, at_once=2)) as sampler:
+        store = WeightStore(tmp_path / "sync", sampler.canary_rows)
+        params = SamplingParams(max_new_tokens=480, seed=1, step=1)
+        models = {0: copy.deepcopy(actor.model)}
+        (future,) = sampler.submit(sampler.requests(["47+85="], 4, params), params)
+        while not future.done() and actor.version < 6:
+            update(actor)
+            models[actor.version] = copy.deepcopy(actor.model)
+            sampler.load(store.publish(actor))
+        trajectories = future.result(timeout=300)
+    writers = [writers_of(t, models) for t in trajectories]
+    assert all(each == sorted(each) for each in writers)
+    assert max(len(set(each)) for each in writers) > 1
 
 
 def test_a_server_that_dies_with_groups_in_flight_is_brought_back(tmp_path: Path) -> None:
