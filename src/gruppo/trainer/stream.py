@@ -103,7 +103,7 @@ class StreamedRollouts:
         """Prompts that were in flight when the run was saved."""
 
     def take(self, number: int) -> Sampled:
-        """The groups of the next step, in the order in which they were complete."""
+        """The groups of the next step: those that are complete, the oldest first."""
         self._number, size, batches = number, self.source.prompts_per_step, self.source.max_batches
         if self._resumed:
             self.report("rollouts_again", step=number, prompts=self._resumed)
@@ -119,8 +119,12 @@ class StreamedRollouts:
         groups: list[Group] = []
         num_kept, most = 0, size * max(batches, 1)
         while num_kept < size and len(groups) < most:
-            for i in range(min(size - num_kept, most - len(groups))):
-                taken.append(self._take_fresh(num_kept + i, dropped))
+            try:
+                for i in range(min(size - num_kept, most - len(groups))):
+                    taken.append(self._take_fresh(num_kept + i, dropped))
+            except BaseException:  # a signal: they are part of the checkpoint
+                self._ready += taken
+                raise
             drawn = [flight.group for flight in taken[len(groups) :] if flight.group is not None]
             teaches = [True] * len(drawn)
             if batches:  # some estimators judge a group by the others of its step

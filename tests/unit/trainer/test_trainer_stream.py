@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gruppo.errors import InputError, RewardError
+from gruppo.run.signals import Interrupted
 from gruppo.sampler import TorchSampler
 from gruppo.sampler.base import SampleRequest, Samples, SamplingParams
 from gruppo.trainer import GRPOTrainer, TrainConfig
@@ -171,6 +172,25 @@ def test_a_stopped_run_keeps_complete_groups_and_samples_the_others_again(make_t
     assert result.status == "done"
     assert [row["step"] for row in result.metrics] == list(range(1, 9))
     assert [event["prompts"] for event in events(again, "rollouts_again")] == [in_flight]
+
+
+def test_a_step_that_is_stopped_while_it_waits_loses_no_group(
+    make_trainer: Make, engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "longest", 3.0)
+    monkeypatch.setitem(globals(), "is_long", lambda index: index % 4 != 0)  # too few short ones for a step
+    trainer = make_trainer(max_staleness=8, streaming=True, steps=8, prompts_per_step=PER_STEP)
+    ahead, ends = trainer.state.ahead, time.monotonic() + 1.5
+
+    def poll() -> None:
+        if time.monotonic() > ends:
+            raise Interrupted("SIGTERM")
+
+    ahead.poll = poll
+    with pytest.raises(Interrupted):
+        trainer.step()
+    waiting = [*ahead._ready, *ahead._flying]
+    assert len(ahead._ready) > 0 and len({flight.prompt.index for flight in waiting}) == 2 * PER_STEP
 
 
 @pytest.mark.parametrize("before", [{}, {"max_staleness": 1}, {"max_staleness": 1, "streaming": True}])
