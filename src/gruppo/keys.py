@@ -134,6 +134,13 @@ KEYS = (
         expect="`max_staleness` times the updates of a step",
         reduce="max",
     ),
+    Key(
+        "rollout/dropped",
+        "groups that had become older than `max_staleness` and were not trained on; with `streaming`",
+        "step",
+        expect="few",
+        reduce="sum",
+    ),
     Key("policy/loss", "the loss", "mean over updates"),
     Key(
         "policy/kl",

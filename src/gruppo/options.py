@@ -176,6 +176,10 @@ class RolloutOptions(Options):
     """Sample this many steps ahead, in the background, while earlier steps train: a step takes as long as the slower of
     the two, and its rollouts come from weights of that many steps before. The sampler needs a device of its own, such
     as a server of vLLM."""
+    streaming: bool = False
+    """With `max_staleness`: a step takes the groups that are complete first, and longer ones stay in flight while it
+    trains. A group of which a token is older than `max_staleness` steps is dropped, and its prompt sampled again. For
+    completions of very different lengths; a run is not repeated bit for bit then."""
     sampler_deadline: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that vLLM may take for a step's rollouts before it counts as lost."""
     vllm_options: dict[str, Plain] = Field(default_factory=dict)
@@ -194,6 +198,11 @@ class RolloutOptions(Options):
             raise ValueError(
                 f"max_staleness={self.max_staleness} samples while it trains, and the engine of sampler='vllm' rests "
                 "meanwhile; use sampler='vllm:start'"
+            )
+        if self.streaming and not self.max_staleness:
+            raise ValueError(
+                "streaming=true needs max_staleness of at least 1: groups that stay in flight while a step trains are "
+                "older than its weights; give max_staleness=1, or leave streaming out"
             )
         return self
 

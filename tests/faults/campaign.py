@@ -63,6 +63,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.001,
     },
     "best": {"keep_best": True, "patience": 9},
+    "ahead by 1": {"max_staleness": 1, "dynamic_sampling": 2, "retire_solved": 1},
+    "ahead by 2": {"max_staleness": 2, "epochs_per_batch": 2, "minibatches": 2},
 }
 
 

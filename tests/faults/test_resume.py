@@ -32,6 +32,7 @@ VARIANTS = {
     "dynamic": {"dynamic_sampling": 2, "retire_solved": 1, "kl_in_reward": 0.01, "kl_target": 0.1, "ref_every": 3},
 }
 VARIANTS["ahead"] = {"max_staleness": 2, "dynamic_sampling": 2, "retire_solved": 1, "eval_every": 5}
+VARIANTS["ahead by 1"] = VARIANTS["ahead"] | {"max_staleness": 1}
 if find_spec("bitsandbytes") is not None:
     VARIANTS["4 bits"] = {"lora": True, "quantize": "nf4", "beta": 0.01}
 
@@ -86,6 +87,49 @@ def test_killed_at_step_7_of_20_and_resumed_is_bitwise_the_run_that_was_not(
     assert product(run) == product(whole[variant])
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(21))
+
+
+@pytest.mark.parametrize("variant", ["ahead", "ahead by 1"])
+@pytest.mark.row("R-03", "SIGKILL while the background samples, scores and is stored")
+def test_killed_at_every_moment_of_the_background_a_run_resumes_to_the_same_bits(
+    variant: str, whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", *flags(run, **VARIANTS[variant])]
+    moments = [
+        ("sample", 6),
+        ("reward", 8),
+        ("train", 8),
+        ("filled", 10),
+        ("committed", 10),
+        ("eval", 15),
+        ("sync", 13),
+    ]
+    for moment in moments:
+        assert start(words, (*moment, "kill")).wait() == -signal.SIGKILL, moment
+        words = ["resume", str(run)]
+    assert start(words).wait() == 0
+    assert product(run) == product(whole[variant])
+
+
+@pytest.mark.row("R-03", "SIGKILL and SIGTERM of a run that streams")
+def test_a_streamed_run_that_is_killed_and_stopped_goes_on_and_takes_every_step_once(
+    start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    """Which groups a step gets depends on the clock: the run is whole, its bits are its own."""
+    run = tmp_path / "run"
+    words = ["train", *flags(run, max_staleness=2, streaming=True, dynamic_sampling=2, eval_every=5)]
+    moments = [("sample", 6, "kill"), ("reward", 8, "term"), ("filled", 10, "kill"), ("sync", 12, "kill")]
+    for moment in moments:
+        code = {"kill": -signal.SIGKILL, "term": 75}[moment[2]]
+        ended = start(words, moment)
+        assert ended.wait() == code, (moment, ended.output)
+        words = ["resume", str(run)]
+    assert start(words).wait() == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(21))
+    assert max(row["rollout/staleness"] for row in rows[1:]) <= 2
+    assert not (run / "lock").exists()
 
 
 @pytest.mark.row("R-03", "SIGKILL at fixed delays")

@@ -31,6 +31,12 @@ def test_a_few_steps_with_the_right_reward_lift_held_out_accuracy_above_0_6(
     assert after > 0.6
 
 
+@pytest.mark.parametrize("options", [{"max_staleness": 2}, {"max_staleness": 2, "streaming": True}])
+def test_rollouts_ahead_lift_it_above_0_97(options: dict[str, Any], demo_trainer: Make) -> None:
+    # Measured: 0.994 to 0.998 on five seeds with max_staleness 1 and 2, 0.998 on two with streaming.
+    assert accuracies(demo_trainer(steps=40, **options))[1] >= 0.97
+
+
 def test_thirty_steps_with_a_random_reward_lift_nothing(demo_trainer: Make) -> None:
     # 512 prompts at 0.3 have a standard error of 0.02; measured over seeds, not one greedy answer changes.
     trainer = demo_trainer(steps=30, rewards=("learning_rewards:coin",))

@@ -1,6 +1,7 @@
 """Rollouts ahead with a real vLLM server: each step is sampled from the weights of the schedule."""
 
 import copy
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,20 @@ def test_a_server_samples_ahead_from_the_weights_of_the_schedule(tmp_path: Path)
             for of in (expected, other)
         ]
         assert gaps[0] < 1e-4 < gaps[1], (step, gaps)
+
+
+def test_a_run_that_is_stopped_while_the_server_samples_is_the_run_that_was_not(tmp_path: Path) -> None:
+    small = options(tmp_path / "whole", sampler="vllm:start", max_staleness=1, group_size=16, max_new_tokens=32)
+    whole = GRPOTrainer(TrainConfig(**small), quiet=True).train()
+
+    def stop(trainer: GRPOTrainer, step: int, _metrics: Any) -> None:
+        if step == 3:
+            while trainer.state.ahead.is_idle:
+                pass
+            trainer.stop.signal = signal.SIGTERM
+
+    small["output"] = str(tmp_path / "run")
+    assert GRPOTrainer(TrainConfig(**small), callbacks=[stop], quiet=True).train().status == "stopped"
+    again = GRPOTrainer(TrainConfig(**small), resume=True, quiet=True).train()
+    named = [[row["rollout/staleness"], row["reward/mean"]] for row in whole.metrics]
+    assert [[row["rollout/staleness"], row["reward/mean"]] for row in again.metrics] == named

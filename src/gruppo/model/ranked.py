@@ -25,7 +25,7 @@ from gruppo.metric import Metric
 from gruppo.model.optim import MasterWeights, StepReport
 from gruppo.model.plan import StepPlan
 from gruppo.model.sharding import OrderedSum, ShardedWeights, shard, whole
-from gruppo.model.transformers_model import Sequences, Record, TransformersModel, Watch
+from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import InputFeature, Prompt, Rollout, Trajectory
 

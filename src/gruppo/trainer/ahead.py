@@ -8,7 +8,6 @@ is killed goes on bit for bit.
 
 import copy
 import json
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from gruppo import faults
 from gruppo.errors import CheckpointError, SamplerError
 from gruppo.sampler import Sampler, TorchSampler
 from gruppo.trainer.rollout import RolloutSource
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gruppo.model import TransformersModel
+    from gruppo.trainer.stream import StreamedRollouts
 
 TEXTS, NUMBERS = "ahead.json", "ahead.safetensors"
 WORKER = "rollouts"
@@ -38,9 +40,19 @@ WAIT = 0.2
 """Seconds between two looks at the stop flag while rollouts are awaited."""
 
 
-def outside_of_worker(poll: Callable[[], None]) -> Callable[[], None]:
-    """The same hook, which does nothing in the worker: what is being sampled when a run is stopped is part of it."""
-    return lambda: None if threading.current_thread().name.startswith(WORKER) else poll()
+@dataclass(slots=True)
+class StopHook:
+    """The hook by which a run is stopped, for its sampler and its rewards.
+
+    It does nothing while a step is sampled in the background: a step that is being sampled is part of the run.
+    """
+
+    poll: Callable[[], None]
+    ahead: "RolloutsAhead | StreamedRollouts | None" = None
+
+    def __call__(self) -> None:
+        if self.ahead is None or self.ahead.is_idle:
+            self.poll()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,11 @@ class Weights(Protocol):
 
     @property
     def sampler(self) -> Sampler: ...
+
+    @property
+    def version(self) -> int:
+        """Updates that the trainer's weights have seen."""
+        ...
 
     def publish(self) -> Any:
         """The trainer's weights as they are now; called between steps."""
@@ -77,6 +94,10 @@ class StoredWeights:
     def __init__(self, model: "TransformersModel", store: WeightStore, sampler: Sampler) -> None:
         self.model, self.store, self.sampler = model, store, sampler
         self._last: Published | None = None
+
+    @property
+    def version(self) -> int:
+        return self.model.version
 
     def publish(self) -> Published:
         if self._last is None or self._last.version != self.model.version:
@@ -108,6 +129,10 @@ class CopiedWeights:
     def __init__(self, model: "TransformersModel", poll: Callable[[], None] = lambda: None) -> None:
         self.model, self.twin = model, model.twin()
         self.sampler = TorchSampler(self.twin, poll=poll)
+
+    @property
+    def version(self) -> int:
+        return self.model.version
 
     def publish(self) -> tuple[int, dict[str, "Tensor"]]:
         return self.model.version, self.model.trained()
@@ -164,6 +189,11 @@ class RolloutsAhead:
             self.weights.release(published)
         return sampled
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being sampled."""
+        return all(future.done() for _, future, _ in list(self._pending))  # main changes it meanwhile
+
     def drain(self) -> None:
         """Wait until nothing is being sampled: the sampler and the rewards are free."""
         wait([future for _, future, _ in self._pending])
@@ -183,6 +213,8 @@ class RolloutsAhead:
         @contextmanager
         def timed(name: str) -> Iterator[None]:
             started = time.monotonic()
+            if faults.PLAN:
+                faults.PLAN.reach(name, number - 1)
             yield
             seconds[f"ahead/{name}"] = seconds.get(f"ahead/{name}", 0.0) + time.monotonic() - started
 
@@ -197,41 +229,53 @@ class RolloutsAhead:
     def save(self, folder: Path) -> None:
         """Write what is sampled and not yet trained on. Waits for what is being sampled."""
         self.drain()
-        steps, rollouts = [], []
+        steps, groups = [], []
         for number, future, _ in self._pending:
             if future.exception() is not None:  # raised when its step is taken
                 break
             sampled = future.result()
-            for group in sampled.groups:
-                rollouts += [*group.rollouts, *([group.greedy] if group.greedy else [])]
+            groups += sampled.groups
             steps.append(
-                {"step": number, **asdict(replace(sampled, groups=[])), "groups": [*map(_facts, sampled.groups)]}
+                {"step": number, **asdict(replace(sampled, groups=[])), "groups": [*map(facts_of, sampled.groups)]}
             )
-        (folder / TEXTS).write_text(json.dumps(steps, default=str), encoding="utf-8")
-        written = [rollout.trajectory for rollout in rollouts]
-        columns = {
-            "tokens": torch.tensor([token for t in written for token in t.tokens], dtype=torch.int64),
-            "logps": torch.tensor([x for t in written for x in t.logps or ()], dtype=torch.float64),
-            "entropies": torch.tensor([x for t in written for x in t.entropies or ()], dtype=torch.float64),
-        }
-        save_file(columns, folder / NUMBERS)
+        write(folder, steps, groups)
 
     def load(self, folder: Path, prompts: Sequence[Prompt]) -> None:
-        """Read what `save` wrote."""
-        try:
-            steps = json.loads((folder / TEXTS).read_text(encoding="utf-8"))
-            columns = {name: iter(values.tolist()) for name, values in load_file(folder / NUMBERS).items()}
-            by_index = {prompt.index: prompt for prompt in prompts}
-            for step in steps:
-                groups = [_group(facts, by_index[facts["prompt"]], columns) for facts in step["groups"]]
+        """Read what `save` wrote. A run that was saved without a schedule has nothing to read."""
+        with reading(folder, prompts) as (steps, group_of):
+            for step in steps if isinstance(steps, list) else ():
                 future: Future[Sampled] = Future()
-                future.set_result(Sampled(groups, step["metrics"], step["seconds"]))
+                future.set_result(Sampled([*map(group_of, step["groups"])], step["metrics"], step["seconds"]))
                 self._pending.append((step["step"], future, None))
-        except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
-            raise CheckpointError(f"{folder / TEXTS} cannot be read: {error!r}") from error
 
 
-def _facts(group: Group) -> dict[str, Any]:
+def write(folder: Path, facts: Any, groups: Sequence[Group]) -> None:
+    """Write groups that wait: `facts` hold what `facts_of` gives for each of them, in this order."""
+    (folder / TEXTS).write_text(json.dumps(facts, default=str), encoding="utf-8")
+    written = [r.trajectory for g in groups for r in (*g.rollouts, *([g.greedy] if g.greedy else []))]
+    columns = {
+        "tokens": torch.tensor([token for t in written for token in t.tokens], dtype=torch.int64),
+        "logps": torch.tensor([x for t in written for x in t.logps or ()], dtype=torch.float64),
+        "entropies": torch.tensor([x for t in written for x in t.entropies or ()], dtype=torch.float64),
+    }
+    save_file(columns, folder / NUMBERS)
+
+
+@contextmanager
+def reading(folder: Path, prompts: Sequence[Prompt]) -> Iterator[tuple[Any, Callable[[dict[str, Any]], Group]]]:
+    """The facts that `write` wrote, None if there are none, and what makes groups of them, called in their order."""
+    try:
+        has_any = (folder / TEXTS).exists()
+        facts = json.loads((folder / TEXTS).read_text(encoding="utf-8")) if has_any else None
+        numbers = load_file(folder / NUMBERS) if has_any else {}
+        columns = {name: iter(values.tolist()) for name, values in numbers.items()}
+        by_index = {prompt.index: prompt for prompt in prompts}
+        yield facts, lambda each: _group(each, by_index[each["prompt"]], columns)
+    except (OSError, ValueError, KeyError, TypeError, StopIteration, SafetensorError) as error:
+        raise CheckpointError(f"{folder / TEXTS} cannot be read: {error!r}") from error
+
+
+def facts_of(group: Group) -> dict[str, Any]:
     """A group without its numbers per token."""
     greedy = None if group.greedy is None else _rollout_facts(group.greedy)
     rollouts = [_rollout_facts(rollout) for rollout in group.rollouts]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gruppo.sampler import Sampler
     from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead
     from gruppo.trainer.rollout import RolloutSource
+    from gruppo.trainer.stream import StreamedRollouts
 
 
 def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> None:
@@ -46,7 +47,7 @@ def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> N
         return
     if not isinstance(objects.model, str):
         raise InputError("a model object is for one process: on several ranks give a name or folder, which each loads")
-    for name, usual in {"quantize": None, "offload": False, "ref_every": 0}.items():
+    for name, usual in {"quantize": None, "offload": False, "ref_every": 0, "streaming": False}.items():
         if getattr(config, name) != usual:
             raise InputError(f"{name}={getattr(config, name)!r} is for one process; on several ranks leave it out")
     if config.sampler == "vllm":
@@ -254,6 +255,8 @@ def build_sampler(
         options=dict(config.vllm_options),
         deadline_s=config.sampler_deadline,
         poll=poll,
+        # Groups in flight, and a greedy completion of each for estimators that need it.
+        at_once=2 * (1 + config.max_staleness) * config.prompts_per_step if config.streaming else 1,
     )
     return sampler, WeightStore(sync_folder, sampler.canary_rows)
 
@@ -275,7 +278,8 @@ def build_ahead(
     source: "RolloutSource",
     store: "WeightStore | CopiedWeights | None",
     poll: Callable[[], None],
-) -> "RolloutsAhead | None":
+    report: Callable[..., None],
+) -> "RolloutsAhead | StreamedRollouts | None":
     """Rollouts ahead of the training; None without `max_staleness`."""
     if not config.max_staleness:
         return None
@@ -289,6 +293,12 @@ def build_ahead(
     weights: Any = CopiedWeights(model) if store is None else store
     if isinstance(store, WeightStore):
         weights = StoredWeights(model, store, source.sampler)
+    if config.streaming:
+        from gruppo.trainer.stream import StreamedRollouts
+
+        updates = config.epochs_per_batch * config.minibatches
+        bounds = {"staleness": config.max_staleness, "updates": updates, "last": config.steps}
+        return StreamedRollouts(source, weights, **bounds, poll=poll, report=report)
     return RolloutsAhead(source, weights, staleness=config.max_staleness, last=config.steps, poll=poll)
 
 

@@ -83,6 +83,11 @@ class TrainConfig(
                 f"lora_modules_to_save={list(self.lora_modules_to_save)} cannot go with sampler={self.sampler!r}: vLLM "
                 "takes adapters without whole modules only. Use sampler=torch, or leave lora_modules_to_save out"
             )
+        if self.streaming and self.lora and self.sampler != "torch":
+            raise ValueError(
+                f"streaming=true cannot go with lora=true and sampler={self.sampler!r}: for requests that still run, "
+                "vLLM reads the adapter before again, in the place of the new one. Use lora=false, or no streaming"
+            )
         if self.ref_every and self.lora and self.ref_mix < 1:
             raise ValueError(
                 f"ref_mix={self.ref_mix:g} needs all weights: a mixture of two adapters' factors is not a mixture of "

@@ -45,7 +45,7 @@ class RolloutSource:
         used: set[int] = set()
         num_kept = 0
         while num_kept < self.prompts_per_step and len(results) < max(self.max_batches, 1):
-            prompts = self._draw(number - 1, used, is_first=not results)
+            prompts = self.draw(number - 1, used, is_first=not results)
             if not prompts:
                 break
             drawn, result = self._sample(prompts, self.group_size, number, replace(self.params, step=number))
@@ -71,7 +71,7 @@ class RolloutSource:
         with self.timed("reward"):
             return score(prompts, samples, self.scorer, step=number - 1, seed=self.params.seed)
 
-    def _draw(self, step: int, used: set[int], *, is_first: bool) -> list[Prompt]:
+    def draw(self, step: int, used: set[int], *, is_first: bool) -> list[Prompt]:
         """The next batch of prompts, without solved ones and without those that this step has had."""
         chosen: list[int] = []
         retired, seed = self.solved.retired, self.params.seed

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gruppo.model import TransformersModel
     from gruppo.model.reference import Reference
     from gruppo.trainer.ahead import RolloutsAhead
+    from gruppo.trainer.stream import StreamedRollouts
 
 FILE = "trainer.json"
 REFERENCE = "reference.safetensors"
@@ -137,7 +138,7 @@ class RunState:
     entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
     reference: "Reference | None" = None
     """Only one that the run moves; else it is the model at the start and needs no saving."""
-    ahead: "RolloutsAhead | None" = None
+    ahead: "RolloutsAhead | StreamedRollouts | None" = None
     """Rollouts of the steps to come, with `max_staleness`."""
     loaded: Path | None = None
     """The checkpoint that the run goes on from."""

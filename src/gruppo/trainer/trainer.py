@@ -23,7 +23,7 @@ from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import Trackers, check_installed
 from gruppo.trainer import build, origin
 from gruppo.trainer.advantages import shaped_mean, with_kl
-from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, outside_of_worker
+from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, StopHook
 from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import Learner
@@ -38,6 +38,8 @@ from gruppo.weights.source import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from gruppo.trainer.stream import StreamedRollouts
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,8 @@ class GRPOTrainer:
             origin.check(RunReader(config.output), made_from, accept=accept_changes)
         self.callbacks = list(callbacks)
         self.stop = StopFlag()
-        poll = outside_of_worker(self.stop.poll) if config.max_staleness else self.stop.poll
+        hook = StopHook(self.stop.poll)
+        poll = hook if config.max_staleness else self.stop.poll
         self.step_number = 0
         self.unfinished: dict[str, float] | None = None
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
@@ -187,8 +190,10 @@ class GRPOTrainer:
                 max_batches=config.dynamic_sampling,
                 timed=self._timed,
             )
-            ahead = build.build_ahead(config, self.model, self.source, self.store, self.stop.poll)
+            report = self.run.log_event
+            ahead = build.build_ahead(config, self.model, self.source, self.store, self.stop.poll, report)
             if ahead is not None:
+                hook.ahead = ahead
                 stack.enter_context(closing(ahead))  # before the sampler and the rewards end
                 if self.state.loaded is not None:
                     ahead.load(self.state.loaded, self.prompts.train.prompts)
@@ -392,7 +397,9 @@ class GRPOTrainer:
             state.reference.refresh(config.ref_mix)
         return seen
 
-    def _take_ahead(self, ahead: RolloutsAhead, number: int) -> tuple[list[Group], dict[str, float]]:
+    def _take_ahead(
+        self, ahead: "RolloutsAhead | StreamedRollouts", number: int
+    ) -> tuple[list[Group], dict[str, float]]:
         """The groups of a step that were sampled in the background."""
         with self._timed("wait"):
             sampled = ahead.take(number)

@@ -123,7 +123,7 @@ class StubServer:
             return 200, "Success: LoRA adapter added."
         if not self.has_dev_mode:
             return 404, {"detail": "Not Found"}
-        if path == "/reset_prefix_cache":
+        if path.partition("?")[0] in ("/reset_prefix_cache", "/pause", "/resume"):
             return 200, {"success": True}
         return self.command(body["method"], body["kwargs"])
 

@@ -415,6 +415,62 @@ def test_requests_are_answered_with_the_weights_that_were_loaded_when_they_were_
     assert largest_gap(second, [SampleResponse(sequences=f.result()) for f in before], PARAMS.temperature) > 0.01
 
 
+def test_with_several_batches_at_once_weights_are_loaded_while_requests_run(
+    stubs: MakeStub, samplers: MakeSampler, tmp_path: Path
+) -> None:
+    stub, first, second = stubs(), trained(1), trained(2)
+    sampler = samplers(stub, at_once=4)
+    weights = WeightStore(tmp_path, sampler.canary_rows)
+    sampler.load(weights.publish(first))
+    stub.hangs, started = True, stub.started
+    futures = [submit(sampler, [prompt])[0] for prompt in PROMPTS[:3]]
+    assert wait_for(lambda: stub.started == started + 3)  # none waits for another
+    sampler.load(weights.publish(second))
+    calls = [path for path in stub.seen if "completions" not in path][-4:]
+    assert calls == [
+        "/pause?mode=keep",
+        "/collective_rpc",
+        "/reset_prefix_cache?reset_running_requests=true",
+        "/resume",
+    ]
+    futures[0].cancel()
+    assert wait_for(lambda: stub.dropped == 1)
+    assert not futures[1].done() and not futures[2].done()
+    stub.hangs = False
+    for future in futures[1:]:
+        assert {trajectory.versions for trajectory in future.result(timeout=30)} == {(1, 2)}
+    assert stub.dropped == 1  # its end cut no other connection
+
+
+def test_batches_that_run_at_once_are_all_repeated_after_one_restart(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub, model = stubs(), trained(1)
+    sampler = samplers(stub, at_once=4)
+    sampler.sync(model)
+    expected = [sampler.draw([prompt], 3, PARAMS)[0] for prompt in PROMPTS[:4]]
+    stub.hangs, started = True, stub.started
+    futures = [submit(sampler, [prompt])[0] for prompt in PROMPTS[:4]]
+    assert wait_for(lambda: stub.started == started + 4)
+    stub.restart()  # unnoticed: the weights are those of the start
+    stub.hangs = False
+    assert [future.result(timeout=30) for future in futures] == expected
+    assert stub.seen.count("/pause?mode=keep") == 2  # the first load, and one after the loss
+
+
+def test_an_adapter_with_several_batches_at_once_is_refused(stubs: MakeStub, samplers: MakeSampler) -> None:
+    with pytest.raises(InputError, match=r"at_once=4 \(streaming\) cannot go with an adapter"):
+        samplers(stubs(lora=LORA), lora=LORA, at_once=4)
+
+
+def test_requests_of_their_own_go_to_servers_in_turn(stubs: MakeStub, samplers: MakeSampler) -> None:
+    two = stubs(), stubs()
+    sampler, alone = samplers(*two, at_once=4), samplers(two[0])
+    started = [stub.started for stub in two]
+    futures = [submit(sampler, [prompt])[0] for prompt in PROMPTS[:4]]
+    drawn = [future.result(timeout=30) for future in futures]
+    assert [stub.started - before for stub, before in zip(two, started, strict=True)] == [2, 2]
+    assert drawn == [alone.draw([prompt], 3, PARAMS)[0] for prompt in PROMPTS[:4]]
+
+
 def test_cancelled_requests_leave_the_server_at_once(stubs: MakeStub, samplers: MakeSampler) -> None:
     stub = stubs()
     sampler = samplers(stub)

@@ -2,13 +2,17 @@
 
 import time
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
+from gruppo import faults
 from gruppo.errors import InputError, RewardError
+from gruppo.faults import Fault, FaultPlan
 from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.trainer.ahead import RolloutsAhead
 from gruppo.types import Group, Rollout
@@ -99,24 +103,26 @@ def test_what_waits_is_read_back_as_it_was(tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_a_step_takes_as_long_as_the_slower_of_the_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds: dict[int, float] = {}
-    for staleness in (0, 1):
-        options = {"dynamic_sampling": 0, "retire_solved": 0, "beta": 0.0, "eval_prompts": 0, "completions_every": 0}
+@pytest.mark.parametrize(("sample", "train"), [(0.3, 0.15), (0.15, 0.3)])
+def test_a_step_takes_as_long_as_the_slower_of_the_two(
+    sample: float, train: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of known length, in one run after the other: their sum without staleness, their maximum with it."""
+    options = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 1, "eval_prompts": 0, "completions_every": 0}
+    options |= {"dynamic_sampling": 0, "retire_solved": 0, "beta": 0.0}
+    slow = {"sample": sample, "train": train}
+    for staleness, expected in ((0, sample + train), (1, max(sample, train)), (2, max(sample, train))):
+        plan = [Fault(site, step, "sleep", slow[site]) for site in slow for step in range(6)]
+        monkeypatch.setattr(faults, "PLAN", FaultPlan(plan))
         trainer = GRPOTrainer(config(tmp_path / str(staleness), max_staleness=staleness, **options), quiet=True)
-        sampler = trainer.sampler if trainer.state.ahead is None else trainer.state.ahead.weights.sampler
-        draw, update = sampler.draw, trainer.learner.update
-        monkeypatch.setattr(sampler, "draw", lambda *a, draw=draw: (time.sleep(0.4), draw(*a))[1])
-        object.__setattr__(trainer, "learner", type("Slow", (), {
-            "update": staticmethod(lambda *a, update=update, **k: (time.sleep(0.4), update(*a, **k))[1])
-        })())  # fmt: skip
         trainer.step()
-        started = time.monotonic()
-        for _ in range(4):
+        ends = [time.monotonic()]
+        for _ in range(5):
             trainer.step()
-        seconds[staleness] = (time.monotonic() - started) / 4
+            ends.append(time.monotonic())
+        measured = median(end - begin for begin, end in pairwise(ends))
         trainer.close()
-    assert seconds[1] < 0.7 * seconds[0]
+        assert measured == pytest.approx(expected, rel=0.1), (staleness, measured)
 
 
 def test_an_error_of_the_background_ends_the_run_with_its_own_text(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "minibatches": 2, **LIVE},
     "corrected": {"correction": "mask", **LIVE},
     "ahead": {"max_staleness": 1},
+    "streaming": {"max_staleness": 1, "streaming": True},
 }
 
 

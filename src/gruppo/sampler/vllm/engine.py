@@ -71,6 +71,8 @@ class Engine(Protocol):
     """Limit of each call; EngineLost is raised when it passes."""
     stop_ids: Sequence[int] = ()
     """Tokens that end a completion."""
+    has_other_requests: bool = False
+    """Whether requests run while weights are loaded."""
 
     def wait_until_ready(self) -> None:
         """Return once it answers. One in this process is ready as soon as it is made."""
@@ -99,7 +101,12 @@ class Engine(Protocol):
 
 
 def response(
-    request: Request, completions: Sequence[Completion], params: SamplingParams, *, vocabulary: int, version: int
+    request: Request,
+    completions: Sequence[Completion],
+    params: SamplingParams,
+    *,
+    vocabulary: int,
+    versions: tuple[int, int],
 ) -> Samples:
     """The answer to a request as trajectories. Raises SamplerError, with what came, if it cannot be used."""
     if len(completions) != request.num_samples:
@@ -127,7 +134,7 @@ def response(
                 logps=c.logps,
                 text=c.text,
                 stop_reason=c.stop_reason,
-                versions=(version, version),
+                versions=versions,
             )
         )
     return tuple(made * request.copies)

@@ -5,9 +5,9 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,6 @@ class HttpEngine(Engine):
         self.model = ""
         """The name of what is sampled from: the model, or the adapter once one is loaded."""
         self.gives_receipts = True
-        self._open: set[socket.socket] = set()
 
     def wait_until_ready(self) -> None:
         """Wait for the server to come up."""
@@ -122,11 +121,12 @@ class HttpEngine(Engine):
             raise SamplerError(f"{self.name} gave no log-probs of the prompt: {error!r}") from error
 
     def load_weights(self, folder: Path) -> Received | None:
-        received = self._receipt("gruppo_load_weights", folder)
-        if received is None:
-            arguments = {"weights_path": str(folder)}
-            self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, DEV_MODE)
-        self._command("/reset_prefix_cache", {}, DEV_MODE)
+        with self._requests_halted():
+            received = self._receipt("gruppo_load_weights", folder)
+            if received is None:
+                arguments = {"weights_path": str(folder)}
+                self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, DEV_MODE)
+            self._reset_cache()
         return received
 
     def load_adapter(self, folder: Path) -> Received | None:
@@ -135,8 +135,25 @@ class HttpEngine(Engine):
         self.model = ADAPTER
         received = self._receipt("gruppo_count", folder)
         if self.gives_receipts:
-            self._command("/reset_prefix_cache", {}, DEV_MODE)
+            self._reset_cache()
         return received
+
+    @contextmanager
+    def _requests_halted(self) -> Iterator[None]:
+        """Requests that run stand still, where there may be some."""
+        if not self.has_other_requests:
+            yield
+            return
+        self._command("/pause?mode=keep", {}, DEV_MODE)
+        try:
+            yield
+        finally:
+            self._command("/resume", {}, DEV_MODE)
+
+    def _reset_cache(self) -> None:
+        """Drop keys and values of other weights. Those of requests that run are computed anew."""
+        of_requests = "?reset_running_requests=true" if self.has_other_requests else ""
+        self._command(f"/reset_prefix_cache{of_requests}", {}, DEV_MODE)
 
     def revive(self) -> None:
         if self.process is not None:
@@ -227,9 +244,10 @@ class HttpEngine(Engine):
         seconds = self.deadline_s if seconds is None else seconds
         ends = time.monotonic() + seconds
         executor = ThreadPoolExecutor(min(len(bodies), AT_ONCE) or 1)
+        is_open: set[socket.socket] = set()
         # The loop below keeps the deadline for all of them, however slowly bytes drip in; a connection's own timeout,
         # which is for one read, comes after it.
-        futures = [executor.submit(self._exchange, path, seconds + 5, body, remedy) for body in bodies]
+        futures = [executor.submit(self._exchange, path, seconds + 5, body, remedy, is_open) for body in bodies]
         try:
             waiting = set(futures)
             while waiting:
@@ -245,16 +263,7 @@ class HttpEngine(Engine):
             return [future.result() for future in futures]
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
-            self._drop([future for future in futures if not future.cancelled()])
-
-    def _drop(self, sent: Sequence[Future[Any]]) -> None:
-        """Cut the connections that are still open: the server then drops their requests."""
-        for _ in range(20):  # one that was only being opened is cut the next time round
-            for opened in list(self._open):
-                with suppress(OSError):  # closed already
-                    opened.shutdown(socket.SHUT_RDWR)  # close() would wait for the thread that reads from it
-            if not wait(sent, timeout=0.1).not_done:
-                return
+            _drop([future for future in futures if not future.cancelled()], is_open)
 
     def _connection(self, timeout: float) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
@@ -262,13 +271,20 @@ class HttpEngine(Engine):
             connection.connect = lambda: _connect(connection, str(self.socket), timeout)
         return connection
 
-    def _exchange(self, path: str, timeout: float, body: dict[str, Any] | None = None, remedy: str = "") -> Any:
-        """The answer to a GET, or with a body to a POST."""
+    def _exchange(
+        self,
+        path: str,
+        timeout: float,
+        body: dict[str, Any] | None,
+        remedy: str,
+        is_open: set[socket.socket],
+    ) -> Any:
+        """The answer to a GET, or with a body to a POST. The socket is in `is_open` as long as it is."""
         connection, opened = self._connection(timeout), None
         try:
             connection.connect()
             opened = connection.sock  # the connection forgets it where the answer has no length
-            self._open.add(opened)
+            is_open.add(opened)
             verb, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
             key = {} if self.process is None else {"Authorization": f"Bearer {self.process.key}"}
             connection.request(verb, path, payload, {"Content-Type": "application/json"} | key)
@@ -286,7 +302,7 @@ class HttpEngine(Engine):
             raise EngineLost(f"{self.name} cannot be reached: {type(error).__name__}: {error}") from error
         finally:
             if opened is not None:
-                self._open.discard(opened)
+                is_open.discard(opened)
             connection.close()
         text = content.decode(errors="replace")
         if response.status == 200:
@@ -302,6 +318,16 @@ class HttpEngine(Engine):
             raise EngineLost(answered)
         has_remedy = remedy and response.status in (403, 404, 405)
         raise Refused(f"{answered}; {remedy}" if has_remedy else answered, response.status)
+
+
+def _drop(sent: Sequence[Future[Any]], is_open: set[socket.socket]) -> None:
+    """Cut the connections that are still open: the server then drops their requests."""
+    for _ in range(20):  # one that was only being opened is cut the next time round
+        for opened in list(is_open):
+            with suppress(OSError):  # closed already
+                opened.shutdown(socket.SHUT_RDWR)  # close() would wait for the thread that reads from it
+        if not wait(sent, timeout=0.1).not_done:
+            return
 
 
 def _connect(connection: http.client.HTTPConnection, path: str, timeout: float) -> None:

@@ -29,7 +29,7 @@ class vLLMSampler(Sampler):
         sampler.sync(actor)                       # from now on: the actor's weights, proven
 
     Engines behind HTTP work at the same time, each on its share of the requests. Requests that were submitted before
-    `load` are answered with the weights before it.
+    `load` are answered with the weights before it, unless `at_once` is more than 1.
 
     Args:
         model_id: the weights to start from: a folder, `hf://…`, `ms://…`, a hub id, or `builtin`.
@@ -43,6 +43,8 @@ class vLLMSampler(Sampler):
         canary_bound: largest gap between the two sides' log-probs of fixed tokens; None: by dtype.
         deadline_s: for each call of an engine.
         poll: cancellation hook, called while waiting, in threads of the sampler too; raise to abort.
+        at_once: calls of `submit` that a server answers at the same time. With more than 1, `load` does not wait for
+            them: what runs goes on with the new weights, and its trajectories have the versions of both.
     """
 
     def __init__(
@@ -58,12 +60,18 @@ class vLLMSampler(Sampler):
         canary_bound: float | None = None,
         deadline_s: float = 600.0,
         poll: Poll = lambda: None,
+        at_once: int = 1,
     ) -> None:
         folder = source.resolve(model_id)
         if source.holds_adapter(model_id):
             raise InputError(
                 f"model {model_id!r} is an adapter, which vLLM cannot start from; fold it into its base first: "
                 f"gruppo export {model_id} FOLDER --merge"
+            )
+        if lora is not None and at_once > 1:
+            raise InputError(
+                f"at_once={at_once} (streaming) cannot go with an adapter: for requests that still run, vLLM reads the "
+                "adapter before again, in the place of the new one. Use at_once=1, or train all weights"
             )
         length = max_model_len or source.context_length(model_id)
         if length is None:
@@ -80,6 +88,9 @@ class vLLMSampler(Sampler):
         self.supervisors: list[Supervisor] = []
         # A load and the requests after it come one after the other in every engine.
         self._lock = threading.Lock()
+        self._overlaps = at_once > 1
+        self._turn = 0
+        """The engine that gets the first request of a batch."""
         arguments = engine_arguments(model=folder, dtype=dtype, max_model_len=length, lora=lora, options=options)
         stop_ids = sorted(source.end_tokens(model_id, self.tokenizer))
         bound = BOUNDS[dtype] if canary_bound is None else canary_bound
@@ -87,7 +98,8 @@ class vLLMSampler(Sampler):
             for address in servers or (None,):
                 engine = _start_engine(address, arguments, options)
                 engine.deadline_s, engine.stop_ids = deadline_s, stop_ids
-                self.supervisors.append(Supervisor(engine, bound=bound, vocabulary=vocabulary, poll=poll))
+                supervisor = Supervisor(engine, bound=bound, vocabulary=vocabulary, poll=poll, at_once=at_once)
+                self.supervisors.append(supervisor)
             for supervisor in self.supervisors:
                 supervisor.start(self.canary_rows)  # several servers start at the same time
         except BaseException:
@@ -113,9 +125,11 @@ class vLLMSampler(Sampler):
         batch = [self._request(i, request, params) for i, request in enumerate(requests)]
         with self._lock:
             for i, supervisor in enumerate(self.supervisors):
-                share = batch[i :: len(self.supervisors)]
+                share = batch[(i - self._turn) % len(self.supervisors) :: len(self.supervisors)]
                 if share:
                     supervisor.run(supervisor.answer, share, params)
+            if self._overlaps:  # batches of one request must not all go to one engine
+                self._turn += len(batch)
         return [request.future for request in batch]
 
     def load(self, published: Published) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Supervisor: one engine that is restarted when it is lost, given its weights again, and proven after each batch."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -21,16 +22,19 @@ RESTARTS = 3
 
 
 class Supervisor:
-    """Runs the tasks of one engine, one after the other.
+    """Runs the tasks of one engine, one after the other, or with `at_once` several batches at the same time.
 
-    A remote engine has a thread for them. One in this process works in the thread of the caller.
+    A remote engine has threads for them. One in this process works in the thread of the caller.
 
     Args:
         bound: largest gap of the canary.
         poll: cancellation hook, called while the engine works; raise to abort.
+        at_once: batches that are answered at the same time. With more than one, weights are loaded while they are.
     """
 
-    def __init__(self, engine: Engine, *, bound: float, vocabulary: int, poll: Poll = lambda: None) -> None:
+    def __init__(
+        self, engine: Engine, *, bound: float, vocabulary: int, poll: Poll = lambda: None, at_once: int = 1
+    ) -> None:
         self.engine = engine
         self.vocabulary = vocabulary
         self.loaded: Published | None = None
@@ -39,10 +43,16 @@ class Supervisor:
         self._losses = 0
         """Since the last good answer."""
         self._caller_poll = poll
-        self._futures: Sequence[Future[Samples]] = ()
-        """Of the batch that is being answered."""
+        self._batch = threading.local()
+        """`futures` of the batch that a thread answers."""
         self._is_closed = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gruppo-vllm") if engine.is_remote else None
+        self._weights = threading.RLock()
+        """Held while weights are loaded, proven or brought back."""
+        self._lives = 0
+        """Times that the engine was brought back."""
+        self._overlaps = engine.has_other_requests = at_once > 1
+        threads = at_once + 1 if self._overlaps else 1  # one for `load`
+        self._thread = ThreadPoolExecutor(threads, thread_name_prefix="gruppo-vllm") if engine.is_remote else None
         engine.poll = self._poll
 
     def run(self, task: Callable[..., T], *args: Any) -> Future[T]:
@@ -72,7 +82,7 @@ class Supervisor:
         prompts = [row[:-1] for row in rows]
         requests = [Request(prompt=Prompt(token_ids=prompt), num_samples=1, seed=0) for prompt in prompts]
         answers = zip(requests, engine.generate(requests, hot), strict=True)
-        drawn = [response(r, found, hot, vocabulary=self.vocabulary, version=0)[0] for r, found in answers]
+        drawn = [response(r, found, hot, vocabulary=self.vocabulary, versions=(0, 0))[0] for r, found in answers]
         cold = engine.logps_of([(*p, c.tokens[0]) for p, c in zip(prompts, drawn, strict=True)])
         if all(abs(c.logps[0] - row[-1]) < 1e-6 for c, row in zip(drawn, cold, strict=True) if c.logps):
             raise SamplerError(
@@ -82,10 +92,10 @@ class Supervisor:
 
     def answer(self, batch: Sequence[Request], params: SamplingParams) -> None:
         """Complete the futures of a batch. In a thread they get the error if there is one; else it is raised."""
-        self._futures = [request.future for request in batch]
+        self._batch.futures = [request.future for request in batch]
         try:
             self._poll()  # the batch may have been cancelled while it waited for others
-            answers = self._ask(batch, params)
+            answers, versions = self._ask(batch, params)
             self.engine.sleep()
         except BaseException as error:
             if self._thread is None:
@@ -94,17 +104,26 @@ class Supervisor:
                 _settle(request.future, error)
             return
         finally:
-            self._futures = ()
-        version = 0 if self.loaded is None else self.loaded.version
+            self._batch.futures = ()
         for request, completions in zip(batch, answers, strict=True):
             try:
-                outcome = response(request, completions, params, vocabulary=self.vocabulary, version=version)
+                outcome = response(request, completions, params, vocabulary=self.vocabulary, versions=versions)
             except SamplerError as error:
                 outcome = error
             _settle(request.future, outcome)
 
     def load(self, published: Published) -> Verdict:
-        """Load weights and prove that they arrived, else raise NotTaken. The caller sets `loaded`."""
+        """Load weights and prove that they arrived, else raise NotTaken.
+
+        The caller sets `loaded` when all engines have them. Batches that run meanwhile need it at once.
+        """
+        with self._weights:
+            verdict = self._load_proven(published)
+            if self._overlaps:
+                self.loaded = published
+            return verdict
+
+    def _load_proven(self, published: Published) -> Verdict:
         name, canary = self.engine.name, published.canary
         try:
             received = self._load(published)
@@ -131,26 +150,40 @@ class Supervisor:
         self._caller_poll()
         if self._is_closed:
             raise SamplerError(f"{self.engine.name} was closed")
-        if self._futures and all(future.cancelled() for future in self._futures):
+        futures = getattr(self._batch, "futures", ())
+        if futures and all(future.cancelled() for future in futures):
             raise CancelledError
 
-    def _ask(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
-        """The engine's answers, repeated after each loss of the engine; the same seeds give the same completions."""
+    @property
+    def _version(self) -> int:
+        return 0 if self.loaded is None else self.loaded.version
+
+    def _ask(
+        self, requests: Sequence[Request], params: SamplingParams
+    ) -> tuple[list[list[Completion]], tuple[int, int]]:
+        """The engine's answers, repeated after each loss of the engine; the same seeds give the same completions.
+
+        With them the versions of the weights at their start and at their end.
+        """
         while True:
+            lives, oldest = self._lives, self._version
             try:
                 answers = self.engine.generate(requests, params)
                 if len(answers) != len(requests):
                     raise SamplerError(f"{self.engine.name} answered {len(answers)} of {len(requests)} requests")
-                fault = self._fault()
-                if fault is None:
-                    self._losses = 0
-                    return answers
+                with self._weights:
+                    fault, newest = self._fault(), self._version
+                    if fault is None and lives == self._lives:  # else another batch has seen the loss
+                        self._losses = 0
+                        return answers, (oldest, newest)
                 # A server restarted without gruppo's knowledge is back on its initial weights, and only this shows it.
                 reason = f"{self.engine.name} no longer has the weights it was given: {fault}"
             except EngineLost as error:
                 reason = str(error)
             # Outside of `except`: the error holds frames that would keep a dead engine in memory.
-            self._bring_back(reason)
+            with self._weights:
+                if lives == self._lives:
+                    self._bring_back(reason)
 
     def _fault(self) -> str | None:
         """The canary's objection to the engine's weights; None: there is none, or no weights were loaded yet."""
@@ -162,6 +195,7 @@ class Supervisor:
     def _bring_back(self, reason: str) -> None:
         """Restart the engine and load its weights; a failure on the way counts as another consecutive loss."""
         name = self.engine.name
+        self._lives += 1
         while True:
             self._losses += 1
             if self._losses > RESTARTS:
@@ -178,8 +212,7 @@ class Supervisor:
                 continue
             if fault is None:
                 return
-            version = 0 if self.loaded is None else self.loaded.version
-            raise SamplerError(f"{name} came back without the weights of version {version}: {fault}")
+            raise SamplerError(f"{name} came back without the weights of version {self._version}: {fault}")
 
     def _load(self, published: Published) -> Received | None:
         load = self.engine.load_adapter if published.is_adapter else self.engine.load_weights
