@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-RANKS = "joins with the work on several ranks"
-
 ROWS = {
     "R-01": "stopped at a step and resumed",
     "R-02": "resumed with other threads or versions",
@@ -71,7 +69,6 @@ ROWS = {
 }
 
 WITHOUT_TEST = {
-    **dict.fromkeys(("R-12", "R-40", "R-41", "R-42"), RANKS),
     "R-49": "not applicable: no reward of gruppo executes model text",
 }
 

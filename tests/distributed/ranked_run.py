@@ -3,6 +3,7 @@
 Each case is a short run of the embedded task, all of them in one process per rank. WORLD 1 is the trainer as it is.
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -48,10 +49,30 @@ def run(case: str, folder: Path, ranks: Ranks | None, **changes: Any) -> None:
         ranks.tell({"call": "end", "code": 0})
 
 
+def poison() -> None:
+    """Make one number of this rank's gradient NaN in the second update."""
+    from gruppo.model.sharding import ShardedWeights, local
+
+    put, calls = ShardedWeights.put_gradients, []
+
+    def put_and_poison(self: ShardedWeights) -> None:
+        put(self)
+        calls.append(1)
+        if len(calls) == 2:
+            gradient = self.named()["model.layers.1.mlp.down_proj.weight"].grad
+            assert gradient is not None
+            local(gradient)[0, 0] = torch.nan
+
+    ShardedWeights.put_gradients = put_and_poison  # type: ignore[method-assign]
+
+
 def main() -> None:
     rank, world, port, folder, *cases = sys.argv[1:]
     torch.set_num_threads(1)
     os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    logging.basicConfig()
+    if os.environ.get("POISON"):
+        poison()
     ranks = None if world == "1" else join(120)
     for case in cases:
         run(case, Path(folder), ranks)

@@ -14,11 +14,12 @@ from gruppo.run.reader import RunReader
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
-            item.add_marker(pytest.mark.slow)
+            if "browser" not in config.option.markexpr:
+                item.add_marker(pytest.mark.skip(reason="takes minutes; `make test-browser` runs it"))
 
 
 @pytest.fixture(scope="session")

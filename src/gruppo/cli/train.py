@@ -1,5 +1,6 @@
 """`gruppo train` and `gruppo resume`."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tyro
 from rich.console import Console
 
 from gruppo.cli.options import parse, parse_run, take_flag, unset
-from gruppo.errors import GruppoError, RankError, Terminated
+from gruppo.errors import RankError, Terminated
 from gruppo.output import unhindered
 from gruppo.parallel.ranks import Ranks, join, leave, world_of_launcher
 from gruppo.run.reader import RunReader
@@ -130,6 +131,9 @@ def run(
     train_alone = partial(_run, config, **options, view=view, opening=opening, show=show)
     if world_of_launcher() == 1:
         return train_alone()
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and Path(config.output, "config.yaml").exists():
+        options |= {"resume": True, "overwrite": False}  # torchrun --max-restarts: the run goes on
+        train_alone = partial(_run, config, **options, view=view, opening=opening, show=show)
     ranks = join(config.rank_deadline)
     code = 1
     try:
@@ -139,8 +143,9 @@ def run(
             code = follow(ranks)
         else:
             code = train_alone(ranks=ranks)
-    except GruppoError as error:
-        code = error.exit_code
+    except BaseException as error:
+        code = getattr(error, "exit_code", 1)
+        ranks.note_error(code, f"{type(error).__name__}: {error}")
         raise
     finally:
         leave(ranks, code, is_lost=isinstance(sys.exception(), RankError))

@@ -132,6 +132,11 @@ class Planner:
             return None
         return layout if self._runs("shared") else None
 
+    def decide(self) -> None:
+        """Find now whether the model can run the layout."""
+        if self.layout != "padded":
+            self._runs("packed" if self.layout == "packed" else "shared")
+
     def _runs(self, layout: Literal["packed", "shared"]) -> bool:
         """Can the model run the layout that was chosen? Found when it first matters: it costs two small forwards."""
         if self._can_run is None:

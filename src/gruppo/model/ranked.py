@@ -44,7 +44,12 @@ class RankedModel(TransformersModel):
     """
 
     def __init__(self, model_id: Any, *, ranks: Ranks, exact: bool, deadline_s: float, **options: Any) -> None:
-        super().__init__(model_id, process_group=ranks.group, **options)
+        wanted = options.pop("dtype", "auto")
+        has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        super().__init__(model_id, process_group=ranks.group, dtype="float32", **options)
+        # Shards are kept in float32; FSDP gathers them in the precision in which the model computes.
+        is_half = wanted == "bfloat16" or (wanted == "auto" and has_bf16)
+        self.dtype = torch.bfloat16 if is_half else torch.float32
         self.ranks = self.planner.ranks = ranks
         self.exact, self.deadline_s = exact, deadline_s
         self.shares_signal: Callable[[int], int] = lambda seen: seen
@@ -68,6 +73,7 @@ class RankedModel(TransformersModel):
             self._whole.planner.ranks = Ranks()
             assert isinstance(self._whole, RankedModel)
             self._whole._depth = 1  # no call on the copy is sent
+        self.planner.decide()  # by forwards in float32, and before a forward needs all ranks
         options: dict[str, Any] = {"compute": self.dtype, "exact": self.exact}
         frozen = None if self._reference is None else self._reference._copy
         self._sums = shard(self.model, self.scorer.base, self.ranks, **options)
@@ -105,13 +111,21 @@ class RankedModel(TransformersModel):
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
-            raise RankError(
-                f"rank {self.ranks.rank} lost the others in {call}: {' '.join(str(error).split())[:300]}. The rank "
-                "that ended or hangs has its own report above or in its log; go on from the last checkpoint"
-            ) from error
+            raise self._lost(call, error) from error
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._depth -= 1
+
+    def _lost(self, call: str, error: RuntimeError) -> RankError:
+        """The error for a collective that failed: what another rank has left as its own, or which one is missing."""
+        missing, noted = self.ranks.missing(), self.ranks.error_of_others()
+        reason = missing if noted is None else noted[1]
+        lost = RankError(
+            f"the ranks lost each other in `{call}` after version {self.version}: {reason}. Go on from the last "
+            f"checkpoint with `gruppo resume` ({' '.join(str(error).split())[:200]})"
+        )
+        lost.exit_code = RankError.exit_code if noted is None else noted[0]
+        return lost
 
     def follow(self) -> int:
         """Do this rank's part of all calls until the first rank ends the run; its exit code."""

@@ -10,6 +10,7 @@ tensors in the format of safetensors: nothing is unpickled.
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +37,8 @@ class Ranks:
     group: "ProcessGroup | None" = None
     control: "ProcessGroup | None" = None
     """Of the same ranks, for messages."""
+    store: "Store | None" = None
+    """Where a rank leaves the error that it ends with."""
 
     @property
     def rank(self) -> int:
@@ -108,11 +113,37 @@ class Ranks:
         dist.all_gather(blobs, torch.nn.functional.pad(own, (0, longest - len(own))), group=self.control)
         return [_message(blob[: int(size)]) for blob, size in zip(blobs, sizes, strict=True)]
 
+    def note_error(self, code: int, text: str) -> None:
+        """Leave an error for the other ranks to report."""
+        if self.store is not None:
+            self.store.set(f"error/{self.rank}", json.dumps({"code": code, "text": text}))
+
+    def error_of_others(self) -> tuple[int, str] | None:
+        """Exit code and text of the first other rank that has left an error."""
+        for rank in range(self.world):
+            if self.store is not None and rank != self.rank and self.store.check([f"error/{rank}"]):
+                found = json.loads(self.store.get(f"error/{rank}"))
+                return int(found["code"]), f"rank {rank}: {found['text']}"
+        return None
+
+    def missing(self) -> str:
+        """Which ranks do not answer, in words. Called by all that still do."""
+        try:
+            dist.monitored_barrier(group=self.control, timeout=ANSWER, wait_all_ranks=True)
+        except RuntimeError as error:
+            named = re.search(r"[Rr]anks? ([0-9, ]+)", str(error))
+            return f"rank {named[1].strip(' ,')} does not answer" if named else "a rank does not answer"
+        return "all ranks answer"
+
     def highest(self, value: int) -> int:
         """The largest value of all ranks."""
         return int(max_over([self.control] if self.control is not None else [], torch.tensor([value])))
 
 
+START = timedelta(minutes=10)
+"""How long the ranks have to find each other."""
+ANSWER = timedelta(seconds=5)
+"""How long a rank has to answer once another has waited for it in vain."""
 WAIT = timedelta(days=30)
 """How long a rank waits for the next message: the first one may sample for hours."""
 
@@ -132,9 +163,12 @@ def join(deadline_s: float) -> Ranks:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))
+    store, rank, world = next(rendezvous("env://"))
+    store.set_timeout(START)
+    options: dict[str, Any] = {"store": PrefixStore("groups", store), "rank": rank, "world_size": world}
+    dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s), **options)
     control = dist.new_group(backend="gloo", timeout=WAIT)
-    return Ranks(dist.group.WORLD, control)  # type: ignore[arg-type]  # no rank is outside of it
+    return Ranks(dist.group.WORLD, control, store)  # type: ignore[arg-type]  # no rank is outside of it
 
 
 def leave(ranks: Ranks, code: int, *, is_lost: bool) -> None:
