@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gruppo.parallel.ranks import Ranks, join, leave
+from gruppo.parallel.ranks import Ranks, join
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
 USUAL: dict[str, Any] = {
@@ -77,7 +77,7 @@ def main() -> None:
     for case in cases:
         run(case, Path(folder), ranks)
     if ranks is not None:
-        leave(ranks, 0, is_lost=False)
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

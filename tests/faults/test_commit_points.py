@@ -22,6 +22,7 @@ def save(folder: Path, step: int, die_at: int) -> None:
     """Save a checkpoint and leave with code 9 before operation number `die_at`; with 0 if there are fewer."""
     from torch import nn
 
+    from gruppo.model.checkpoint import save_training_state
     from gruppo.model.optim import MasterWeights
     from gruppo.run.checkpoints import Checkpoints
     from gruppo.trainer.state import RunState, Snapshots
@@ -35,6 +36,9 @@ def save(folder: Path, step: int, die_at: int) -> None:
             self.weights = MasterWeights(self.model)
             self.optimizer = torch.optim.AdamW(self.weights.parameters)
             self.version = step
+
+        def save_state(self, folder: Path) -> None:
+            save_training_state(self.weights, self.optimizer, folder)
 
     actor: Any = Actor()
     actor.model(torch.ones(3)).sum().backward()

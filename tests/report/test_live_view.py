@@ -80,6 +80,7 @@ def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
         address = line.removeprefix("view: ").strip()
         with urllib.request.urlopen(address, timeout=20) as answer:
             assert answer.read().startswith(b"<!doctype html>")
+        next(line for line in process.stdout if line.startswith("step "))  # signals are the run's now
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
         assert process.wait(60) == 75  # stopped and saved

@@ -17,11 +17,11 @@ from rich.console import Console
 from gruppo.cli.options import parse, parse_run, take_flag, unset
 from gruppo.errors import RankError, Terminated
 from gruppo.output import unhindered
-from gruppo.parallel.ranks import Ranks, join, leave, world_of_launcher
 from gruppo.run.reader import RunReader
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
+    from gruppo.parallel.ranks import Ranks
     from gruppo.trainer.trainer import GRPOTrainer, TrainResult
 
 Show = Callable[[Console, "GRPOTrainer", "TrainResult"], None]
@@ -127,6 +127,8 @@ def run(
 ) -> int:
     """Train: print `opening` before, and after a run that was not stopped what `show` prints. Of the ranks that a
     launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile."""
+    from gruppo.parallel.ranks import join, leave, world_of_launcher
+
     options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "overwrite": overwrite}
     train_alone = partial(_run, config, **options, view=view, opening=opening, show=show)
     if world_of_launcher() == 1:
@@ -161,7 +163,7 @@ def _run(
     view: bool,
     opening: str,
     show: Show,
-    ranks: Ranks | None = None,
+    ranks: "Ranks | None" = None,
 ) -> int:
     # Before the imports: what they bring keeps the streams that it finds.
     with unhindered(), _leaving_tidily():

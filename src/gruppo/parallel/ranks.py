@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from gruppo.errors import InputError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -160,6 +162,13 @@ def join(deadline_s: float) -> Ranks:
     Args:
         deadline_s: how long a rank waits for the others in a collective of the model.
     """
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise InputError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that a launcher has started several processes, and "
+            f"{', '.join(missing)} is not set; start them with torchrun --nproc-per-node N -m gruppo train, or unset "
+            "WORLD_SIZE"
+        )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if torch.cuda.is_available() else "gloo"

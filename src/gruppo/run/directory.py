@@ -72,15 +72,18 @@ class RunDirectory(RunReader):
             raise InputError(
                 f"output={output!r} exists already and is not a run; nothing was touched. Choose another output"
             )
-        take_lock(path)
         run._has_begun = False
+        has_lock = not is_used  # what is new here is this run's, also while the lock is being taken
         try:
+            take_lock(path)
+            has_lock = True
             if is_used:
                 run._clear(overwrite)
             _replace(path / "config.yaml", config.encode(), flush=True)
             _replace(path / "env.json", json.dumps(current_environment(), indent=1).encode())
         except BaseException as error:
-            run.__exit__(type(error), error, None)
+            if has_lock:
+                run.__exit__(type(error), error, None)
             if isinstance(error, OSError):
                 raise InputError(f"output={output!r} cannot be written: {error}; choose another") from error
             raise

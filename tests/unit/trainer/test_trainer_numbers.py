@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gruppo.parallel.ranks import Ranks
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
@@ -226,7 +227,8 @@ def plan_of(config: TrainConfig, **sizes: Any) -> Plan:
     device = SimpleNamespace(type="cuda" if sizes.get("is_cuda") else "cpu")
     prompt = Prompt(token_ids=(0,) * int(sizes["mean_prompt_tokens"]))
     dtype = SimpleNamespace(itemsize=sizes.get("bytes_per", 4))
-    model: Any = SimpleNamespace(model=inner, device=device, dtype=dtype, scorer=SimpleNamespace(base=inner))
+    parts = {"model": inner, "scorer": SimpleNamespace(base=inner), "ranks": Ranks()}
+    model: Any = SimpleNamespace(**parts, device=device, dtype=dtype)
     return make_plan(config, model, [prompt] * sizes["num_prompts"])
 
 

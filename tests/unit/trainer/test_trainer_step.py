@@ -501,7 +501,7 @@ def test_an_advantage_of_another_signature_is_named(make_trainer: Make) -> None:
 
 def test_several_processes_of_a_launcher_are_refused(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=r"WORLD_SIZE=2: torchrun .* a run trains in one, on one device"):
+    with pytest.raises(InputError, match=r"WORLD_SIZE=2: torchrun .* each would train a run of its own"):
         make_trainer()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert make_trainer(steps=1).train().step == 1
