@@ -216,7 +216,34 @@ function findingItem(finding) {
   return item;
 }
 
+/** The losses of a replayed step: what each gives, against the first, which is the run's own. @param {any} found */
+function replayHead(found) {
+  const norm = found.weights ? "gradient norm" : "norm of d/dlogp";
+  /** @param {number} x */
+  const share = (x) => (100 * x).toFixed(1) + " %";
+  /** @type {[string, (v: any, i: number) => string][]} */
+  const columns = [
+    ["value", (v) => number(v.value, 4)], [norm, (v) => number(v.grad_norm, 5)], ["cosine", (v, i) => number(found.cosine[0][i], 5)],
+    ["clipped", (v) => (v.clipped === null ? "–" : share(v.clipped))], ["masked", (v) => share(v.masked)],
+    ["credit on other tokens", (v) => share(v.moved)], ["tokens that lose it", (v) => number(v.lost)],
+    ["gain it", (v) => number(v.gained)], ["change its sign", (v) => number(v.flipped)],
+  ];
+  const rows = found.variants.map((/** @type {any} */ v, /** @type {number} */ i) => el("tr", { class: i ? "" : "sum" },
+    el("td", { text: visible(v.loss) + (i ? "" : " (of the run)") }), el("td", { text: visible(v.advantage) }),
+    ...columns.map(([, of]) => el("td", { class: "n", text: of(v, i) }))));
+  const facts = [["weights", found.weights || "none, from recorded log-probs"], ["completions of the update", number(found.completions)],
+    ["gradient norm, recorded", number(found.recorded_norm, 6)], ["replayed", number(found.replayed_norm, 6)]];
+  return [el("h1", { text: `Step ${found.step} of ${DATA.runs[0].name}, replayed` }),
+    el("p", { class: "lede", text: "Losses and advantages on the same rollouts, each compared with the first." }),
+    el("div", { class: "run" }, el("div", { class: "facts" }, ...facts.map(([name, value]) => el("span", {}, name + " ", el("b", { text: visible(value) }))))),
+    el("div", { class: "card pad scroll" }, el("table", { id: "replay" },
+      el("thead", {}, el("tr", {}, el("th", { text: "loss" }), el("th", { text: "advantage" }), ...columns.map(([text]) => el("th", { class: "n", text })))),
+      el("tbody", {}, ...rows))),
+    ...found.notes.map((/** @type {string} */ text) => el("p", { class: "note", text: visible(text) }))];
+}
+
 function drawOverview() {
+  if (DATA.replay) return void at("overview").replaceChildren(...replayHead(DATA.replay));
   at("overview").replaceChildren(
     ...(DATA.runs.length > 1 ? [el("h1", { text: `${DATA.runs.length} runs` })] : []), ...DATA.runs.map(runHead));
 }
@@ -263,7 +290,7 @@ function drawOptions() {
 }
 
 function drawNav() {
-  const links = [["overview", "Overview"], ["question-0", "Learning"], ["question-1", "Signal"], ["question-2", "Policy"], ["question-3", "Sampler"],
+  const links = DATA.replay ? [["overview", "Losses"], ["completions", "Completions"], ["options", "Options"]] : [["overview", "Overview"], ["question-0", "Learning"], ["question-1", "Signal"], ["question-2", "Policy"], ["question-3", "Sampler"],
     ["question-4", "Time"], ["ledger", "Tokens"], ["completions", "Completions"], ["options", "Options"]];
   at("nav").replaceChildren(...links.map(([id, text]) => el("a", { href: "#" + id, text })));
   at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page reads the run directory while it is open." : DATA.note);
