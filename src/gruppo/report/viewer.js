@@ -150,13 +150,14 @@ class Viewer {
       DATA.replay ? null : el("button", { id: "v-all", type: "button", text: "Search all steps", click: () => this.searchAll() }))));
     at("completions").replaceChildren(
       el("h2", { text: "Completions, token by token" }),
-      el("p", { class: "lede" }, `Choose a group to see its completions${DATA.replay ? " with the credit that each loss gives" : ""} side by side. Keys: `, el("kbd", { text: "←" }), " ", el("kbd", { text: "→" }), " token, ",
+      el("p", { class: "lede" }, `Choose a group to see ${DATA.replay ? "the credit that each loss gives" : "its completions"} side by side. Keys: `, el("kbd", { text: "←" }), " ", el("kbd", { text: "→" }), " token, ",
         el("kbd", { text: "↑" }), " ", el("kbd", { text: "↓" }), ...(DATA.replay ? [" loss and completion, "] : [" completion, ", el("kbd", { text: "[" }), " ", el("kbd", { text: "]" }), " step, "]), el("kbd", { text: "Esc" }), " back to the groups."),
       tools, el("p", { class: "legend", id: "v-legend" }), el("p", { class: "note", id: "v-note", role: "status" }),
       el("div", { class: "stage" },
         el("div", { class: "groups", id: "v-groups", role: "group", "aria-label": "Groups of this step", keydown: (/** @type {KeyboardEvent} */ e) => this.groupKey(e) }),
         el("div", { id: "v-panel" })),
       el("aside", { id: "token", hidden: true, "aria-live": "polite" }), el("div", { id: "v-results" }));
+    if (DATA.replay) input("v-sort").value = "moved";
     const panel = at("v-panel");
     panel.addEventListener("pointerover", (e) => this.hover(e.target));
     panel.addEventListener("focusin", (e) => this.hover(e.target));
