@@ -3,7 +3,7 @@
 # make lint   format, lint, types
 # make check  both: lint and test
 # make test-browser  run the tests of the report in Chromium
-# make screenshots  write the pictures of docs/report.md: a demo run in Chromium, light, dark and narrow
+# make screenshots  write the pictures of docs/report.md and docs/replay.md: a demo run and a replay in Chromium
 # make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
 # make test-faults  run the tests of the fault matrix, and print what each row of it was shown by
 # make test-doctor  train runs with real faults and healthy ones, and print what the doctor says of each

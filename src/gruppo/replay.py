@@ -90,6 +90,8 @@ class Replay:
     """Cosines between the gradients of all variants."""
     rollouts: list[tuple[int, int]]
     """Prompt and sample of each rollout, as in the completions of the step."""
+    rows: list[int]
+    """Row of each rollout in the completions of the step."""
     sampled: list[list[bool]]
     """Which tokens of each rollout the policy sampled: only these have credit."""
     notes: list[str] = field(default_factory=list)
@@ -106,6 +108,7 @@ class Replay:
             {
                 "prompt_index": prompt,
                 "sample": sample,
+                "row": self.rows[i],
                 "advantage": [variant.advantages[i] for variant in self.variants],
                 "credit": [_spread(variant.credit[i], self.sampled[i]) for variant in self.variants],
             }
@@ -155,7 +158,8 @@ def replay(
     line = next((line for line in run.metrics() if line.get("step") == step and step > 0), None)
     if line is None:
         raise InputError(f"{run.path} has no step {step}; its completions are of steps {run.completion_steps()}")
-    groups = [group for group in groups_of(run.completions(step)) if group.status == "kept"]
+    recorded = groups_of(run.completions(step))
+    groups = [group for group in recorded if group.status == "kept"]
     expected = int(line.get("dynamic/groups_kept", config.prompts_per_step))
     if len(groups) != expected:
         raise InputError(
@@ -185,7 +189,9 @@ def replay(
     else:
         replayed = _with_weights(cases, run, config, step, notes)
     chosen = [rollout for group in groups for rollout in group.rollouts][part]
-    return _result(run, step, cases, chosen, part, line, weights, replayed, updates, notes)
+    statuses = [group.status for group in recorded for _ in group.rollouts]
+    rows = [row for row, status in enumerate(statuses) if status == "kept"][part]
+    return _result(run, step, cases, chosen, rows, part, line, weights, replayed, updates, notes)
 
 
 # --- variants ---------------------------------------------------------------------------------------------------------
@@ -432,6 +438,7 @@ def _result(
     step: int,
     cases: list[_Case],
     chosen: list[Rollout],
+    rows: list[int],
     part: slice,
     line: dict[str, Any],
     weights: str | None,
@@ -478,6 +485,7 @@ def _result(
         variants=variants,
         cosine=[[_cosine(a, b) for b in gradients] for a in gradients],
         rollouts=places,
+        rows=rows,
         sampled=[list(r.trajectory.sampled or (True,) * len(r.trajectory.tokens)) for r in chosen],
         notes=notes,
     )

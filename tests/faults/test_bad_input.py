@@ -307,7 +307,7 @@ UNSEEN = {"newline": "a\nb", "escape": "\x1b[2J", "right to left": "a\u202egpj",
 @pytest.mark.row("R-47", "names with controls, direction marks and blanks")
 def test_an_output_whose_name_cannot_be_read_is_refused(name: str, fails: Fails, tmp_path: Path) -> None:
     text = fails(output=f"{tmp_path}/{name}/run")
-    assert "would make a folder" in text and "choose another" in text
+    assert "would make a folder" in text and text.count("choose another") == 1
     assert "\x1b" not in text and "\u202e" not in text
 
 

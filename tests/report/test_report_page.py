@@ -8,6 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from pages import until
 
+from gruppo.doctor import Finding, State
+from gruppo.report.page import report_page
 from gruppo.run.reader import RunReader
 
 STEPS = (10, 20, 30)
@@ -201,6 +203,35 @@ def test_each_quantity_colours_the_tokens_that_have_it(open_page, demo_run, demo
     else:
         assert (coloured > 0) != ("0 at every token" in legend)
         assert coloured > 0 or quantity == "gap"  # the sampler of the demo is the trainer's own model
+
+
+def test_a_finding_stands_as_text_with_a_way_to_its_chart(open_page, demo_run, tmp_path):
+    attack = "<img src=x onerror=window.hacked=1>"
+    finding = Finding(
+        rule="reward_hacking",
+        severity="problem",
+        text=attack,
+        evidence="0.5 is above 0.2",
+        remedy=f"try `gruppo reward check` {attack}",
+        metric="optim/grad_norm",
+        step=20,
+    )
+    state = State("finished", "finished after step 30, it learned: reward 0.500 -> 1.000")
+    file = tmp_path / "report.html"
+    file.write_text(report_page([demo_run], findings=[[finding]], states=[state]))
+    opened = open_page(file.as_uri())
+    page = opened.page
+    assert page.locator(".state .pill").text_content() == "finished"
+    assert page.locator(".state span").last.text_content() == "after step 30, it learned: reward 0.500 → 1.000"
+    item = page.locator(".findings li")
+    assert item.locator("b").text_content() == attack
+    assert item.locator("p code").text_content() == "gruppo reward check"
+    assert item.locator("p").last.text_content() == f"try gruppo reward check {attack}"
+    item.locator("button").click()
+    until(page, "document.querySelector('[data-keys~=\"optim/grad_norm\"] .plot[data-drawn]') !== null")
+    top = page.evaluate("document.querySelector('[data-keys~=\"optim/grad_norm\"]').getBoundingClientRect().top")
+    assert 0 < top < 900
+    assert page.evaluate("[window.hacked, document.images.length]") == [None, 0] and opened.errors == []
 
 
 def test_dark_and_light_follow_the_system_and_the_button(open_page, demo_report):

@@ -1,9 +1,13 @@
 """The server of `gruppo view`, over a real socket: who may read what, and what it answers."""
 
 import http.client
+import io
 import json
+import os
 import random
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from written_runs import metrics_of, rollout, run_directory
 
+from gruppo.cli.report import view
 from gruppo.errors import InputError
 from gruppo.report.server import ViewServer
 from gruppo.run.directory import RunDirectory
@@ -135,3 +140,24 @@ def test_a_damaged_step_is_an_answer_and_not_the_end(server: ViewServer, run: Ru
 def test_a_port_in_use_is_an_error_with_a_remedy(server: ViewServer, run: RunDirectory) -> None:
     with pytest.raises(InputError, match="give another --port"):
         ViewServer([run], port=server.server_port)
+
+
+class _CtrlC(io.StringIO):
+    """A terminal at which Ctrl-C is pressed as soon as something is shown."""
+
+    def flush(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_as_soon_as_the_link_is_there_ends_the_command_well(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = _CtrlC()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    try:
+        assert view([str(run.path)]) == 0
+    except KeyboardInterrupt:
+        pytest.fail("Ctrl-C went through")
+    address = urlsplit(terminal.getvalue().removeprefix("view: "))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", address.port or 0), timeout=5)

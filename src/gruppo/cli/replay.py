@@ -27,6 +27,7 @@ class ReplayArguments:
 
     gruppo replay runs/my-run --step 1 --loss gspo --loss cispo
     gruppo replay runs/my-run --step 1 --advantage rloo --out replay.json
+    gruppo replay runs/my-run --step 1 --loss gspo --page replay.html
     """
 
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
@@ -42,14 +43,20 @@ class ReplayArguments:
     """Take the recorded log-probs even where the weights are there: needs no model."""
     out: Annotated[Path | None, unset("FILE")] = None
     """New JSON file for all numbers, with the credit of each token."""
+    page: Annotated[Path | None, unset("FILE")] = None
+    """New HTML file that needs no network: the table, and the completions with the credit that each loss gives a token,
+    side by side."""
     trust: bool = False
     """Import a loss or metrics that the run names although its directory belongs to another user."""
 
 
 def replay_step(arguments: Sequence[str]) -> int:
     given = parse(ReplayArguments, arguments, "replay")
-    if given.out is not None and given.out.exists():
-        raise InputError(f"--out {given.out} exists already; name a new file")
+    for flag, path in (("--out", given.out), ("--page", given.page)):
+        if path is not None and path.exists():
+            raise InputError(f"{flag} {path} exists already; name a new file")
+    if given.out is not None and given.page is not None and given.out.resolve() == given.page.resolve():
+        raise InputError(f"--out and --page both name {given.out}; name two files")
     run = RunReader(given.run)
     run.check_owner(given.trust)
     from gruppo.replay import replay
@@ -57,12 +64,21 @@ def replay_step(arguments: Sequence[str]) -> int:
     found = replay(run, given.step, given.loss, given.advantage, use_weights=not given.recorded)
     show(found, Console(highlight=False, markup=False, emoji=False, soft_wrap=True))
     if given.out is not None:
-        try:
-            given.out.write_text(json.dumps(found.as_json()), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"--out {given.out} cannot be written: {error}; name another file") from error
+        _write("--out", given.out, json.dumps(found.as_json()))
         print(f"all numbers: {given.out}")
+    if given.page is not None:
+        from gruppo.report.page import replay_page
+
+        _write("--page", given.page, replay_page(run, found.as_json()))
+        print(f"page: {given.page.resolve().as_uri()}")
     return 0
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{flag} {path} cannot be written: {error}; name another file") from error
 
 
 def show(found: "Replay", console: Console) -> None:

@@ -88,8 +88,8 @@ def view(arguments: Sequence[str]) -> int:
     given = parse(ViewArguments, arguments, "view")
     server = ViewServer(readers(given.runs), port=given.port, findings=findings, states=state_line)
     server.start()
-    print(f"view: {server.url}", flush=True)
     try:
+        print(f"view: {server.url}", flush=True)
         if given.open:
             webbrowser.open(server.url)
         if given.until_closed:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from gruppo.doctor.rules import FEWEST_STEPS, SURE, Change, Finding, applied
 from gruppo.doctor.table import Points, Table
+from gruppo.errors import InputError
 from gruppo.output import printable
 from gruppo.run.reader import RunReader
 
@@ -32,7 +33,11 @@ def summary(run: RunReader) -> tuple[State, list[Finding]]:
     """State and findings of a run, reading it once."""
     table = Table.of(run)
     found = applied(table)
-    return _state(run.status(), table, found), found
+    try:
+        status = run.status()
+    except InputError:  # it has not begun, or its disk was full
+        status = {"status": "unknown"}
+    return _state(status, table, found), found
 
 
 def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> State:
@@ -40,7 +45,12 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
     at = f"after step {table.steps[-1]}" if steps else "before its first step"
     if name == "failed":
         return State("failed", f"failed {at}: {printable(str(status.get('error', 'no reason recorded')))[:500]}")
-    ended = {"done": "finished", "stopped": "stopped by a signal", "killed": "killed, since its process is gone,"}
+    ended = {
+        "done": "finished",
+        "stopped": "stopped by a signal",
+        "killed": "killed, since its process is gone,",
+        "unknown": "without a status file that can be read,",
+    }
     how = f"{ended.get(str(name), 'running,')} {at}"
     if steps < 2 * FEWEST_STEPS:
         few = f"{how}: too early to tell, {2 * FEWEST_STEPS} steps are the least"

@@ -205,11 +205,28 @@ class Limits:
     """Of a completion."""
 
 
-def step_data(run: RunReader, step: int, texts: TokenTexts, limits: Limits | None = None) -> dict[str, Any]:
-    """The groups of a step with every token and its numbers, and how many rollouts were left out."""
+def step_data(
+    run: RunReader,
+    step: int,
+    texts: TokenTexts,
+    limits: Limits | None = None,
+    replayed: Mapping[int, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The groups of a step with every token and its numbers, and how many rollouts were left out.
+
+    Args:
+        replayed: completions of a replay by their row; other rows are left out.
+    """
     table = run.completions(step)
     left_out = int((table.schema.metadata or {}).get(ROWS_LEFT_OUT, 0))
     rows = _compact(table, limits)
+    if replayed is not None:
+        most = None if limits is None else limits.tokens_of_one
+        rows = [
+            row | {"rollout": row["rollout"] | _credit(replayed[i], most)}
+            for i, row in enumerate(rows)
+            if i in replayed
+        ]
     groups = _grouped(rows)
     if limits is not None:
         chosen = _most_telling(groups, limits.tokens)
@@ -278,6 +295,16 @@ def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _credit(completion: Mapping[str, Any], most: int | None) -> dict[str, Any]:
+    """The credit of each token by variant of a replay, and its advantages.
+
+    Six significant digits instead of decimals: a loss that is a mean over many tokens has little credit for each.
+    """
+    credit = [[x if x is None else float(f"{x:.6g}") for x in values[:most]] for values in completion["credit"]]
+    given = ["per token" if isinstance(value, list) else _rounded(value) for value in completion["advantage"]]
+    return {"credit": credit, "given": given}
 
 
 def _prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:

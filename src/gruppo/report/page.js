@@ -41,10 +41,10 @@ function visible(text) {
   return text.replace(HIDDEN, escaped).replace(lone, escaped);
 }
 
-/** A number with so many significant digits, minus as a minus sign. @param {any} x @param {number} digits */
+/** A number with so many significant digits, minus as a minus sign; adding 0 takes it from −0. @param {any} x @param {number} digits */
 function number(x, digits = 4) {
   if (typeof x !== "number") return x === null || x === undefined ? "–" : String(x);
-  if (Number.isInteger(x) && Math.abs(x) < 1e15) return x.toLocaleString("en").replace("-", "−");
+  if (Number.isInteger(x) && Math.abs(x) < 1e15) return (x + 0).toLocaleString("en").replace("-", "−");
   const small = Math.abs(x) < 1e-4 || Math.abs(x) >= 1e6;
   return (small ? x.toExponential(digits - 2) : String(Number(x.toPrecision(digits)))).replace(/-/g, "−");
 }
@@ -197,9 +197,11 @@ function runHead(run, i) {
   const mood = /** @type {Record<string, string>} */ (MOODS)[run.state.name] || "calm";
   const facts = [["model", run.model], ["data", run.data], ["rewards", run.rewards.join(", ")], ["loss", run.loss], ["advantage", run.advantage],
     ["group size", run.group_size], ["seed", run.seed], ["time", duration(run.seconds)], ["device", run.device]];
+  // The pill has the first word already.
+  const text = run.state.text.startsWith(run.state.name + " ") ? run.state.text.slice(run.state.name.length + 1) : run.state.text;
   const list = facts.filter((f) => f[1] !== "" && f[1] !== null);
   return el("div", { class: "run" }, title,
-    el("p", { class: "state" }, el("span", { class: "pill " + mood, text: run.state.name }), el("span", { text: visible(run.state.text) })),
+    el("p", { class: "state" }, el("span", { class: "pill " + mood, text: run.state.name.replace("_", " ") }), el("span", { text: visible(text).replace(/(\d) -> (-?\d)/g, "$1 → $2") })),
     el("div", { class: "facts" }, ...list.map(([name, value]) => el("span", {}, name + " ", el("b", { text: visible(String(value)) })))),
     el("div", { class: "tiles" }, ...run.tiles.map(tileCard)),
     run.findings.length ? el("ul", { class: "findings" }, ...run.findings.map(findingItem)) : null);
@@ -207,16 +209,45 @@ function runHead(run, i) {
 
 /** @param {any} finding */
 function findingItem(finding) {
-  const where = finding.step === null ? "" : ` · from step ${finding.step}`;
-  const item = el("li", { class: finding.severity }, el("b", { text: `${finding.severity}: ${finding.rule}` }), el("span", { class: "muted", text: where }),
-    el("div", { text: visible(finding.text) }), el("div", { class: "muted small", text: visible(finding.evidence) }),
-    el("div", { class: "small" }, "Try: ", el("code", { text: visible(finding.remedy) })));
   const chart = [...document.querySelectorAll("#charts .chart")].find((c) => (c.getAttribute("data-keys") || "").split(" ").includes(finding.metric));
-  if (chart) item.append(el("button", { type: "button", text: "Show its chart", click: () => chart.scrollIntoView({ block: "center" }) }));
+  const item = el("li", { class: finding.severity },
+    el("div", { class: "title" }, el("span", { class: "pill " + (finding.severity === "problem" ? "bad" : "warn"), text: finding.severity }), el("b", { text: visible(finding.text) }),
+      el("span", { class: "muted small" }, el("code", { text: finding.rule }), finding.step === null ? "" : ` from step ${finding.step}`),
+      chart ? el("button", { type: "button", text: "Show its chart", click: () => chart.scrollIntoView({ block: "center" }) }) : null),
+    el("p", { class: "muted", text: visible(finding.evidence) }),
+    // What stands between backticks is a command or an option.
+    el("p", {}, ...visible(finding.remedy).split("`").map((part, i) => (i % 2 ? el("code", { text: part }) : part))));
   return item;
 }
 
+/** The losses of a replayed step: what each gives, against the first, which is the run's own. @param {any} found */
+function replayHead(found) {
+  const norm = found.weights ? "gradient norm" : "norm of d/dlogp";
+  /** @param {number} x */
+  const share = (x) => (100 * x).toFixed(1) + " %";
+  /** @type {[string, (v: any, i: number) => string][]} */
+  const columns = [
+    ["value", (v) => number(v.value, 4)], [norm, (v) => number(v.grad_norm, 5)], ["cosine", (v, i) => number(found.cosine[0][i], 5)],
+    ["clipped", (v) => (v.clipped === null ? "–" : share(v.clipped))], ["masked", (v) => share(v.masked)],
+    ["credit moved", (v) => share(v.moved)], ["tokens lose it", (v) => number(v.lost)],
+    ["gain it", (v) => number(v.gained)], ["flip it", (v) => number(v.flipped)],
+  ];
+  const rows = found.variants.map((/** @type {any} */ v, /** @type {number} */ i) => el("tr", { class: i ? "" : "sum" },
+    el("td", { text: visible(v.loss) + (i ? "" : " (of the run)") }), el("td", { text: visible(v.advantage) }),
+    ...columns.map(([, of]) => el("td", { class: "n", text: of(v, i) }))));
+  const facts = [["weights", found.weights || "none, from recorded log-probs"], ["completions of the update", number(found.completions)],
+    ["gradient norm, recorded", number(found.recorded_norm, 6)], ["replayed", number(found.replayed_norm, 6)]];
+  return [el("h1", { text: `Step ${found.step} of ${DATA.runs[0].name}, replayed` }),
+    el("p", { class: "lede", text: "Losses and advantages on the same rollouts, each compared with the first." }),
+    el("div", { class: "run" }, el("div", { class: "facts" }, ...facts.map(([name, value]) => el("span", {}, name + " ", el("b", { text: visible(value) }))))),
+    el("div", { class: "card pad scroll" }, el("table", { id: "replay" },
+      el("thead", {}, el("tr", {}, el("th", { text: "loss" }), el("th", { text: "advantage" }), ...columns.map(([text]) => el("th", { class: "n", text })))),
+      el("tbody", {}, ...rows))),
+    ...found.notes.map((/** @type {string} */ text) => el("p", { class: "note", text: visible(text) }))];
+}
+
 function drawOverview() {
+  if (DATA.replay) return void at("overview").replaceChildren(...replayHead(DATA.replay));
   at("overview").replaceChildren(
     ...(DATA.runs.length > 1 ? [el("h1", { text: `${DATA.runs.length} runs` })] : []), ...DATA.runs.map(runHead));
 }
@@ -263,7 +294,7 @@ function drawOptions() {
 }
 
 function drawNav() {
-  const links = [["overview", "Overview"], ["question-0", "Learning"], ["question-1", "Signal"], ["question-2", "Policy"], ["question-3", "Sampler"],
+  const links = DATA.replay ? [["overview", "Losses"], ["completions", "Completions"], ["options", "Options"]] : [["overview", "Overview"], ["question-0", "Learning"], ["question-1", "Signal"], ["question-2", "Policy"], ["question-3", "Sampler"],
     ["question-4", "Time"], ["ledger", "Tokens"], ["completions", "Completions"], ["options", "Options"]];
   at("nav").replaceChildren(...links.map(([id, text]) => el("a", { href: "#" + id, text })));
   at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page reads the run directory while it is open." : DATA.note);

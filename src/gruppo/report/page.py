@@ -72,8 +72,7 @@ def report_page(
         shown, recorded = shown + len(steps), recorded + len(own["steps_recorded"])
         texts, limits = TokenTexts(run), Limits(tokens=MOST_TOKENS // len(runs) // max(len(steps), 1))
         for step in steps:
-            packed = gzip.compress(to_json(step_data(run, step, texts, limits)).encode(), 6, mtime=0)
-            blocks.append(_data_block(f"step-{i}-{step}", base64.b64encode(packed).decode(), "text/plain"))
+            blocks.append(_packed_step(i, step_data(run, step, texts, limits)))
     command = f"gruppo view {' '.join(data['paths'])}"
     data["note"] = (
         f"It holds the completions of {shown} of {recorded} recorded steps: the first, the last, those with extreme "
@@ -86,6 +85,26 @@ def report_page(
     scripts = [vega_script(), _source("page.js") + _source("viewer.js")]
     inline = "\n".join(f"<script>{text}</script>" for text in scripts)
     return _filled(data["title"], "\n".join(blocks), inline, f"script-src {_hashes(scripts)}")
+
+
+def replay_page(run: RunReader, found: Mapping[str, Any]) -> str:
+    """A replayed step as HTML: the table of its losses, and its completions with the credit that each loss gives.
+
+    Args:
+        found: the replay, as `Replay.as_json` gives it.
+    """
+    step = found["step"]
+    data = page_data([run])
+    data["runs"][0] |= {"steps_here": [step], "steps_recorded": [step]}
+    kept = {name: value for name, value in found.items() if name != "completions"}
+    data |= {"title": f"step {step} of {data['title']}", "questions": []}
+    data["replay"] = kept | {"completions": len(found["completions"])}
+    data["note"] = f"It holds the completions of the update of step {step} that was replayed."
+    replayed = {completion["row"]: completion for completion in found["completions"]}
+    packed = _packed_step(0, step_data(run, step, TokenTexts(run), Limits(tokens=MOST_TOKENS), replayed))
+    blocks = [packed, _data_block("data", to_json(data), "application/json")]
+    script = _source("page.js") + _source("viewer.js")
+    return _filled(data["title"], "\n".join(blocks), f"<script>{script}</script>", f"script-src {_hashes([script])}")
 
 
 def live_page(title: str) -> str:
@@ -214,6 +233,11 @@ def _inlined(script: str) -> str:
 
 def _data_block(name: str, text: str, kind: str) -> str:
     return f'<script id="{name}" type="{kind}">{text.replace("<", chr(92) + "u003c")}</script>'
+
+
+def _packed_step(run: int, step: Mapping[str, Any]) -> str:
+    packed = gzip.compress(to_json(step).encode(), 6, mtime=0)
+    return _data_block(f"step-{run}-{step['step']}", base64.b64encode(packed).decode(), "text/plain")
 
 
 def _hashes(texts: Iterable[str]) -> str:

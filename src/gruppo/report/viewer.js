@@ -8,10 +8,10 @@
  *   parts: Record<string, number|null>, extras: Record<string, any>, errors: Record<string, string>, length: number,
  *   ids: number[], sampled: boolean[]|null, why: number[]|null, clipped: (number|null)[]|null,
  *   sampler: (number|null)[]|null, old: (number|null)[]|null, new: (number|null)[]|null, ref: (number|null)[]|null,
- *   entropy: (number|null)[]|null}} Rollout
+ *   entropy: (number|null)[]|null, credit?: (number|null)[][], given?: (number|string|null)[]}} Rollout
  * @typedef {{index: number, status: string, prompt: string, columns: string, rollouts: Rollout[]}} Group
  * @typedef {{step: number, left_out: number, groups: Group[], texts: Record<string, string>, reasons: string[]}} Step
- * @typedef {{name: string, title: string, kind: "signed"|"amount"|"class", unit?: string, of: (r: Rollout, i: number) => number|null}} Quantity
+ * @typedef {{name: string, title: string, kind: "signed"|"amount"|"class", unit?: string, of: (r: Rollout, i: number, v: number) => number|null}} Quantity
  */
 
 /** @param {(number|null)[]|null} values @param {number} i @returns {number|null} */
@@ -25,8 +25,19 @@ const k3 = (d) => (d === null ? null : Math.max(Math.expm1(d) - d, 0));
 /** @param {Rollout} r @param {number} i */
 const logRatio = (r, i) => minus(pick(r.new, i), pick(r.old, i));
 
+/** Names of the variants of a replay, each of which has a strip of its own; elsewhere there is one without a name.
+ * @type {string[]} */
+const VARIANTS = DATA.replay ? DATA.replay.variants.map((/** @type {any} */ v) => visible(v.name)) : [""];
+/** @param {Rollout} r @param {number} i @param {number} v */
+const lossCredit = (r, i, v) => pick(r.credit?.[v] ?? null, i);
+/** @type {Quantity} */
+const LOSS_CREDIT = { name: "loss_credit", title: "credit, d loss / d log p", kind: "signed", of: lossCredit };
+/** @type {Quantity} */
+const DIFFERENCE = { name: "difference", title: "difference of credit, to " + VARIANTS[0], kind: "signed", of: (r, i, v) => minus(lossCredit(r, i, v), lossCredit(r, i, 0)) };
+
 /** @type {Quantity[]} */
 const QUANTITIES = [
+  ...(DATA.replay ? [LOSS_CREDIT, DIFFERENCE] : []),
   { name: "credit", title: "advantage × log-ratio", kind: "signed", of: (r, i) => { const a = advantageOf(r, i), d = logRatio(r, i); return a === null || d === null ? null : a * d; } },
   { name: "advantage", title: "advantage", kind: "signed", of: advantageOf },
   { name: "kl", title: "KL to the policy that sampled", kind: "amount", of: (r, i) => k3(logRatio(r, i)) },
@@ -123,29 +134,30 @@ class Viewer {
     const runs = DATA.runs.map((/** @type {any} */ r, /** @type {number} */ i) => [String(i), r.name]);
     const tools = el("div", { class: "card tools" },
       DATA.runs.length > 1 ? label("run", select("v-run", runs, () => { this.run = Number(input("v-run").value); this.number = 0; this.update(); })) : null,
-      el("label", {}, "step", el("span", { class: "steps" },
+      el("label", { hidden: Boolean(DATA.replay) }, "step", el("span", { class: "steps" },
         el("button", { id: "v-back", type: "button", "aria-label": "Earlier step", text: "‹", click: () => this.move(-1) }),
         el("input", { id: "v-slider", type: "range", min: 0, "aria-label": "Step", input: () => this.go(this.steps[Number(input("v-slider").value)]) }),
         el("button", { id: "v-next", type: "button", "aria-label": "Later step", text: "›", click: () => this.move(1) }),
         el("b", { id: "v-step" }))),
       label("colour", select("v-color", QUANTITIES.map((q) => [q.name, q.title]), () => this.recolour(input("v-color").value))),
-      label("sort groups by", select("v-sort", [["reward", "reward"], ["spread", "spread of reward"], ["moved", "largest KL"], ["drawn", "order drawn"]], change)),
-      el("details", { class: "filters", open: innerWidth > 760 }, el("summary", { text: "filter and search" }), el("div", { class: "row" },
+      label("sort groups by", select("v-sort", [["reward", "reward"], ["spread", "spread of reward"], ["moved", DATA.replay ? "difference of credit" : "largest KL"], ["drawn", "order drawn"]], change)),
+      el("details", { class: "filters", open: innerWidth > 760 && !DATA.replay }, el("summary", { text: "filter and search" }), el("div", { class: "row" },
       label("text", el("input", { id: "v-text", type: "search", placeholder: "in prompt or completion", input: change })),
       label("reward from", el("input", { id: "v-low", type: "number", step: "any", input: change })),
       label("to", el("input", { id: "v-high", type: "number", step: "any", input: change })),
       label("answer", select("v-correct", [["", "any"], ["true", "right"], ["false", "wrong"]], change)),
       label("ended by", select("v-stop", [["", "any"], ["stop", "stop"], ["length", "length"]], change)),
-      el("button", { id: "v-all", type: "button", text: "Search all steps", click: () => this.searchAll() }))));
+      DATA.replay ? null : el("button", { id: "v-all", type: "button", text: "Search all steps", click: () => this.searchAll() }))));
     at("completions").replaceChildren(
       el("h2", { text: "Completions, token by token" }),
-      el("p", { class: "lede" }, "Choose a group to see its completions side by side. Keys: ", el("kbd", { text: "←" }), " ", el("kbd", { text: "→" }), " token, ",
-        el("kbd", { text: "↑" }), " ", el("kbd", { text: "↓" }), " completion, ", el("kbd", { text: "[" }), " ", el("kbd", { text: "]" }), " step, ", el("kbd", { text: "Esc" }), " back to the groups."),
+      el("p", { class: "lede" }, `Choose a group to see ${DATA.replay ? "the credit that each loss gives" : "its completions"} side by side. Keys: `, el("kbd", { text: "←" }), " ", el("kbd", { text: "→" }), " token, ",
+        el("kbd", { text: "↑" }), " ", el("kbd", { text: "↓" }), ...(DATA.replay ? [" loss and completion, "] : [" completion, ", el("kbd", { text: "[" }), " ", el("kbd", { text: "]" }), " step, "]), el("kbd", { text: "Esc" }), " back to the groups."),
       tools, el("p", { class: "legend", id: "v-legend" }), el("p", { class: "note", id: "v-note", role: "status" }),
       el("div", { class: "stage" },
         el("div", { class: "groups", id: "v-groups", role: "group", "aria-label": "Groups of this step", keydown: (/** @type {KeyboardEvent} */ e) => this.groupKey(e) }),
         el("div", { id: "v-panel" })),
       el("aside", { id: "token", hidden: true, "aria-live": "polite" }), el("div", { id: "v-results" }));
+    if (DATA.replay) input("v-sort").value = "moved";
     const panel = at("v-panel");
     panel.addEventListener("pointerover", (e) => this.hover(e.target));
     panel.addEventListener("focusin", (e) => this.hover(e.target));
@@ -206,7 +218,7 @@ class Viewer {
   }
 
   firstWithValues() {
-    for (const q of ["credit", "advantage", "entropy"].map(byName)) if (this.largest(q) > 1e-9) return q;
+    for (const q of [QUANTITIES[0], ...["credit", "advantage", "entropy"].map(byName)]) if (this.largest(q) > 1e-9) return q;
     return QUANTITIES[QUANTITIES.length - 1];
   }
 
@@ -315,23 +327,24 @@ class Viewer {
     try { columns = JSON.parse(g.columns || "{}"); } catch { columns = { columns: g.columns }; }
     const top = this.topTokens([g], 8);
     const rollouts = g.rollouts.map((r, i) => ({ r, i })).sort((a, b) => (b.r.reward ?? -Infinity) - (a.r.reward ?? -Infinity) || a.i - b.i);
-    const isLong = rollouts.some(({ r }) => r.ids.length > 160);
+    const isLong = VARIANTS.length > 1 || rollouts.some(({ r }) => r.ids.length > 160);
     at("v-panel").replaceChildren(el("div", { class: "card panel" },
       el("h3", {}, `Prompt ${g.index}`, el("span", { class: "muted small", text: `  ·  ${g.status.replace("_", " ")}, ${g.rollouts.length} completions, best reward first ` }),
-        el("button", { type: "button", id: "v-history", text: "This prompt over the run", click: () => this.history(g.index) })),
+        DATA.replay ? null : el("button", { type: "button", id: "v-history", text: "This prompt over the run", click: () => this.history(g.index) })),
       el("div", { class: "prompt-text", text: visible(g.prompt) }),
       el("div", { class: "columns" }, ...Object.entries(columns).map(([name, value]) => el("span", {}, visible(name) + " ", el("b", { text: visible(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 2000) })))),
-      top.length ? el("div", { class: "top-tokens" }, el("span", { class: "muted", text: "moved most:" }), ...top.map((t) => this.topLink(t))) : null,
+      top.length ? el("div", { class: "top-tokens" }, el("span", { class: "muted", text: DATA.replay ? "differ most:" : "moved most:" }), ...top.map((t) => this.topLink(t))) : null,
       el("div", { class: "rollouts" + (isLong ? " long" : "") }, ...rollouts.map(({ r }) => this.rolloutCard(g, r)))));
   }
 
-  /** @param {Group[]} groups @param {number} most */
+  /** The tokens that moved most, by their KL; in a replay those whose credit differs most.
+   * @param {Group[]} groups @param {number} most */
   topTokens(groups, most) {
-    const quantity = byName("kl");
+    const quantity = DATA.replay ? DIFFERENCE : byName("kl");
     const found = [];
     for (const g of groups) for (const r of g.rollouts) for (let i = 0; i < r.ids.length; i++) {
-      const value = quantity.of(r, i);
-      if (value !== null && value > 1e-9) found.push({ r, i, value });
+      const value = Math.max(...VARIANTS.map((_, v) => Math.abs(quantity.of(r, i, v) ?? 0)));
+      if (value > 1e-9) found.push({ r, i, value });
     }
     return found.sort((a, b) => b.value - a.value).slice(0, most);
   }
@@ -339,7 +352,7 @@ class Viewer {
   /** @param {{r: Rollout, i: number, value: number}} t */
   topLink(t) {
     const link = el("a", { href: `#t/${this.run}/${this.number}/${this.group}/${t.r.sample}/${t.i}` }, el("code", { text: this.piece(t.r.ids[t.i]) }));
-    return el("span", {}, link, el("span", { class: "muted", text: ` #${t.r.sample}, KL ${number(t.value, 3)}` }));
+    return el("span", {}, link, el("span", { class: "muted", text: ` #${t.r.sample}, ${DATA.replay ? "by" : "KL"} ${number(t.value, 3)}` }));
   }
 
   /** @param {number} id */
@@ -351,7 +364,7 @@ class Viewer {
   /** @param {Group} g @param {Rollout} r */
   rolloutCard(g, r) {
     const mark = r.correct === null ? null : r.correct ? el("span", { class: "right-mark", text: "✓ right" }) : el("span", { class: "wrong-mark", text: "✗ wrong" });
-    const facts = [["advantage", r.advantages ? "per token" : number(r.advantage, 4)]];
+    const facts = DATA.replay ? [] : [["advantage", r.advantages ? "per token" : number(r.advantage, 4)]];
     const parts = Object.entries(r.parts);
     if (parts.length > 1) facts.push(...parts.map(([name, value]) => [name, number(value, 4)]));
     if (r.shaped !== null && r.shaped !== r.reward) facts.push(["shaped", number(r.shaped, 4)]);
@@ -359,9 +372,14 @@ class Viewer {
     facts.push(...Object.entries(r.extras).filter(([, v]) => v !== null).map(([name, value]) => [name, (typeof value === "string" ? value : JSON.stringify(value)).slice(0, 200)]));
     const head = el("div", { class: "head" }, el("span", { text: `#${r.sample}` }), el("b", { text: "reward " + number(r.reward, 4) }), mark,
       ...facts.map(([name, value]) => el("span", { text: `${visible(String(name))} ${visible(String(value))}` })));
-    const strip = el("div", { class: "strip", "data-sample": r.sample, role: "group", "aria-label": `Completion ${r.sample}, reward ${number(r.reward, 4)}` });
-    const card = el("div", { class: "rollout" + (this.fits(g, r) ? "" : " dim") }, head, strip);
-    this.fill(strip, r, 0);
+    const strips = VARIANTS.map((name, v) => {
+      const label = `Completion ${r.sample}, reward ${number(r.reward, 4)}` + (name && `, ${name}`);
+      const strip = el("div", { class: "strip", "data-sample": r.sample, "data-variant": v, role: "group", "aria-label": label });
+      this.fill(strip, r, 0);
+      if (!name) return strip;
+      return el("div", {}, el("div", { class: "label" }, el("b", { text: name }), "advantage " + number(r.given?.[v], 4)), strip);
+    });
+    const card = el("div", { class: "rollout" + (this.fits(g, r) ? "" : " dim") }, head, ...(DATA.replay ? [el("div", { class: "variants" }, ...strips)] : strips));
     const known = Object.keys(this.data?.texts ?? {}).length > 0;
     const cut = r.characters > r.text.length ? ` (the first ${number(r.text.length)} of ${number(r.characters)} characters)` : "";
     const text = el("details", { open: !known }, el("summary", { text: "text" + cut }));
@@ -387,7 +405,7 @@ class Viewer {
       }
       const text = this.piece(r.ids[i]);
       const token = el("span", { class: "tok" + (/^(<[^<>]*>|⟨\d+⟩)$/.test(text) ? " special" : ""), "data-i": i, tabindex: i === 0 ? 0 : -1, text: text.replace(/\n/g, "↵\n") });
-      this.paint(token, r, i);
+      this.paint(token, r, i, Number(strip.dataset.variant));
       block.append(token);
     }
     if (until < r.ids.length) {
@@ -400,9 +418,9 @@ class Viewer {
   }
 
   /** Colour by the chosen quantity. Shapes repeat what colours say: hatching, and lines above or below.
-   * @param {HTMLElement} token @param {Rollout} r @param {number} i */
-  paint(token, r, i) {
-    const q = this.quantity, x = q.of(r, i);
+   * @param {HTMLElement} token @param {Rollout} r @param {number} i @param {number} v */
+  paint(token, r, i, v) {
+    const q = this.quantity, x = q.of(r, i, v);
     token.classList.remove("hatch", "under", "over");
     token.style.backgroundColor = "";
     if (x === null) return;
@@ -427,8 +445,9 @@ class Viewer {
     this.legend();
     const g = this.data?.groups[this.group];
     for (const token of /** @type {NodeListOf<HTMLElement>} */ (at("v-panel").querySelectorAll(".tok"))) {
-      const r = g?.rollouts.find((each) => String(each.sample) === token.closest(".strip")?.getAttribute("data-sample"));
-      if (r) this.paint(token, r, Number(token.dataset.i));
+      const strip = /** @type {HTMLElement} */ (token.closest(".strip"));
+      const r = g?.rollouts.find((each) => String(each.sample) === strip.dataset.sample);
+      if (r) this.paint(token, r, Number(token.dataset.i), Number(strip.dataset.variant));
     }
   }
 
@@ -436,8 +455,10 @@ class Viewer {
   values(q) {
     const found = [];
     for (const g of this.data?.groups ?? []) for (const r of g.rollouts) for (let i = 0; i < r.ids.length; i++) {
-      const x = q.of(r, i);
-      if (x !== null) found.push(Math.abs(x));
+      for (let v = 0; v < VARIANTS.length; v++) {
+        const x = q.of(r, i, v);
+        if (x !== null) found.push(Math.abs(x));
+      }
     }
     return found;
   }
@@ -474,7 +495,7 @@ class Viewer {
       });
       const high = number(this.limit, 2);
       parts.push(el("span", { class: "ramp" }, q.kind === "signed" ? "−" + high : "0", el("span", {}, ...ramp), high));
-      if (q.kind === "signed") parts.push("below 0 also underlined");
+      if (q.kind === "signed") parts.push("below 0 also underlined" + (q === LOSS_CREDIT ? ": the token is made likelier" : ""));
     }
     at("v-legend").replaceChildren(...parts);
   }
@@ -489,16 +510,22 @@ class Viewer {
     const sample = token.closest(".strip")?.getAttribute("data-sample");
     const r = g.rollouts.find((each) => String(each.sample) === sample);
     if (!r) return;
-    this.marked?.classList.remove("on");
     this.marked = token;
-    token.classList.add("on");
+    for (const each of at("v-panel").querySelectorAll(".tok.on")) each.classList.remove("on");
+    for (const each of at("v-panel").querySelectorAll(`.strip[data-sample="${sample}"] .tok[data-i="${token.dataset.i}"]`)) each.classList.add("on");
     const i = Number(token.dataset.i), d = logRatio(r, i), why = pick(r.why, i);
     /** @type {[string, string, any][]} */
+    const credits = [];
+    for (const [v, name] of DATA.replay ? VARIANTS.entries() : []) {
+      credits.push([`credit-${v}`, `credit, ${name}`, lossCredit(r, i, v)]);
+      if (v) credits.push([`difference-${v}`, `difference, ${name}`, DIFFERENCE.of(r, i, v)]);
+    }
+    /** @type {[string, string, any][]} */
     const facts = [
-      ["sampler", "log p, sampler", pick(r.sampler, i)], ["old", "log p, before", pick(r.old, i)], ["new", "log p, now", pick(r.new, i)],
+      ...credits, ["sampler", "log p, sampler", pick(r.sampler, i)], ["old", "log p, before", pick(r.old, i)], ["new", "log p, now", pick(r.new, i)],
       ["ref", "log p, reference", pick(r.ref, i)], ["advantage", "advantage", advantageOf(r, i)], ["ratio", "ratio", d === null ? null : Math.exp(d)],
-      ["log_ratio", "log-ratio", d], ["credit", "advantage × log-ratio", byName("credit").of(r, i)], ["kl", "KL, before to now", byName("kl").of(r, i)],
-      ["ref_kl", "KL to the reference", byName("ref_kl").of(r, i)], ["entropy", "entropy", pick(r.entropy, i)], ["gap", "sampler gap", byName("gap").of(r, i)],
+      ["log_ratio", "log-ratio", d], ["credit", "advantage × log-ratio", byName("credit").of(r, i, 0)], ["kl", "KL, before to now", byName("kl").of(r, i, 0)],
+      ["ref_kl", "KL to the reference", byName("ref_kl").of(r, i, 0)], ["entropy", "entropy", pick(r.entropy, i)], ["gap", "sampler gap", byName("gap").of(r, i, 0)],
       ["clip", "clipped", r.clipped === null ? null : (CLIPS.at(pick(r.clipped, i) ?? 0) ?? CLIPS[0])[0]],
       ["why", "trained on", why === null ? null : why === 0 ? "yes" : "no: " + REASONS[why][0]],
     ];

@@ -64,6 +64,8 @@ class RunDirectory(RunReader):
                 for folder in run._made:
                     _check_name(folder.name, output)
                 path.mkdir(parents=True, exist_ok=True)
+        except InputError:
+            raise
         except (OSError, ValueError, RecursionError) as error:  # a file in the way, no permission, a name that is none
             raise InputError(
                 f"output={output[:200]!r} cannot be a directory: {str(error)[:200]}; choose another"

@@ -53,6 +53,14 @@ def test_a_run_that_goes_on_is_learning(tmp_path: Path) -> None:
         assert state_line(RunReader(run.path)).name == "learning"
 
 
+def test_a_run_without_a_status_file_has_a_state(tmp_path: Path) -> None:
+    with RunDirectory.create(str(tmp_path / "run"), "steps: 100\n") as run:
+        run.log_metrics(1, {"reward/mean": 1.0})
+        state = state_line(RunReader(run.path))
+    assert state.name == "too_early"
+    assert state.text.startswith("without a status file that can be read, after step 1: too early to tell")
+
+
 def test_the_sentence_has_the_numbers(tmp_path: Path) -> None:
     """By hand: means of the first and last 20 of 0.20, 0.21, ... 0.59; the noise cancels within four steps."""
     state = state_line(recorded(tmp_path / "run", RISING))

@@ -231,6 +231,19 @@ def test_the_command_prints_a_table_and_writes_all_numbers(
         command([*words, "--out", str(out)])
 
 
+def test_rows_are_those_of_the_file_where_groups_were_left_out(trained: Make) -> None:
+    run = trained(dynamic_sampling=3, minibatches=2)
+    rows = run.completions(1).to_pylist()
+    kept = [i for i, row in enumerate(rows) if row["status"] == "kept"]
+    assert kept != list(range(len(kept)))  # a group before them was left out
+    completions = replay(run, 1).as_json()["completions"]
+    assert [completion["row"] for completion in completions] == kept[len(kept) // 2 :]
+    for completion in completions:
+        row = rows[completion["row"]]
+        assert (row["prompt_index"], row["sample"]) == (completion["prompt_index"], completion["sample"])
+        assert len(completion["credit"][0]) == len(row["tokens"])
+
+
 def test_a_loss_object_has_its_own_options(trained: Make) -> None:
     run = trained()
     wide, tight = (replay(run, 2, [GSPOLoss(clip_range=c)]).variants[1] for c in (0.2, 1e-9))
