@@ -62,7 +62,7 @@ def finish(processes: list[subprocess.Popen], timeout: float = 240) -> list[tupl
 def train_command(folder: Path, **options: Any) -> list[str]:
     usual = {"model": "builtin", "data": "builtin:carries", "steps": 6, "prompts_per_step": 8, "group_size": 4}
     usual |= {"max_new_tokens": 4, "eval_prompts": 8, "tokens_per_microbatch": 96, "lr": 1e-3, "threads": 1}
-    usual |= {"save_every": 1, "output": folder, "keep_checkpoints": 9}
+    usual |= {"save_every": 1, "eval_every": 1, "output": folder, "keep_checkpoints": 9}
     words = [str(x) for name, value in (usual | options).items() for x in (f"--{name.replace('_', '-')}", value)]
     return [sys.executable, "-m", "gruppo", "train", "--ranks-exact", "--no-tensorboard", *words]
 

@@ -177,6 +177,8 @@ class RankedModel(TransformersModel):
     def run(self, plan: StepPlan, watch: Watch | None = None, record: Record | None = None) -> LossOutput:
         seen: list[tuple[tuple[int, ...], Sequence[int], dict[str, Tensor]]] = []
         with self._on_all("run", records=record is not None):
+            if faults.PLAN and self.ranks.rank:
+                faults.PLAN.reach("follow", self.version)
             output = super().run(plan, watch, None if record is None else lambda *columns: seen.append(columns))
             if record is not None:
                 for columns in self._all_columns(seen):
@@ -185,8 +187,6 @@ class RankedModel(TransformersModel):
 
     def _follow_run(self, records: bool) -> None:
         assert self._plan is not None
-        if faults.PLAN:
-            faults.PLAN.reach("follow", self.version)
         self.run(self._plan, record=(lambda *_: None) if records else None)
 
     def _all_columns(self, seen: list[Any]) -> Iterator[tuple[tuple[int, ...], Sequence[int], dict[str, Tensor]]]:

@@ -133,8 +133,9 @@ class Ranks:
         try:
             dist.monitored_barrier(group=self.control, timeout=ANSWER, wait_all_ranks=True)
         except RuntimeError as error:
-            named = re.search(r"[Rr]anks? ([0-9, ]+)", str(error))
-            return f"rank {named[1].strip(' ,')} does not answer" if named else "a rank does not answer"
+            named = re.search(r"[Rr]anks? ([0-9, ]+) failed", str(error))
+            lost = named[1].strip(" ,") if named else str(1 - self.rank) if self.world == 2 else "of the others"
+            return f"rank {lost} does not answer"
         return "all ranks answer"
 
     def highest(self, value: int) -> int:
@@ -174,6 +175,8 @@ def join(deadline_s: float) -> Ranks:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     store, rank, world = next(rendezvous("env://"))
     store.set_timeout(START)
+    # torchrun's store outlives a restart, and the addresses in it do not.
+    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     options: dict[str, Any] = {"store": PrefixStore("groups", store), "rank": rank, "world_size": world}
     dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s), **options)
     control = dist.new_group(backend="gloo", timeout=WAIT)
