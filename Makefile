@@ -8,7 +8,7 @@
 # make test-faults  run the tests of the fault matrix, and print what each row of it was shown by
 # make test-doctor  train runs with real faults and healthy ones, and print what the doctor says of each
 # make campaign  kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
-# make test-ranks  run on 1 to 4 ranks, resume on another number, and kill, hang and stop ranks, in about ten minutes
+# make test-ranks  run on 1 to 4 ranks, resume on another number, kill, hang and stop ranks, and time rollouts ahead
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
 # make quick  the tests without those that train or start processes, in about a minute
@@ -51,7 +51,7 @@ test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m row --rows all tests
 
 test-ranks: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m ranks tests/distributed
+	$(BIN)/python -m pytest -q -m "ranks or clock" tests/distributed tests/unit/trainer
 
 test-doctor: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m doctor tests/doctor

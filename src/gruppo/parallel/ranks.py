@@ -167,8 +167,7 @@ def join(deadline_s: float) -> Ranks:
     if missing:
         raise InputError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that a launcher has started several processes, and "
-            f"{', '.join(missing)} is not set; start them with torchrun --nproc-per-node N -m gruppo train, or unset "
-            "WORLD_SIZE"
+            f"{', '.join(missing)} is not set; start them with torchrun ... -m gruppo train, or unset WORLD_SIZE"
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -141,9 +141,9 @@ def test_models_that_keep_other_shares_have_graphs_of_their_own() -> None:
     torch._dynamo.reset()
     counters.clear()
     seen = []
-    for keep in (1.0, 0.5, 0.5):
+    for keep in (1.0, 0.5):
         model = actor("qwen3", layout="padded")
         CompiledBlocks(model.scorer.base, keep=keep, backend="aot_eager")
         model.forward_backward(features, advantages=[1.0] * len(features))
         seen.append(counters["stats"]["unique_graphs"])
-    assert seen[1] == 2 * seen[0] and seen[2] == seen[1]
+    assert seen[1] == 2 * seen[0]

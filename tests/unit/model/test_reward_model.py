@@ -148,7 +148,7 @@ def test_a_template_runs_in_a_child_with_limits(name: str, tmp_path: Path, monke
     template, said = ENDLESS[name]
     monkeypatch.setattr("gruppo.task.template.SECONDS", 0.5 if name == "a loop" else 60.0)
     folder = save(tmp_path / "judge", template=template)
-    before = psutil.Process().memory_info().rss
+    before, children = psutil.Process().memory_info().rss, set(psutil.Process().children())
     with RewardScorer([str(folder)]) as scorer:
         if name == "a loop":  # the same for every completion
             with pytest.raises(InputError, match=rf"reward model .*judge': the chat template {said}"):
@@ -157,7 +157,7 @@ def test_a_template_runs_in_a_child_with_limits(name: str, tmp_path: Path, monke
             with pytest.raises(RewardError, match=said):
                 scorer.score([[{"role": "user", "content": "1"}]], ["3"])
     assert psutil.Process().memory_info().rss - before < 2**29
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= children  # other tests keep a server of processes
 
 
 def test_a_conversation_that_the_template_refuses_fails_alone(tmp_path: Path) -> None:

@@ -51,3 +51,10 @@ def make_trainer(small_config: Callable[..., TrainConfig]) -> Iterator[Callable[
     yield make
     for trainer in made:
         trainer.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "clock" not in config.option.markexpr:
+        for item in items:
+            if "clock" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="compares times; `make test-ranks` runs it"))

@@ -103,6 +103,7 @@ def test_what_waits_is_read_back_as_it_was(tmp_path: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(("sample", "train"), [(0.3, 0.15), (0.15, 0.3)])
 def test_a_step_takes_as_long_as_the_slower_of_the_two(
     sample: float, train: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,6 +86,7 @@ def events(trainer: GRPOTrainer, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if line["event"] == kind]
 
 
+@pytest.mark.clock
 def test_long_completions_do_not_hold_up_a_step(make_trainer: Make, engine: None, tmp_path: Path) -> None:
     seconds, trained = {}, {}
     for streaming in (False, True):
