@@ -96,7 +96,7 @@ def test_long_completions_do_not_hold_up_a_step(make_trainer: Make, engine: None
         started = time.monotonic()
         trainer.train()
         seconds[streaming], trained[streaming] = (time.monotonic() - started) / 8, ages
-    assert seconds[False] > LONG  # the longest completion of a step
+    assert seconds[False] > 0.9 * LONG  # the longest completion of a step
     assert seconds[True] < 0.75 * seconds[False]  # a quarter where nothing else runs
     assert len(trained[True].prompts) == len(trained[False].prompts) == 8 * PER_STEP
     assert max(trained[True].ages) <= 8
