@@ -26,13 +26,15 @@ def take_lock(folder: Path) -> None:
                     f"(or delete {lock} if it no longer runs)"
                 )
             lock.unlink(missing_ok=True)
+            text = json.dumps(_me()).encode()
             descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             try:
-                with os.fdopen(descriptor, "w") as file:
-                    json.dump(_me(), file)
+                os.write(descriptor, text)
             except OSError:
                 lock.unlink(missing_ok=True)  # an empty one would be nobody's
                 raise
+            finally:
+                os.close(descriptor)
     except OSError as error:
         raise InputError(
             f"{folder} cannot be written: {error}; free some space or make it writable, or choose another"
@@ -40,9 +42,9 @@ def take_lock(folder: Path) -> None:
 
 
 def give_back_lock(folder: Path) -> None:
-    """Delete the lock, if it is this process's."""
-    with suppress(OSError):
-        if _owner(folder / NAME) == _me():
+    """Delete the lock, if it is this process's. A signal may have come before its text was written."""
+    with suppress(OSError), _guarded(folder) as is_guarded:
+        if _owner(folder / NAME) == _me() or (is_guarded and _is_cut(folder / NAME)):
             (folder / NAME).unlink()
 
 

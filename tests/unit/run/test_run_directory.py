@@ -376,3 +376,13 @@ def test_records_that_are_no_records_are_left_out_when_a_run_goes_on(tmp_path: P
     run.go_on_after(5, CONFIG)
     assert run.metrics() == [{"step": 1, "a": 1.0}]
     assert run.environment_changes() == ["env.json cannot be read"]
+
+
+def test_a_signal_before_the_text_of_the_lock_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*_: object) -> int:
+        raise SystemExit(143)
+
+    monkeypatch.setattr("gruppo.run.lock.os.write", leave)
+    with pytest.raises(SystemExit):
+        RunDirectory.create(str(tmp_path / "new" / "run"), "steps: 1\n")
+    assert list(tmp_path.iterdir()) == []
