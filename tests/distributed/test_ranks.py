@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
-SOME = ("grpo", "gspo with kl, shared prompts", "lora with kl")
 
 
 def cases() -> list[str]:

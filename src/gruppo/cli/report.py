@@ -82,11 +82,11 @@ class ViewArguments:
 
 
 def view(arguments: Sequence[str]) -> int:
-    from gruppo.doctor import findings, state_line
+    from gruppo.doctor import summary
     from gruppo.report.server import ViewServer
 
     given = parse(ViewArguments, arguments, "view")
-    server = ViewServer(readers(given.runs), port=given.port, findings=findings, states=state_line)
+    server = ViewServer(readers(given.runs), port=given.port, summary=summary)
     server.start()
     try:
         print(f"view: {server.url}", flush=True)

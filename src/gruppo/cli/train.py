@@ -129,13 +129,12 @@ def run(
     launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile."""
     from gruppo.parallel.ranks import join, leave, world_of_launcher
 
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and Path(config.output, "config.yaml").exists():
+        resume, overwrite = True, False  # torchrun --max-restarts: the run goes on
     options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "overwrite": overwrite}
     train_alone = partial(_run, config, **options, view=view, opening=opening, show=show)
     if world_of_launcher() == 1:
         return train_alone()
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and Path(config.output, "config.yaml").exists():
-        options |= {"resume": True, "overwrite": False}  # torchrun --max-restarts: the run goes on
-        train_alone = partial(_run, config, **options, view=view, opening=opening, show=show)
     ranks = join(config.rank_deadline)
     code = 1
     try:

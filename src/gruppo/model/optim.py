@@ -107,11 +107,16 @@ class MasterWeights:
         return dict(zip(self.names, self.parameters, strict=True))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]  # a DTensor's
+
+
 def norm_by_rows(gradients: list[Tensor]) -> Tensor:
     """Norm of a gradient from float64 sums over the rows of each tensor, added in one order. Shards have whole rows."""
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for gradient in gradients:
-        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # type: ignore[operator]  # a DTensor's
+        own = local(gradient)
         rows = own.double().square().reshape(len(own), -1).sum(1) if own.numel() else own.new_zeros(len(own)).double()
         if own is not gradient:
             from torch.distributed.tensor import DTensor

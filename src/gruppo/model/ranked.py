@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from gruppo import faults
 from gruppo.batch import Totals
@@ -59,7 +60,6 @@ class RankedModel(TransformersModel):
         self._plan: StepPlan | None = None
         self._depth = 0
         """Calls of the first rank that this one is in; only the outermost is sent."""
-        self._is_sharded = False
 
     def shard(self, *, keeps_copy: bool) -> None:
         """Shard the weights, and those of the reference. Everything before this is done by each rank for itself.
@@ -79,7 +79,6 @@ class RankedModel(TransformersModel):
         self._sums = shard(self.model, self.scorer.base, self.ranks, **options)
         if frozen is not None:
             shard(frozen.model, frozen.base, self.ranks, compute=self.dtype, exact=False)
-        self._is_sharded = True
 
     def twin(self) -> TransformersModel:
         assert self._whole is not None, "no copy was kept"
@@ -101,11 +100,12 @@ class RankedModel(TransformersModel):
     @contextmanager
     def _on_all(self, call: str, rollouts: Sequence[Rollout] | None = None, **arguments: Any) -> Iterator[None]:
         """What is done inside is done by all ranks."""
+        is_sent = not self._depth and self.ranks.rank == 0
+        self._depth += 1
         try:
-            if not self._depth and self.ranks.rank == 0:
+            if is_sent:
                 tensors = None if rollouts is None else packed(rollouts)
                 self.ranks.tell({"call": call, **arguments}, tensors)
-            self._depth += 1
             faulthandler.dump_traceback_later(self.deadline_s + GRACE_S, exit=True)
             yield
         except RuntimeError as error:
@@ -154,15 +154,8 @@ class RankedModel(TransformersModel):
             return super().reference_logps(rollouts)
 
     def next_logits(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
-        with self._on_all("next_logits", rows=list(rows)), torch.no_grad():
-            rollouts = as_rollouts([InputFeature(prompt_ids=tuple(row), completion_ids=(0,)) for row in rows])
-            found = None
-            for batch in self.planner.split(rollouts):
-                logits = self.scorer.logits(batch.to(self.device)).float()
-                found = logits.new_zeros(len(rows), logits.shape[-1]) if found is None else found
-                found[list(batch.indices)] = logits[: len(batch.indices)]
-            assert found is not None, "there is at least one row"
-            return self.ranks.sum(found)
+        with self._on_all("next_logits", rows=list(rows)):
+            return super().next_logits(rows)
 
     def plan(self, rollouts: Sequence[Rollout], totals: Totals | None = None) -> StepPlan:
         if totals is not None:
@@ -213,7 +206,7 @@ class RankedModel(TransformersModel):
             return super().calculate_metric()
 
     def set_loss(self, loss: PolicyLoss) -> None:
-        if not self._is_sharded:
+        if not isinstance(self.model, FSDPModule):
             super().set_loss(loss)
             return
         with self._on_all("set_entropy_coef", value=loss.entropy_coef):
@@ -235,9 +228,9 @@ class RankedModel(TransformersModel):
 
         with self._on_all("write_weights", folder=str(folder)):
             if self.lora is not None:
-                state = {name: whole(p.detach()).cpu() for name, p in self.model.state_dict().items() if "lora" in name}
+                adapter = {name: tensor.cpu() for name, tensor in self.trained().items()}
                 if self.ranks.rank == 0:
-                    self.model.save_pretrained(folder, safe_serialization=True, state_dict=state)  # type: ignore[operator]
+                    self.model.save_pretrained(folder, safe_serialization=True, state_dict=adapter)  # type: ignore[operator]
             else:
                 write_whole(self.model, Path(folder), self.dtype)
                 if self.ranks.rank == 0:
@@ -245,11 +238,6 @@ class RankedModel(TransformersModel):
                     if getattr(self.model, "generation_config", None) is not None:
                         self.model.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
             self.ranks.highest(0)  # all files are there
-
-    def save(self, folder: str | Path) -> None:
-        from gruppo.model.checkpoint import save_pretrained
-
-        save_pretrained(self.write_weights, self.tokenizer, Path(folder), {**self.quantized, **self._base})
 
     def save_state(self, folder: Path) -> None:
         from gruppo.model.shards import save_shards

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from gruppo.model.blocks import find_blocks
-from gruppo.model.optim import MasterWeights
+from gruppo.model.optim import MasterWeights, local
 from gruppo.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -101,11 +101,6 @@ class ShardedWeights(MasterWeights):
         ]
         first = -self.ranks.highest(-min(bad, default=NONE))
         return None if first == NONE else self.names[first]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]  # a DTensor's
 
 
 def whole(tensor: "Tensor | DTensor") -> Tensor:

@@ -5,7 +5,7 @@ Weights and the optimizer's tensors are in one flat table; what is no tensor is 
 """
 
 import json
-import operator
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gruppo.errors import CheckpointError
-from gruppo.model.optim import MasterWeights
+from gruppo.model.optim import MasterWeights, local
 from gruppo.parallel.ranks import Ranks
 
 SHARDS, SCALARS = "shards", "optimizer.json"
@@ -35,7 +35,7 @@ def is_sharded(folder: Path) -> bool:
 def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
     """Each rank's rows of the weights and of the optimizer's state. Called by all ranks."""
     tensors = _tensors(weights, optimizer)
-    bad = [i for i, x in enumerate(tensors.values()) if not bool(_local(x).isfinite().all())]
+    bad = [i for i, x in enumerate(tensors.values()) if not bool(local(x).isfinite().all())]
     first = -ranks.highest(-min(bad, default=len(tensors)))
     if first < len(tensors):
         raise CheckpointError(
@@ -89,7 +89,7 @@ def load_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
     except (OSError, ValueError, KeyError, TypeError, CheckpointException) as error:
         raise CheckpointError(f"{folder} is not a checkpoint of this model: {error}") from error
     for name, tensor in tensors.items():
-        if not bool(_local(tensor).isfinite().all()):
+        if not bool(local(tensor).isfinite().all()):
             raise CheckpointError(f"{folder}: {name} holds non-finite numbers")
     weights.write_back()
 
@@ -121,17 +121,10 @@ def _check_covered(folder: Path, tensors: dict[str, Tensor]) -> None:
         for name, entry in header.items():
             if name not in found:
                 raise CheckpointError(f"{file} holds {name}, which the model does not have")
-            found[name] += operator.index(_product(entry["shape"]))
+            found[name] += math.prod(entry["shape"])
     for name, tensor in tensors.items():
         if found[name] != tensor.numel():
             raise CheckpointError(f"{folder}: {name} has {found[name]} of {tensor.numel()} numbers; a shard is missing")
-
-
-def _product(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -153,7 +146,3 @@ def _tensors(weights: MasterWeights, optimizer: torch.optim.Optimizer) -> dict[s
                 tensors[f"optimizer.{number}.{key}"] = value
             number += 1
     return tensors
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]  # a DTensor's

@@ -283,13 +283,13 @@ class TransformersModel:
     def next_logits(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
         """Logits of the token after each row of tokens at temperature 1, `[N, V]` float32, as they are scored."""
         # Token 0 marks the one slot whose logits are wanted; that slot does not see it.
-        rollouts = as_rollouts([InputFeature(prompt_ids=row, completion_ids=(0,)) for row in rows])
-        order: list[int] = []
-        logits = []
+        rollouts = as_rollouts([InputFeature(prompt_ids=tuple(row), completion_ids=(0,)) for row in rows])
+        logits_NV = torch.zeros(len(rows), 0, device=self.device)
         for batch in self.planner.split(rollouts):
-            order += batch.indices
-            logits.append(self.scorer.logits(batch.to(self.device)).float())
-        return torch.cat(logits)[torch.tensor(order).argsort()]
+            found = self.scorer.logits(batch.to(self.device)).float()
+            logits_NV = logits_NV if logits_NV.shape[1] else found.new_zeros(len(rows), found.shape[1])
+            logits_NV[list(batch.indices)] = found[: len(batch.indices)]  # none, if idle
+        return self.ranks.sum(logits_NV)
 
     def decode(
         self,

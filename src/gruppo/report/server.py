@@ -28,7 +28,7 @@ class ViewServer(ThreadingHTTPServer):
 
     Args:
         port: 0 takes a free one.
-        findings, states: functions of a run, for what `report_page` takes of the same name.
+        summary: how a run stands and what may be wrong with it, for what `report_page` takes as states and findings.
     """
 
     daemon_threads = True
@@ -38,13 +38,13 @@ class ViewServer(ThreadingHTTPServer):
         runs: Sequence[RunReader],
         *,
         port: int = 0,
-        findings: Callable[[RunReader], Sequence[Finding]] | None = None,
-        states: Callable[[RunReader], State] | None = None,
+        summary: Callable[[RunReader], tuple[State, Sequence[Finding]]] | None = None,
     ) -> None:
         self.runs = list(runs)
         self.token = secrets.token_urlsafe(24)
         self.texts = [TokenTexts(run) for run in self.runs]
-        self.findings, self.states = findings, states
+        self.summary = summary
+        self._summaries: tuple[str, list[State], list[Sequence[Finding]]] = ("", [], [])
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
@@ -70,11 +70,12 @@ class ViewServer(ThreadingHTTPServer):
             seen = self.signature()
             if parse_qs(query).get("seen") == [seen]:
                 return None
-            states = [] if self.states is None else [self.states(run) for run in self.runs]
-            data = page_data(self.runs, findings=self._found(), states=states)
+            _, states, findings = self._summed_up(seen)
+            data = page_data(self.runs, findings=findings, states=states)
             return JSON, to_json(data | {"live": True, "seen": seen})
         if path == "charts.json":
-            made = chart_data(self.runs, findings=self._found()) | {"ledgers": list(map(ledger_data, self.runs))}
+            _, _, findings = self._summed_up(self.signature())
+            made = chart_data(self.runs, findings=findings) | {"ledgers": list(map(ledger_data, self.runs))}
             return JSON, to_json(made)
         found = re.fullmatch(r"(step|rows)/(\d{1,4})/(\d{1,9})\.json", path, re.ASCII)
         if found is None or int(found[2]) >= len(self.runs):
@@ -85,8 +86,12 @@ class ViewServer(ThreadingHTTPServer):
         content = step_data(run, step, self.texts[int(found[2])]) if found[1] == "step" else step_rows(run, step)
         return JSON, to_json(content)
 
-    def _found(self) -> list[Sequence[Finding]]:
-        return [] if self.findings is None else [self.findings(run) for run in self.runs]
+    def _summed_up(self, signature: str) -> tuple[str, list[State], list[Sequence[Finding]]]:
+        """States and findings of the runs; looked for once for the records that have this signature."""
+        if self.summary is not None and self._summaries[0] != signature:
+            states, findings = zip(*map(self.summary, self.runs), strict=True)
+            self._summaries = (signature, list(states), list(findings))
+        return self._summaries
 
     def signature(self) -> str:
         """A text that changes with the records of the runs."""
