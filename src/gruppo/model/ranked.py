@@ -28,7 +28,7 @@ from gruppo.model.plan import StepPlan
 from gruppo.model.sharding import OrderedSum, ShardedWeights, shard, whole
 from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch
 from gruppo.parallel.ranks import Ranks
-from gruppo.types import InputFeature, Prompt, Rollout, Trajectory
+from gruppo.types import Prompt, Rollout, Trajectory
 
 GRACE_S = 30.0
 """Seconds that a rank stays after its deadline, so that those that wait for it report it first."""
