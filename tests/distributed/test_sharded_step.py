@@ -40,7 +40,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results
 
 
-@pytest.mark.parametrize(("case", "world"), [*((case, 2) for case in CASES), *((case, 3) for case in ON_THREE)])
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [*((case, 2) for case in CASES), *(pytest.param(case, 3, marks=pytest.mark.ranks) for case in ON_THREE)],
+)
 def test_gradients_of_all_parameters_are_those_of_one_process(case: str, world: int, ranks: Any) -> None:
     alone = run(case)
     for result in ranks(world):

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+
+from gruppo.cli.main import run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8").split("## Parts of a loss")[0]
 SECTIONS = {
@@ -24,29 +24,27 @@ SECTIONS = {
 pytestmark = pytest.mark.slow
 
 
-def follow(name: str, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Metrics, completions and output of a section's commands."""
-    code, commands = SECTIONS[name]
-    (folder / f"{name}.py").write_text(code, encoding="utf-8")
-    printed = ""
-    for command in commands:
-        words = shlex.split(command)
-        assert words[0] == "gruppo"
-        done = subprocess.run(
-            [sys.executable, "-m", "gruppo", *words[1:]],
-            cwd=folder,
-            env=os.environ | {"COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr
-        printed += done.stdout
-    (run,) = (folder / "runs").iterdir()
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    files = sorted((run / "completions").glob("*.parquet"))
-    rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
-    return metrics, rows, printed
+@pytest.fixture
+def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Metrics, completions and output of a section's commands, run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def follow(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+        code, commands = SECTIONS[name]
+        Path(f"{name}.py").write_text(code, encoding="utf-8")
+        for command in commands:
+            words = shlex.split(command)
+            assert words[0] == "gruppo"
+            assert run(words[1:]) == 0
+        (folder,) = Path("runs").iterdir()
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        files = sorted((folder / "completions").glob("*.parquet"))
+        rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
+        return metrics, rows, capfd.readouterr().out
+
+    return follow
 
 
 def of_step(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
@@ -58,8 +56,8 @@ def test_every_file_is_short() -> None:
     assert all(code.count("\n") + 1 < 30 for code, _ in SECTIONS.values())
 
 
-def test_the_reward_of_the_page_scores_the_tens(tmp_path: Path) -> None:
-    metrics, rows, _ = follow("my_reward", tmp_path)
+def test_the_reward_of_the_page_scores_the_tens(follow: Any) -> None:
+    metrics, rows, _ = follow("my_reward")
     for line in metrics[1:]:  # the first is the evaluation before the first step
         texts = [(row["completion"], row["prompt"]) for row in of_step(rows, line["step"])]
         right = [sum(map(int, prompt.strip("=").split("+"))) // 10 % 10 == int(text[1]) for text, prompt in texts]
@@ -67,8 +65,8 @@ def test_the_reward_of_the_page_scores_the_tens(tmp_path: Path) -> None:
         assert line["reward/tens/mean"] == pytest.approx(fmean(right))
 
 
-def test_the_advantage_of_the_page_is_the_gap_to_the_best(tmp_path: Path) -> None:
-    _, rows, _ = follow("my_advantage", tmp_path)
+def test_the_advantage_of_the_page_is_the_gap_to_the_best(follow: Any) -> None:
+    _, rows, _ = follow("my_advantage")
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["step"], row["prompt_index"]].append(row)
@@ -82,8 +80,8 @@ def test_the_advantage_of_the_page_is_the_gap_to_the_best(tmp_path: Path) -> Non
     assert mixed > 5
 
 
-def test_the_loss_of_the_page_trains(tmp_path: Path) -> None:
-    metrics, rows, printed = follow("my_loss", tmp_path)
+def test_the_loss_of_the_page_trains(follow: Any) -> None:
+    metrics, rows, printed = follow("my_loss")
     assert "-2*tanh(r/2)*A" in printed and "SoftCapLoss" in printed
     for line in metrics[1:]:  # the first is the evaluation before the first step
         # ratio 1, one update: the mean over tokens of -2*tanh(1/2)*A
@@ -91,8 +89,8 @@ def test_the_loss_of_the_page_trains(tmp_path: Path) -> None:
         assert line["policy/policy"] == pytest.approx(-2 * math.tanh(0.5) * fmean(tokens), abs=1e-5)
 
 
-def test_the_metric_of_the_page_counts_unlikely_tokens(tmp_path: Path) -> None:
-    metrics, rows, _ = follow("my_metric", tmp_path)
+def test_the_metric_of_the_page_counts_unlikely_tokens(follow: Any) -> None:
+    metrics, rows, _ = follow("my_metric")
     seen = []
     for line in metrics[1:]:  # the first is the evaluation before the first step
         live = [row for row in of_step(rows, line["step"]) if row["advantage"]]
