@@ -1,10 +1,12 @@
 """What guards and records cost, and what a long run leaves behind.
 
-    OMP_NUM_THREADS=1 python benchmarks/guards.py                    # the share of a step, then 500 steps
+    OMP_NUM_THREADS=1 python benchmarks/guards.py                    # the shares of a step, then 500 steps
     OMP_NUM_THREADS=1 python benchmarks/guards.py --steps 100
 
-First the share of a step of the demo, with completions written at every step as `gruppo train` does. Processor time of
-the training thread counts, so that a busy machine does not; what other threads do is shown beside it. Then a long run
+First the share of a step of the demo, with completions written at every step as `gruppo train` does; then that of a
+model of 50 million parameters. Processor time of the training thread counts, so that a busy machine does not; what
+other threads do is shown beside it. A token is recorded at the same price whatever the model, so that price is shown
+too: it can be held against any step. Then a long run
 whose reward workers are killed every tenth step: the slope of memory and of open files over its steps, with the
 standard error of the fit.
 """
@@ -31,6 +33,7 @@ from gruppo.run.directory import RunDirectory
 from gruppo.run.recorder import Recorder
 from gruppo.run.signals import StopFlag
 from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.trainer.learner import TokenRecord
 from gruppo.trainer.trainer import TrainResult
 
 WARMUP = 20
@@ -47,7 +50,11 @@ RECORDS: dict[str, tuple[Any, str]] = {
     "metrics, to file and trackers": (Recorder, "step"),
     "timings": (Recorder, "timed"),
 }
-ELSEWHERE: dict[str, tuple[Any, str]] = {"completions to Parquet": (RunDirectory, "write_completions")}
+NORM = "gradient norm, of the clipping"
+ELSEWHERE: dict[str, tuple[Any, str]] = {
+    "numbers of each token": (TokenRecord, "given_to"),
+    "completions to Parquet": (RunDirectory, "write_completions"),
+}
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
@@ -70,34 +77,57 @@ def watched(owner: Any, name: str, spent: dict[str, float], title: str) -> None:
     setattr(owner, name, timed)
 
 
-def shares(steps: int) -> None:
-    """Print what part of a step each guard and record takes."""
+def watch_all() -> dict[str, float]:
+    """Processor time of each guard and record by its title, from now on."""
     spent: dict[str, float] = defaultdict(float)
     for title, (owner, name) in (GUARDS | RECORDS | ELSEWHERE).items():
         watched(owner, name, spent, title)
-    norm: dict[str, float] = defaultdict(float)
-    watched(optim.torch.nn.utils, "get_total_norm", norm, "gradient norm")
+    watched(optim.torch.nn.utils, "get_total_norm", spent, NORM)
+    return spent
+
+
+def shares(spent: dict[str, float], warmup: int, steps: int, objects: dict[str, Any], **changes: Any) -> None:
+    """Print what part of a step each guard and record takes."""
+    tokens = 0
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(config(folder, steps), quiet=True)
+        trainer = GRPOTrainer(config(folder, warmup + steps, **changes), quiet=True, **objects)
         result = TrainResult(0)
-        for _ in range(WARMUP):
+        for _ in range(warmup):
             trainer._take_step(result)
+        trainer.recorder.flush()
         spent.clear()
-        norm.clear()
         begun = time.thread_time()
-        for _ in range(steps - WARMUP):
+        for _ in range(steps):
             trainer._take_step(result)
+            tokens += sum(len(rollout.trajectory.tokens) for group in trainer.groups for rollout in group.rollouts)
         total = time.thread_time() - begun
-        step = median(line["sample"] + line["reward"] + line["train"] for line in trainer.run.timings()[WARMUP:])
+        trainer.recorder.flush()
+        step = median(line["sample"] + line["reward"] + line["train"] for line in trainer.run.timings()[warmup:])
+        size, given = sum(p.numel() for p in trainer.model.model.parameters()), trainer.config
         trainer.close()
-    each = total / (steps - WARMUP)
-    print(f"a step of 32 x 8 completions: {each * 1e3:.1f} ms of processor time, {step * 1e3:.1f} ms on the clock\n")
+    print(f"{size / 1e6:.1f} million parameters, {given.prompts_per_step} x {given.group_size} completions", end=": ")
+    print(f"{total / steps * 1e3:.1f} ms of processor time, {step * 1e3:.1f} ms on the clock\n")
     for title in (*GUARDS, *RECORDS):
         print(f"{title:36} {spent[title] / total:7.2%}")
     print(f"{'together':36} {sum(spent[title] for title in (*GUARDS, *RECORDS)) / total:7.2%}")
-    print(f"{'gradient norm, of the clipping':36} {norm['gradient norm'] / total:7.2%}")
+    print(f"{NORM:36} {spent[NORM] / total:7.2%}")
     for title in ELSEWHERE:
         print(f"{title + ', in a thread':36} {spent[title] / total:7.2%}")
+    own, other = (sum(spent[title] for title in group) / tokens for group in (RECORDS, ELSEWHERE))
+    print(
+        f"{tokens / steps:.0f} tokens a step, each recorded in {own * 1e6:.2f} us + {other * 1e6:.2f} us in a thread\n"
+    )
+
+
+def real_model() -> dict[str, Any]:
+    """A model of the shape of Qwen3 with random weights that runs on a CPU, and the tokenizer of the embedded one."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from gruppo.weights.source import load_tokenizer
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "vocab_size": 16384}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    return {"model": Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)), "tokenizer": load_tokenizer("builtin")}
 
 
 def slopes(steps: int) -> bool:
@@ -150,7 +180,9 @@ def main() -> int:
     steps = parser.parse_args().steps
     sys.path.insert(0, str(Path(__file__).parent))  # where the workers find the reward
     settle_allocator()
-    shares(120)
+    spent = watch_all()
+    shares(spent, WARMUP, 100, {})
+    shares(spent, 1, 3, real_model(), prompts_per_step=4, max_new_tokens=64)
     return 0 if slopes(steps) else 1
 
 

@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gruppo.output import printable
 from gruppo.run.console import RunConsole
 from gruppo.run.directory import RunDirectory
 from gruppo.run.trackers import Trackers
 from gruppo.types import Group, Rollout
+
+if TYPE_CHECKING:
+    from gruppo.trainer.learner import TokenRecord
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +78,18 @@ class Recorder:
         """Whether the completions of a step go to a file."""
         return bool(self.completions_every) and step % self.completions_every == 0
 
-    def sampled(self, step: int, groups: Sequence[Group]) -> None:
-        """All groups of a step, with what it made of them."""
+    def sampled(self, step: int, groups: Sequence[Group], tokens: "TokenRecord | None" = None) -> None:
+        """All groups of a step, with what it made of them; `tokens` has the numbers of its updates."""
         self._check_rewards(step, [rollout for group in groups for rollout in group.rollouts])
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
         if self.writes_completions(step):
-            write = self._writer.submit(self.run.write_completions, step, groups, self.completions_limit)
-            self._unwritten.append((step, write))
+            self._unwritten.append((step, self._writer.submit(self._write_completions, step, groups, tokens)))
             self.flush(MOST_UNWRITTEN)
+
+    def _write_completions(self, step: int, groups: Sequence[Group], tokens: "TokenRecord | None") -> int:
+        whole = groups if tokens is None else tokens.given_to(groups)
+        return self.run.write_completions(step, whole, self.completions_limit)
 
     def flush(self, unwritten: int = 0) -> None:
         """Wait until the completions of all steps but so many are written."""

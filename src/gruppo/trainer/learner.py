@@ -29,7 +29,9 @@ class Learner:
     max_grad_norm: float = 1.0
     skipped_in_a_row: int = 0
 
-    def update(self, groups: Sequence[Group], *, record: bool = False) -> tuple[list[Group], dict[str, float]]:
+    def update(
+        self, groups: Sequence[Group], tokens: "TokenRecord | None" = None
+    ) -> tuple[list[Group], dict[str, float]]:
         """Take the optimizer steps; returns the groups with the log-probs they were trained with, and the metrics.
 
         While the weights are those that the step began with, an update is on-policy: the old log-probs are the policy's
@@ -37,14 +39,12 @@ class Learner:
         trains.
 
         Args:
-            record: give the rollouts what their last update saw of each token: log-probs, entropies, which the loss
-                left out.
+            tokens: takes what each update saw of each token: log-probs, entropies, which the loss left out.
         """
         model, version = self.model, self.model.version
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if self.epochs * self.minibatches > 1:
             rollouts = self.with_logps(rollouts)
-        tokens = TokenRecord() if record else None
         losses: list[dict[str, float]] = []
         norms: list[float] = []
         lr, skipped, rejected, live = 0.0, 0, 0, 0
@@ -52,7 +52,7 @@ class Learner:
             for part in minibatch_parts(groups, self.minibatches):
                 chosen = rollouts[part]
                 if model.version == version:
-                    chosen = [replace(rollout, old_logps=None) for rollout in chosen]
+                    chosen = [r if r.old_logps is None else replace(r, old_logps=None) for r in chosen]
                 result = model.run(model.plan(chosen), record=None if tokens is None else tokens.of(part.start))
                 report = model.clip_grad_and_step(self.max_grad_norm)
                 losses.append({name: float(x) for name, x in ({"loss": result.loss} | result.terms).items()})
@@ -73,7 +73,7 @@ class Learner:
             metrics["live/frac"] = sum(rollout.has_advantage for rollout in rollouts) / len(rollouts)
         # The model measures on rollouts with an advantage only, and so these numbers are called.
         metrics |= {key.replace("train/", "live/"): x for key, x in model.calculate_metric().items()}
-        trained = iter(rollouts if tokens is None else tokens.given_to(rollouts))
+        trained = iter(rollouts)
         return [replace(g, rollouts=tuple(next(trained) for _ in g.rollouts)) for g in groups], metrics
 
     def with_logps(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -95,7 +95,8 @@ class Learner:
 
 
 class TokenRecord:
-    """What the last update of a step saw of each token of its rollouts."""
+    """What the updates of a step saw of each token of its rollouts. It is put together when it is asked for, so that
+    the step does not wait for it."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], Sequence[int], dict[str, Tensor]]] = []
@@ -109,8 +110,12 @@ class TokenRecord:
 
         return note
 
-    def given_to(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with what was seen of them; a masked one is scored nowhere and stays as it is."""
+    def given_to(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups of the step with what the last update of each rollout saw. What was not scored stays as it is."""
+        made = iter(self._with_numbers([rollout for g in groups if g.status == "kept" for rollout in g.rollouts]))
+        return [replace(g, rollouts=tuple(next(made) for _ in g.rollouts)) if g.status == "kept" else g for g in groups]
+
+    def _with_numbers(self, rollouts: list[Rollout]) -> list[Rollout]:
         made, done = list(rollouts), set[int]()
         for indices, lengths, columns in reversed(self.seen):
             if done.issuperset(indices):

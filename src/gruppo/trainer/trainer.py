@@ -26,7 +26,7 @@ from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, StopHook
 from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.evaluate import Evaluation, evaluate
-from gruppo.trainer.learner import Learner
+from gruppo.trainer.learner import Learner, TokenRecord
 from gruppo.trainer.objects import take_objects
 from gruppo.trainer.plan import Plan, disk_needs, make_plan
 from gruppo.trainer.rollout import RolloutSource, dead_frac
@@ -131,6 +131,7 @@ class GRPOTrainer:
         self.unfinished: dict[str, float] | None = None
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
         self.groups: list[Group] = []
+        self._tokens: TokenRecord | None = None
         """What the last step sampled, with its advantages."""
         self.seconds: dict[str, float] = {}
         self.synced: dict[str, float] = {}
@@ -228,7 +229,7 @@ class GRPOTrainer:
         """Prompts -> rollouts -> rewards -> advantages -> update; returns the metrics of the step.
 
         Args:
-            record: keep what the last update saw of each token in `groups`.
+            record: keep what the last update saw of each token, for `recorded`.
         """
         config, state, number = self.config, self.state, self.step_number + 1
         if state.ahead is not None:
@@ -257,8 +258,9 @@ class GRPOTrainer:
         if config.entropy_target is not None:
             bonus = state.entropy.at(metrics.get("rollout/entropy"))
             self.model.set_loss(self.model.loss.replace(entropy_coef=bonus))
+        self._tokens = TokenRecord() if record else None
         with self._timed("train"):
-            kept, learned = self.learner.update(kept, record=record)
+            kept, learned = self.learner.update(kept, self._tokens)
         trained = iter(kept)
         self.groups = [next(trained) if group.status == "kept" else group for group in groups]
         metrics |= learned | {"group/dead_frac": dead_frac(self.groups)}
@@ -269,6 +271,11 @@ class GRPOTrainer:
     def kept(self) -> list[Group]:
         """The groups of the last step that were trained on."""
         return [group for group in self.groups if group.status == "kept"]
+
+    @property
+    def recorded(self) -> list[Group]:
+        """The groups of the last step with what its update saw of each token: `step(record=True)` keeps it."""
+        return self.groups if self._tokens is None else self._tokens.given_to(self.groups)
 
     def evaluate(self) -> Evaluation | None:
         """The held-out score of the weights as they are; None without held-out prompts."""
@@ -338,7 +345,7 @@ class GRPOTrainer:
         if self.unfinished is None:
             self.unfinished = self.step(record=recorder.writes_completions(self.step_number + 1))
             with self._timed("write"):
-                recorder.sampled(self.step_number, self.groups)
+                recorder.sampled(self.step_number, self.groups, self._tokens)
         metrics, number = dict(self.unfinished), self.step_number
         is_last = number == config.steps
         if is_last or (config.eval_every and number % config.eval_every == 0):

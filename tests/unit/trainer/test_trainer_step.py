@@ -80,6 +80,20 @@ def test_a_single_update_is_on_policy_to_the_bit(make_trainer: Make) -> None:
         )
 
 
+def test_what_an_update_saw_of_each_token_is_kept_on_request(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE)
+    trainer.step()
+    assert all(rollout.policy_logps is None for group in trainer.recorded for rollout in group.rollouts)
+    before = trainer.model.twin()
+    trainer.step(record=True)
+    rollouts = [rollout for group in trainer.recorded for rollout in group.rollouts if rollout.has_advantage]
+    expected = before.forward_only(rollouts)
+    assert len(rollouts) > 4
+    for rollout, logps, entropies in zip(rollouts, expected["logps"], expected["entropies"], strict=True):
+        assert rollout.policy_logps == pytest.approx(logps.tolist(), abs=1e-5)
+        assert rollout.entropies == pytest.approx(entropies.tolist(), abs=1e-5)
+
+
 def test_advantages_are_the_standard_scores_of_the_groups(make_trainer: Make) -> None:
     trainer = make_trainer(**LIVE)
     trainer.step()
