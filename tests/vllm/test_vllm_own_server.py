@@ -1,6 +1,7 @@
 """A server that the trainer started: it is restarted when it dies, and it ends when the trainer dies."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import options
+from small_runs import options, update
 
+from gruppo.model import LoraSpec, TransformersModel
+from gruppo.sampler.vllm.engine import engine_arguments
+from gruppo.sampler.vllm.http import HttpEngine
+from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.trainer import GRPOTrainer
+from gruppo.types import InputFeature
+from gruppo.weights.source import resolve
 
 LORA = {"lora": True, "lora_rank": 4}
 
@@ -70,6 +77,26 @@ def is_running(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_an_adapter_is_read_once(tmp_path: Path) -> None:
+    lora = LoraSpec(rank=4)
+    model = TransformersModel("builtin", device="cpu", lora=lora)
+    arguments = engine_arguments(model=resolve("builtin"), dtype="float32", max_model_len=24, lora=lora)
+    engine = HttpEngine((process := ServerProcess(arguments)).address, process=process)
+    try:
+        engine.wait_until_ready()
+        for folder in (tmp_path / "first", tmp_path / "second"):
+            update(model, 5)
+            model.save(folder)
+            engine.load_adapter(folder)
+            shutil.rmtree(folder)
+            rows = [tuple(range(1, 9)), tuple(range(3, 9))]
+            features = [InputFeature(prompt_ids=row[:1], completion_ids=row[1:]) for row in rows]
+            for own, served in zip(model.forward_only(features)["logps"], engine.logps_of(rows), strict=True):
+                assert served == pytest.approx(own.tolist(), abs=1e-4)
+    finally:
+        engine.close()
 
 
 @pytest.mark.row("R-36", "SIGKILL of a vllm serve of ours")

@@ -117,7 +117,12 @@ class StubServer:
             if body["model"] not in ("base", "gruppo") or (body["model"] == "gruppo" and self.adapted is None):
                 return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
             return self.completions(body)
+        if path == "/v1/unload_lora_adapter":
+            had, self.adapted = self.adapted, None
+            return (200, "Success") if had is not None else (404, {"error": {"message": "cannot be found"}})
         if path == "/v1/load_lora_adapter":
+            if self.adapted is not None and not body.get("load_inplace"):
+                return 400, {"error": {"message": "The lora adapter 'gruppo' has already been loaded."}}
             self.adapted = TransformersModel("builtin", device="cpu", lora=self.lora)
             _put(self.adapted, load_file(Path(body["lora_path"]) / "adapter_model.safetensors"))
             return 200, "Success: LoRA adapter added."

@@ -130,8 +130,13 @@ class HttpEngine(Engine):
         return received
 
     def load_adapter(self, folder: Path) -> Received | None:
-        body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
-        self._command("/v1/load_lora_adapter", body, LORA)
+        # Not with load_inplace: vLLM keeps that with the adapter, and reads its files again before every forward.
+        try:
+            self._command("/v1/unload_lora_adapter", {"lora_name": ADAPTER}, LORA)
+        except Refused as error:
+            if error.status != 404:  # it has none yet
+                raise
+        self._command("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(folder)}, LORA)
         self.model = ADAPTER
         received = self._receipt("gruppo_count", folder)
         if self.gives_receipts:
