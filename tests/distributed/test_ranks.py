@@ -1,5 +1,6 @@
 """Runs on several ranks, as real processes over gloo: the bits of one process, resuming elsewhere, and faults."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -136,6 +137,24 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     name = "gspo-with-kl-shared-prompts"
     assert len(metrics(tmp_path / "1" / name)) == 7
     assert_same_run(tmp_path / "1" / name, tmp_path / "2" / name)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_each_rank_hashes_its_own_file_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HASHED", str(tmp_path))
+    all_cases(2, tmp_path / "run", ["grpo"])
+    hashed = [set((tmp_path / str(rank)).read_text().split()) for rank in range(2)]
+    first, second = (f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2))
+    assert hashed[1] == {second}
+    assert first in hashed[0] and second not in hashed[0]
+    for folder in (tmp_path / "run" / "grpo" / "checkpoints").iterdir():
+        noted = json.loads((folder / "manifest.json").read_text())["files"]
+        found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        found.pop("manifest.json")
+        assert noted == {n: {"size": len(x), "sha256": hashlib.sha256(x).hexdigest()} for n, x in found.items()}
+        assert len(noted) == 4  # both shards, optimizer.json, trainer.json
 
 
 @pytest.mark.slow

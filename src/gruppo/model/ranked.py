@@ -29,6 +29,7 @@ from gruppo.model.sharding import OrderedSum, ShardedWeights, shard, whole
 from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import Prompt, Rollout, Trajectory
+from gruppo.weights.files import Entries
 
 GRACE_S = 30.0
 """Seconds that a rank stays after its deadline, so that those that wait for it report it first."""
@@ -239,11 +240,11 @@ class RankedModel(TransformersModel):
                         self.model.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
             self.ranks.highest(0)  # all files are there
 
-    def save_state(self, folder: Path) -> None:
+    def save_state(self, folder: Path) -> Entries:
         from gruppo.model.shards import save_shards
 
         with self._on_all("save_state", folder=str(folder)):
-            save_shards(self.weights, self.optimizer, Path(folder), self.ranks)
+            return save_shards(self.weights, self.optimizer, Path(folder), self.ranks)
 
     def load_state(self, folder: Path) -> None:
         from gruppo.model.shards import load_shards

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from gruppo.errors import CheckpointError
 from gruppo.model.optim import MasterWeights, local
 from gruppo.parallel.ranks import Ranks
+from gruppo.weights.files import Entries, flushed, read_header
 
 SHARDS, SCALARS = "shards", "optimizer.json"
 FILE_BYTES = 5 * 10**9
@@ -32,8 +33,9 @@ def is_sharded(folder: Path) -> bool:
     return (folder / SHARDS).is_dir()
 
 
-def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
-    """Each rank's rows of the weights and of the optimizer's state. Called by all ranks."""
+def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> Entries:
+    """Each rank's rows of the weights and of the optimizer's state, and the entries of all files: each rank hashes its
+    own. Called by all ranks."""
     tensors = _tensors(weights, optimizer)
     bad = [i for i, x in enumerate(tensors.values()) if not bool(local(x).isfinite().all())]
     first = -ranks.highest(-min(bad, default=len(tensors)))
@@ -46,7 +48,9 @@ def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
     if ranks.rank == 0:
         groups = optimizer.state_dict()["param_groups"]
         (folder / SCALARS).write_text(json.dumps({"scalars": {}, "param_groups": groups}))
-    ranks.highest(0)  # all files are there
+    own = (folder / SHARDS).glob(f"shard-{ranks.rank + 1:05d}-*")  # as torch names them
+    entries = {file.relative_to(folder).as_posix(): flushed(file) for file in own}
+    return {name: entry for message, _ in ranks.gather(entries, {}) for name, entry in message.items()}
 
 
 def write_whole(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
@@ -113,8 +117,6 @@ def _load_whole(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def _check_covered(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Refuse shards that do not cover every tensor: torch's own reader leaves what is missing as it was."""
-    from gruppo.weights.files import read_header
-
     found = dict.fromkeys(tensors, 0)
     for file in sorted(folder.glob("*.safetensors")):
         header, _ = read_header(file)

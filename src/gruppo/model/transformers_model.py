@@ -26,6 +26,7 @@ from gruppo.model.scorer import HeadChoice, Scorer
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import InputFeature, Rollout
 from gruppo.weights import source
+from gruppo.weights.files import Entries
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -445,11 +446,12 @@ class TransformersModel:
         """A copy of the weights that train, by name, in the precision in which the model computes."""
         return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer into a folder of a checkpoint."""
+    def save_state(self, folder: Path) -> Entries:
+        """Write weights and optimizer into a folder of a checkpoint; entries of its manifest that are known by then."""
         from gruppo.model.checkpoint import save_training_state
 
         save_training_state(self.weights, self.optimizer, folder)
+        return {}
 
     def load_state(self, folder: Path) -> None:
         """Read what `save_state` wrote, in one process or on any number of ranks."""
