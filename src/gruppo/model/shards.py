@@ -7,11 +7,12 @@ Weights and the optimizer's tensors are in one flat table; what is no tensor is 
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -66,6 +67,39 @@ def write_whole(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     )
     save(tensors, storage_writer=writer)
     shutil.rmtree(folder / "sharded", ignore_errors=True)
+
+
+@torch.no_grad()
+def read_weights(model: nn.Module, files: Mapping[str, Path], device: torch.device) -> None:
+    """Make the weights of a model that are on the meta device, and read them from the files that hold them; of a
+    sharded weight this rank's rows.
+
+    Args:
+        files: of each tensor, by its name without an adapter.
+    """
+    made: dict[int, Tensor] = {}
+    wanted: dict[Path, dict[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:  # a tied one is there twice
+                    empty = torch.empty_like(tensor, device=device)
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+                    name = f"{path}.{key}".removeprefix("base_model.model.").replace(".base_layer.", ".")
+                    wanted.setdefault(files[name], {})[name] = made[id(tensor)]
+                table[key] = made[id(tensor)]  # type: ignore[assignment]
+    for file, tensors in wanted.items():
+        with safe_open(file, framework="pt") as opened:
+            for name, tensor in tensors.items():
+                own = local(tensor)
+                first = 0
+                if own is not tensor:  # torch cuts the rows into equal parts, of which the last may be shorter
+                    mesh = tensor.device_mesh  # type: ignore[attr-defined]  # a DTensor's
+                    first = min(mesh.get_local_rank() * -(-len(tensor) // mesh.size()), len(tensor))
+                own.copy_(opened.get_slice(name)[first : first + len(own)])
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
