@@ -66,6 +66,20 @@ def poison() -> None:
     ShardedWeights.put_gradients = put_and_poison  # type: ignore[method-assign]
 
 
+def note_hashed(log: Path) -> None:
+    """Note every file that this rank hashes."""
+    from gruppo.weights import files
+
+    sha256 = files._sha256
+
+    def sha256_and_note(path: Path) -> str:
+        with log.open("a") as opened:
+            opened.write(f"{path.name}\n")
+        return sha256(path)
+
+    files._sha256 = sha256_and_note
+
+
 def main() -> None:
     rank, world, port, folder, *cases = sys.argv[1:]
     torch.set_num_threads(1)
@@ -73,6 +87,8 @@ def main() -> None:
     logging.basicConfig()
     if os.environ.get("POISON"):
         poison()
+    if os.environ.get("HASHED"):
+        note_hashed(Path(os.environ["HASHED"], rank))
     ranks = None if world == "1" else join(120)
     for case in cases:
         run(case, Path(folder), ranks)

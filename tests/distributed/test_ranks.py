@@ -1,5 +1,7 @@
 """Runs on several ranks, as real processes over gloo: the bits of one process, resuming elsewhere, and faults."""
 
+import copy
+import hashlib
 import json
 import os
 import shutil
@@ -14,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from gruppo.weights.source import resolve
 
 HERE = Path(__file__).parent
 
@@ -136,6 +141,53 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     name = "gspo-with-kl-shared-prompts"
     assert len(metrics(tmp_path / "1" / name)) == 7
     assert_same_run(tmp_path / "1" / name, tmp_path / "2" / name)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_no_rank_holds_the_whole_model_while_it_loads(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 16, "vocab_size": 1000}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8))
+    # In half precision, as most are: weights of the same precision would stay in the file until they are sharded.
+    copy.deepcopy(model).bfloat16().save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(resolve("builtin")).save_pretrained(tmp_path / "model")
+    size = sum(p.nbytes for p in model.parameters())
+    block = sum(p.nbytes for p in model.model.layers[0].parameters())
+    assert size > 200e6
+    port = str(free_port())
+    words = [sys.executable, str(HERE / "loading.py")]
+    # The allocator would keep what is freed: each block of the first forward.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    tail = ["2", port, str(tmp_path / "model"), str(tmp_path)]
+    ranks = [subprocess.Popen([*words, str(rank), *tail], env=environment) for rank in range(2)]
+    assert [code for code, _ in finish(ranks)] == [0, 0]
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert sum(facts["held"] for facts in found) == size
+    for facts in found:
+        assert abs(facts["held"] - size / 2) < 0.01 * size
+        # Half of the model, and a block as it is gathered for a trial forward, in pieces and as a whole, with the next.
+        assert size / 2 < facts["peak"] < size / 2 + 5 * block, (facts, size, block)
+        assert facts["peak"] < 0.85 * size
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_each_rank_hashes_its_own_file_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HASHED", str(tmp_path))
+    all_cases(2, tmp_path / "run", ["grpo"])
+    hashed = [set((tmp_path / str(rank)).read_text().split()) for rank in range(2)]
+    first, second = (f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2))
+    assert hashed[1] == {second}
+    assert first in hashed[0] and second not in hashed[0]
+    for folder in (tmp_path / "run" / "grpo" / "checkpoints").iterdir():
+        noted = json.loads((folder / "manifest.json").read_text())["files"]
+        found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        found.pop("manifest.json")
+        assert noted == {n: {"size": len(x), "sha256": hashlib.sha256(x).hexdigest()} for n, x in found.items()}
+        assert len(noted) == 4  # both shards, optimizer.json, trainer.json
 
 
 @pytest.mark.slow

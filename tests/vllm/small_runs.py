@@ -1,5 +1,6 @@
 """Short runs of the embedded model, and what is compared between them."""
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,22 @@ import pyarrow.parquet
 import torch
 
 from gruppo.model import TransformersModel
+from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.types import InputFeature, SampleResponse, Trajectory
 
 PROMPTS = ["47+85=", "12+9=", "99+1=", "5+5=", "30+31=", "8+64="]
+
+
+class PortServer(ServerProcess):
+    """A server of somebody else's: on a port, without a key."""
+
+    def start(self) -> None:
+        if not self.address.startswith("http"):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            self.address, self.key, self.listens = f"http://127.0.0.1:{port}", "", {"host": "127.0.0.1", "port": port}
+        super().start()
 
 
 def options(output: Path, **changes: Any) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 import http.client
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import PROMPTS, completions, largest_gap, update
+from small_runs import PROMPTS, PortServer, completions, largest_gap, update
 
 from gruppo.model import TransformersModel
 from gruppo.sampler import SamplingParams, vLLMSampler
@@ -19,19 +18,6 @@ from gruppo.sampler.vllm.http import HttpEngine
 from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.trainer import GRPOTrainer
 from gruppo.weights.source import resolve
-
-
-class PortServer(ServerProcess):
-    """A server of somebody else's: on a port, without a key."""
-
-    def start(self) -> None:
-        if not self.address.startswith("http"):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            self.address, self.key, self.listens = f"http://127.0.0.1:{port}", "", {"host": "127.0.0.1", "port": port}
-        super().start()
-
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=4, seed=3, step=2)
 

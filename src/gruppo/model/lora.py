@@ -4,7 +4,8 @@ The adapter starts at zero, so that the policy is the base model before its firs
 exactly 0. Dropout would break that and is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def add_lora(model: "PreTrainedModel", spec: LoraSpec) -> "PeftModel":
         task_type="CAUSAL_LM",
         revision=getattr(model.config, "_commit_hash", None),  # of a base from a hub
     )
-    with torch.random.fork_rng(devices=[]):  # PEFT draws from torch's global generator
+    with _standing_in(model), torch.random.fork_rng(devices=[]):  # PEFT draws from torch's global generator
         torch.manual_seed(spec.seed)
         try:
             adapted = get_peft_model(model, config)
@@ -96,6 +97,21 @@ def add_lora(model: "PreTrainedModel", spec: LoraSpec) -> "PeftModel":
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return adapted  # pyright: ignore[reportReturnType]  # PEFT's union with a mixed model that we do not ask for
+
+
+@contextmanager
+def _standing_in(model: "PreTrainedModel") -> Iterator[None]:
+    """Zeros that take no memory in the place of weights on the meta device: PEFT puts an adapter where its layer is."""
+    empty = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None and p.is_meta]
+    for module, name, parameter in empty:
+        zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        module._parameters[name] = torch.nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+    yield
+    for module, name, parameter in empty:
+        stand_in = module._parameters[name]
+        assert stand_in is not None
+        parameter.requires_grad = stand_in.requires_grad
+        module._parameters[name] = parameter
 
 
 def merge(model: "PeftModel") -> Any:

@@ -258,15 +258,10 @@ def _disagreement(scorer: Scorer, layout: Literal["packed", "shared"]) -> str | 
         other = pack_shared(features, multiple_of=BLOCK if device.type == "cuda" else 1)
     with nullcontext() if scorer.compiled is None else scorer.compiled.left_out():
         logps, expected = (scorer(batch.to(device))[0] for batch in (other, padded))
-    return difference(logps, expected, 0.2 if is_half(scorer) else 1e-3)
+    return difference(logps, expected, 0.2 if scorer.is_half else 1e-3)
 
 
 def difference(logps: Tensor, expected: Tensor, tolerance: float) -> str | None:
     """By how much log-probs differ that should be equal; None within the tolerance."""
     gap = float((logps - expected).abs().max())
     return None if gap <= tolerance else f"its log-probs differ by {gap:.2g}"
-
-
-def is_half(scorer: Scorer) -> bool:
-    """Are the weights in half precision?"""
-    return next(scorer.model.parameters()).element_size() == 2

@@ -6,6 +6,7 @@ micro-batches. So nothing of the trainer is written for ranks, and every rank co
 """
 
 import faulthandler
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from gruppo import faults
@@ -26,9 +27,14 @@ from gruppo.metric import Metric
 from gruppo.model.optim import MasterWeights, StepReport
 from gruppo.model.plan import StepPlan
 from gruppo.model.sharding import OrderedSum, ShardedWeights, shard, whole
+from gruppo.model.shards import read_weights
 from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import Prompt, Rollout, Trajectory
+from gruppo.weights.files import Entries
+from gruppo.weights.source import NotByRows, load_empty
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0
 """Seconds that a rank stays after its deadline, so that those that wait for it report it first."""
@@ -45,6 +51,10 @@ class RankedModel(TransformersModel):
     """
 
     def __init__(self, model_id: Any, *, ranks: Ranks, exact: bool, deadline_s: float, **options: Any) -> None:
+        self._files: dict[str, Path] = {}
+        """Of the weights, as long as they are not read; none where each rank has read all of them."""
+        self.ranks, lora = ranks, options.get("lora")
+        self._reads_rows = lora is None or not lora.modules_to_save  # PEFT copies such modules when it makes them
         wanted = options.pop("dtype", "auto")
         has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         super().__init__(model_id, process_group=ranks.group, dtype="float32", **options)
@@ -61,24 +71,49 @@ class RankedModel(TransformersModel):
         self._depth = 0
         """Calls of the first rank that this one is in; only the outermost is sent."""
 
+    def _load(self, model_id: str, **options: Any) -> nn.Module:
+        """The model without its weights: `shard` reads each rank's rows. Whole where that cannot be done."""
+        names = ("dtype", "attn_implementation", "revision")
+        try:
+            if not self._reads_rows:
+                raise NotByRows("lora_modules_to_save copies weights")
+            model, self._files = load_empty(model_id, **{name: options[name] for name in names})
+            return model
+        except NotByRows as reason:
+            if self.ranks.rank == 0:
+                logger.warning("each rank loads the whole of %s before it keeps its rows, since %s", model_id, reason)
+        return super()._load(model_id, **options)
+
     def shard(self, *, keeps_copy: bool) -> None:
-        """Shard the weights, and those of the reference. Everything before this is done by each rank for itself.
+        """Shard the weights, and those of the reference, and read this rank's rows of them. Called by all ranks.
 
         Args:
             keeps_copy: keep a whole copy on the first rank, for a sampler in that process.
         """
+        frozen = None if self._reference is None else self._reference._copy
+        scorers = [self.scorer, *([] if frozen is None else [frozen])]
         if keeps_copy and self.ranks.rank == 0:
             self._whole = super().twin()
             self._whole.ranks = Ranks()
             self._whole.planner.ranks = Ranks()
             assert isinstance(self._whole, RankedModel)
             self._whole._depth = 1  # no call on the copy is sent
-        self.planner.decide()  # by forwards in float32, and before a forward needs all ranks
-        options: dict[str, Any] = {"compute": self.dtype, "exact": self.exact}
-        frozen = None if self._reference is None else self._reference._copy
-        self._sums = shard(self.model, self.scorer.base, self.ranks, **options)
+            read_weights(self._whole.model, self._files, self.device)
+            self._whole.planner.device = self.device
+            scorers.append(self._whole.scorer)
+        if not self._files:
+            self.planner.decide()  # by forwards in float32, and before a forward needs all ranks
+        self._sums = shard(self.model, self.scorer.base, self.ranks, self.device, compute=self.dtype, exact=self.exact)
         if frozen is not None:
-            shard(frozen.model, frozen.base, self.ranks, compute=self.dtype, exact=False)
+            shard(frozen.model, frozen.base, self.ranks, self.device, compute=self.dtype, exact=False)
+        if self._files:
+            for scorer in scorers[: 1 if frozen is None else 2]:
+                read_weights(scorer.model, self._files, self.device)
+            self.planner.device, self.scorer.is_half = self.device, self.dtype.itemsize == 2
+            self.scorer.try_head()
+            for scorer in scorers:
+                scorer.head = scorer.head if self.scorer.head is not None else None
+            self.planner.decide()
 
     def twin(self) -> TransformersModel:
         assert self._whole is not None, "no copy was kept"
@@ -239,11 +274,11 @@ class RankedModel(TransformersModel):
                         self.model.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
             self.ranks.highest(0)  # all files are there
 
-    def save_state(self, folder: Path) -> None:
+    def save_state(self, folder: Path) -> Entries:
         from gruppo.model.shards import save_shards
 
         with self._on_all("save_state", folder=str(folder)):
-            save_shards(self.weights, self.optimizer, Path(folder), self.ranks)
+            return save_shards(self.weights, self.optimizer, Path(folder), self.ranks)
 
     def load_state(self, folder: Path) -> None:
         from gruppo.model.shards import load_shards

@@ -62,6 +62,8 @@ class Scorer:
         self.temperature = temperature
         self.choice: HeadChoice = head
         self.base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
+        self.is_half = next(model.parameters()).element_size() == 2
+        """Whether the model computes in half precision."""
         self.compiled: CompiledBlocks | None = None
         self.decoded: set[tuple[torch.Size, ...]] = set()
         """Shapes of caches for which a step of decoding has run."""
@@ -71,6 +73,11 @@ class Scorer:
         else:
             route = best_route(self.head.weight).name
             logger.info("%s: head=%s, %s when it walks", type(model).__name__, head, route)
+
+    def try_head(self) -> None:
+        """Compare our head with the model's logits, once weights are there that were missing when it was made."""
+        if self.head is not None and not _agrees(self.model, self.head):
+            self.head = None  # it stays in the model, as the linear layer that it is
 
     def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the scored tokens, `[N]` float32."""
@@ -311,7 +318,8 @@ def install(model: nn.Module) -> LogpHead | None:
     """Put a LogpHead in the place of a transformers model's output layer; None if that is not a plain linear layer.
 
     Families differ in what they do to their logits. The config's word on scale and cap is taken as a guess, and what
-    decides is a comparison on a few tokens, as they are and blown up so that a cap cannot hide.
+    decides is a comparison on a few tokens, as they are and blown up so that a cap cannot hide. Without weights (on the
+    meta device) it is still to be made, by `Scorer.try_head`.
     """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
     linear = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
@@ -322,7 +330,7 @@ def install(model: nn.Module) -> LogpHead | None:
     head = LogpHead.over(linear)
     head.scale, head.soft_cap = _scale_and_cap(inner)
     inner.set_output_embeddings(head)
-    if inner.get_output_embeddings() is head and _agrees(model, head):
+    if inner.get_output_embeddings() is head and (head.weight.is_meta or _agrees(model, head)):
         return head
     inner.set_output_embeddings(linear)
     return None
@@ -343,7 +351,6 @@ def _agrees(model: nn.Module, head: LogpHead) -> bool:
     was_training = model.training
     model.eval()
     tokens = torch.arange(4, device=head.weight.device)[None] % len(head.weight)
-    tolerance = 2e-2 if head.weight.element_size() == 2 else 1e-5
     same = True
     for factor in (1, 1000):
         seen: list[Tensor] = []
@@ -356,7 +363,11 @@ def _agrees(model: nn.Module, head: LogpHead) -> bool:
         whole = model(input_ids=tokens, use_cache=False).logits
         hook.remove()
         expected = head.shaped(seen[0])
+        # Sharded weights may be kept in float32 and compute in half precision.
+        tolerance = 2e-2 if 2 in (head.weight.element_size(), whole.element_size()) else 1e-5
         same = same and len(seen) == 1 and whole.shape == expected.shape
         same = same and bool((whole - expected).abs().max() <= tolerance * expected.abs().max())
     model.train(was_training)
+    if hasattr(model, "reshard"):
+        model.reshard()  # type: ignore[operator]  # FSDP's
     return same

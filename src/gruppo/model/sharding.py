@@ -26,10 +26,11 @@ NONE = 1 << 62
 """Index of a parameter when there is none."""
 
 
-def shard(model: nn.Module, base: nn.Module, ranks: Ranks, *, compute: torch.dtype, exact: bool) -> "list[OrderedSum]":
+def shard(
+    model: nn.Module, base: nn.Module, ranks: Ranks, device: torch.device, *, compute: torch.dtype, exact: bool
+) -> "list[OrderedSum]":
     """Shard a model over ranks: each block, and what is outside of the blocks. Returns the sums of `exact`."""
     assert ranks.group is not None
-    device = next(model.parameters()).device
     mesh = DeviceMesh.from_group(ranks.group, device.type)
     policy = MixedPrecisionPolicy()
     if compute.itemsize < 4:

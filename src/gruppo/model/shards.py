@@ -7,11 +7,12 @@ Weights and the optimizer's tensors are in one flat table; what is no tensor is 
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from gruppo.errors import CheckpointError
 from gruppo.model.optim import MasterWeights, local
 from gruppo.parallel.ranks import Ranks
+from gruppo.weights.files import Entries, flushed, read_header
 
 SHARDS, SCALARS = "shards", "optimizer.json"
 FILE_BYTES = 5 * 10**9
@@ -32,8 +34,9 @@ def is_sharded(folder: Path) -> bool:
     return (folder / SHARDS).is_dir()
 
 
-def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
-    """Each rank's rows of the weights and of the optimizer's state. Called by all ranks."""
+def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> Entries:
+    """Each rank's rows of the weights and of the optimizer's state, and the entries of all files: each rank hashes its
+    own. Called by all ranks."""
     tensors = _tensors(weights, optimizer)
     bad = [i for i, x in enumerate(tensors.values()) if not bool(local(x).isfinite().all())]
     first = -ranks.highest(-min(bad, default=len(tensors)))
@@ -46,7 +49,9 @@ def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
     if ranks.rank == 0:
         groups = optimizer.state_dict()["param_groups"]
         (folder / SCALARS).write_text(json.dumps({"scalars": {}, "param_groups": groups}))
-    ranks.highest(0)  # all files are there
+    own = (folder / SHARDS).glob(f"shard-{ranks.rank + 1:05d}-*")  # as torch names them
+    entries = {file.relative_to(folder).as_posix(): flushed(file) for file in own}
+    return {name: entry for message, _ in ranks.gather(entries, {}) for name, entry in message.items()}
 
 
 def write_whole(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
@@ -62,6 +67,39 @@ def write_whole(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     )
     save(tensors, storage_writer=writer)
     shutil.rmtree(folder / "sharded", ignore_errors=True)
+
+
+@torch.no_grad()
+def read_weights(model: nn.Module, files: Mapping[str, Path], device: torch.device) -> None:
+    """Make the weights of a model that are on the meta device, and read them from the files that hold them; of a
+    sharded weight this rank's rows.
+
+    Args:
+        files: of each tensor, by its name without an adapter.
+    """
+    made: dict[int, Tensor] = {}
+    wanted: dict[Path, dict[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:  # a tied one is there twice
+                    empty = torch.empty_like(tensor, device=device)
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+                    name = f"{path}.{key}".removeprefix("base_model.model.").replace(".base_layer.", ".")
+                    wanted.setdefault(files[name], {})[name] = made[id(tensor)]
+                table[key] = made[id(tensor)]  # type: ignore[assignment]
+    for file, tensors in wanted.items():
+        with safe_open(file, framework="pt") as opened:
+            for name, tensor in tensors.items():
+                own = local(tensor)
+                first = 0
+                if own is not tensor:  # torch cuts the rows into equal parts, of which the last may be shorter
+                    mesh = tensor.device_mesh  # type: ignore[attr-defined]  # a DTensor's
+                    first = min(mesh.get_local_rank() * -(-len(tensor) // mesh.size()), len(tensor))
+                own.copy_(opened.get_slice(name)[first : first + len(own)])
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -113,8 +151,6 @@ def _load_whole(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def _check_covered(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Refuse shards that do not cover every tensor: torch's own reader leaves what is missing as it was."""
-    from gruppo.weights.files import read_header
-
     found = dict.fromkeys(tensors, 0)
     for file in sorted(folder.glob("*.safetensors")):
         header, _ = read_header(file)

@@ -26,6 +26,7 @@ from gruppo.model.scorer import HeadChoice, Scorer
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import InputFeature, Rollout
 from gruppo.weights import source
+from gruppo.weights.files import Entries
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -124,7 +125,7 @@ class TransformersModel:
         if isinstance(model_id, str):
             _check_quantize(model_id, quantize, lora, process_group)
             self.quantized = source.quantization_of(model_id) or self.quantized
-            model: nn.Module = source.load_model(
+            model: nn.Module = self._load(
                 model_id,
                 dtype=loaded,
                 attn_implementation=attn_implementation,
@@ -158,7 +159,10 @@ class TransformersModel:
             embedding = model.get_input_embeddings()  # type: ignore[operator]  # transformers'
             embedding.register_forward_hook(lambda _m, _i, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
         _switch_off_dropout(model)
-        nn.Module.to(model, self.device)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
+        else:
+            nn.Module.to(model, self.device)
         self.dtype = compute or _frozen_first(model).dtype
         """In which the model computes."""
         self._weights = _in_precision(model, self.dtype)
@@ -188,6 +192,10 @@ class TransformersModel:
         self._schedule: tuple[Schedule, int, int | None] = ("constant", 0, None)
 
     # --- set-up ---------------------------------------------------------------------------------------------------
+
+    def _load(self, model_id: str, **options: Any) -> nn.Module:
+        """The model of a name."""
+        return source.load_model(model_id, **options)
 
     def set_loss(self, loss: PolicyLoss) -> None:
         """Train with this loss. One that needs a reference freezes it now: the weights as they are."""
@@ -445,11 +453,12 @@ class TransformersModel:
         """A copy of the weights that train, by name, in the precision in which the model computes."""
         return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer into a folder of a checkpoint."""
+    def save_state(self, folder: Path) -> Entries:
+        """Write weights and optimizer into a folder of a checkpoint; entries of its manifest that are known by then."""
         from gruppo.model.checkpoint import save_training_state
 
         save_training_state(self.weights, self.optimizer, folder)
+        return {}
 
     def load_state(self, folder: Path) -> None:
         """Read what `save_state` wrote, in one process or on any number of ranks."""

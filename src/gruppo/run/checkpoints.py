@@ -9,7 +9,7 @@ from typing import TypeVar
 from gruppo import faults
 from gruppo.errors import CheckpointError
 from gruppo.run.reader import numbered
-from gruppo.weights.files import commit_folder, read_manifest, remove, remove_temporary, temporary
+from gruppo.weights.files import Entries, commit_folder, read_manifest, remove, remove_temporary, temporary
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Checkpoints:
     """Step of the checkpoint that this process has loaded or written last."""
     _has_warned: bool = False
 
-    def save(self, step: int, write: Callable[[Path], None]) -> None:
+    def save(self, step: int, write: Callable[[Path], Entries | None]) -> None:
         """The state after `step`, unless it is there already; once it is safe, all but the newest `keep` go."""
         folder = self.folder / f"step-{step:06d}"
         if step == self._current and _is_whole(folder, step):

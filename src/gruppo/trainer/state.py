@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from gruppo.errors import CheckpointError
 from gruppo.run.checkpoints import Checkpoints
+from gruppo.weights.files import Entries
 
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
@@ -156,8 +157,8 @@ class Snapshots:
         """Write the state after `step`. `unfinished`: its metrics, if it was interrupted before their record."""
         state = self.state
 
-        def write(folder: Path) -> None:
-            self.model.save_state(folder)
+        def write(folder: Path) -> Entries:
+            entries = self.model.save_state(folder)
             facts = {
                 "step": step,
                 "version": self.model.version,
@@ -171,6 +172,7 @@ class Snapshots:
                 save_file(state.reference.state(), folder / REFERENCE)
             if state.ahead is not None:
                 state.ahead.save(folder)
+            return entries
 
         self.checkpoints.save(step, write)
 

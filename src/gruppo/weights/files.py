@@ -11,7 +11,7 @@ import re
 import shutil
 import struct
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,25 @@ _BLOCK, _BLOCKS = 4096, 16
 """Bytes of a block, and blocks of a large tensor that its digest covers."""
 
 
-def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, Any]) -> None:
-    """Let `write` fill a new folder, then make it appear under its name at once, with a manifest."""
+Entries = Mapping[str, Mapping[str, Any]]
+"""Size and sha256 of files, by their names in a folder."""
+
+
+def commit_folder(folder: Path, write: Callable[[Path], Entries | None], facts: dict[str, Any]) -> None:
+    """Let `write` fill a new folder, then make it appear under its name at once, with a manifest.
+
+    Args:
+        write: may return entries of the manifest that it has already: of files that other processes wrote and hashed.
+    """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; nothing was written")
     aside = temporary(folder)
     try:
         aside.mkdir(parents=True)
-        write(aside)
+        known = write(aside) or {}
         set_usual_mode(aside)
-        files = {}
-        for path in sorted(p for p in aside.rglob("*") if p.is_file()):
-            files[path.relative_to(aside).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-            _flush(path)
+        paths = {path.relative_to(aside).as_posix(): path for path in aside.rglob("*") if path.is_file()}
+        files = {name: known[name] if name in known else flushed(path) for name, path in sorted(paths.items())}
         manifest = aside / MANIFEST
         manifest.write_text(json.dumps(facts | {"files": files}, indent=1, sort_keys=True))
         _flush(manifest)
@@ -55,6 +61,12 @@ def commit_folder(folder: Path, write: Callable[[Path], None], facts: dict[str, 
         raise CheckpointError(
             f"could not write {folder}: {error}{space}; what was saved before is untouched"
         ) from error
+
+
+def flushed(path: Path) -> dict[str, Any]:
+    """Flush a file to disk; its entry in a manifest."""
+    _flush(path)
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def temporary(path: Path) -> Path:

@@ -84,6 +84,9 @@ def test_an_error_of_the_disk_leaves_nothing_behind(
         raise error
 
     def write(folder: Path) -> None:
+        if where == "write_text":  # write_two_files uses it as well
+            (folder / "a.bin").write_bytes(b"x")
+            return
         write_two_files(folder)
         if where == "write":
             fail()
@@ -91,8 +94,6 @@ def test_an_error_of_the_disk_leaves_nothing_behind(
     owner: Any = {"fsync": os, "rename": os, "write_text": Path, "mkdir": Path}.get(where)
     if owner is not None:
         monkeypatch.setattr(owner, where, fail)
-        if where == "write_text":  # write_two_files uses it as well
-            write = lambda folder: (folder / "a.bin").write_bytes(b"x")  # type: ignore[assignment]  # noqa: E731
     with pytest.raises(
         CheckpointError, match=rf"could not write .*step-2: .*{error.strerror}.*what was saved before is untouched"
     ):

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tiny_models import actor, perturb_adapter
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from gruppo.errors import SamplerError
 from gruppo.model import LoraSpec, TransformersModel
@@ -135,6 +138,22 @@ def test_the_tensors_that_differ_are_named(tmp_path: Path) -> None:
         return tensors
 
     assert store.differing(model, written(model, tmp_path / "w", change)) == [Q, "model.norm.weight"]
+
+
+def test_the_tensors_of_a_sharded_model_that_differ_are_named(tmp_path: Path) -> None:
+    model = actor("llama")
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors[Q][3, 4] += 1e-6
+        return tensors
+
+    folder = written(model, tmp_path / "w", change)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model.model, mesh=DeviceMesh("cpu", [0]))
+        assert store.differing(model, folder) == [Q]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_few_names_the_first_three() -> None:
