@@ -242,6 +242,7 @@ class TestFaults:
         assert finish(start(train_command(whole), 1))[0][0] == 0
         found = finish(start([sys.executable, "-m", "gruppo", "resume", str(tmp_path / "run")], 2))
         assert [code for code, _ in found] == [0, 0], found
+        assert "on each of 2 ranks (estimate)" in " ".join(found[0][1].split())
         assert_same_run(whole, tmp_path / "run")
 
     @pytest.mark.row("R-41", "a rank sleeps in an update")

@@ -1,12 +1,13 @@
 """Plan of a run: what it will do, in numbers, before it does it."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from gruppo.batch import pack, pack_shared
 from gruppo.errors import InputError
@@ -41,8 +42,8 @@ class Plan:
     parameters: int
     trainable: int
     memory: int
-    """Bytes of training: weights, gradients, optimizer, reference, one micro-batch's activations. On a GPU activations
-    are measured on a few tokens; elsewhere a rough estimate."""
+    """Bytes of training, on each rank: weights, gradients, optimizer, reference, one micro-batch's activations. On one
+    GPU activations are measured on a few tokens; elsewhere a rough estimate."""
     prompt_copies: int
     """How often the prompt of a group is computed in a step: its completions, or less when they share it."""
     computed_tokens: int
@@ -51,6 +52,9 @@ class Plan:
     """How the rows of the data became prompts, one sentence each."""
     held_out: int = 0
     """Prompts that are evaluated on and not trained on."""
+    ranks: int = 1
+    copy: int = 0
+    """Bytes that the first rank holds beside: a whole model, from which `sampler torch` samples."""
 
     def lines(self, config: TrainConfig) -> list[str]:
         share = f"{self.trainable:,} of {self.parameters:,} parameters train"
@@ -61,6 +65,8 @@ class Plan:
         toy = (
             " (the embedded toy, which adds two numbers; model=... names another)" if config.model == "builtin" else ""
         )
+        where = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        copy = f", and {self.copy / MiB:,.0f} MiB more on the first, from which sampler torch samples"
         refill = f"dynamic sampling: up to {config.dynamic_sampling} batch(es) of prompts per step, including the first"
         return [
             *([f"data: {'; '.join(self.reading)}"] if self.reading else []),
@@ -71,7 +77,7 @@ class Plan:
             + (f", and {self.held_out} are held out" if self.held_out else ""),
             *([shared] if self.prompt_copies < config.group_size else []),
             *([refill] if config.dynamic_sampling else []),
-            f"{share}; about {self.memory / MiB:,.0f} MiB of memory (estimate)",
+            f"{share}; about {self.memory / MiB:,.0f} MiB of memory{where} (estimate){copy if self.copy else ''}",
             f"model {config.model}{toy}, data {config.data}, rewards {', '.join(config.rewards or ())}",
         ]
 
@@ -85,29 +91,18 @@ def make_plan(
 ) -> Plan:
     """The plan of a run that trains a model on these prompts."""
     mean_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.model.parameters()]
-    parameters, trainable = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
-    shape = model.model.config.get_text_config() if hasattr(model.model, "config") else None
-    names = ("hidden_size", "num_hidden_layers", "vocab_size")
-    hidden_size, num_layers, vocabulary = (getattr(shape, name, 0) for name in names)
-    bytes_per = model.dtype.itemsize
+    hidden_size = _shape(model.model)[0]
     sequences = config.prompts_per_step * config.group_size
     tokens = int(sequences * (mean_prompt_tokens + config.max_new_tokens))
     copies = _prompt_copies(config, mean_prompt_tokens, hidden_size, model.device.type == "cuda")
     computed = tokens - int(config.prompts_per_step * (config.group_size - copies) * mean_prompt_tokens)
     micro = computed if config.tokens_per_microbatch is None else min(computed, config.tokens_per_microbatch)
-    if model.device.type == "cuda" and model.ranks.world == 1:  # measuring would be a step of all ranks
+    ranks, activations = model.ranks.world, None
+    if model.device.type == "cuda" and ranks == 1:  # measuring would be a step of all ranks
         shares = copies < config.group_size and refusal(model.scorer.base) is None
         activations = int(micro * bytes_per_token(model, shares=shares))
-    else:  # A layer keeps about 16 vectors of the hidden size per token for its backward; with recomputation one.
-        activations = micro * hidden_size * num_layers * (1 if config.gradient_checkpointing else 16) * bytes_per
-    walk = memory_estimate(micro, hidden_size, vocabulary, trained=not config.lora, bytes_per_weight=bytes_per)
-    logits = micro * vocabulary * 4 * 3 if micro * vocabulary <= SMALL_LOGITS else sum(walk.values())
-    reference = parameters * bytes_per if config.beta and not config.lora else 0
-    # Gradient and two moments of Adam, in float32, and a master copy beside half-precision weights.
-    masters = trainable * 4 if bytes_per < 4 else 0
-    halves = trainable * bytes_per if bytes_per < 4 else 0  # their gradients, when activations are gone
-    memory = parameters * bytes_per + masters + trainable * (4 + 8) + reference + max(activations + logits, halves)
+    memory = training_memory(config, model.model, tokens=micro, dtype=model.dtype, ranks=ranks, activations=activations)
+    parameters, trainable = _sizes(model.model.parameters())
     return Plan(
         sequences_per_step=sequences,
         tokens_per_step=tokens,
@@ -116,12 +111,109 @@ def make_plan(
         epochs=config.steps * config.prompts_per_step / len(prompts),
         parameters=parameters,
         trainable=trainable,
-        memory=memory,
+        memory=memory.total,
         prompt_copies=copies,
         computed_tokens=computed,
         reading=reading,
         held_out=held_out,
+        ranks=ranks,
+        copy=parameters * 4 if ranks > 1 and config.sampler == "torch" else 0,
     )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes that training takes on a GPU, by what they are for."""
+
+    weights: int
+    """All of them, with float32 masters of those that train, or this rank's rows."""
+    gradients: int
+    optimizer: int
+    reference: int
+    gathered: int
+    """Rows of other ranks that a rank gathers to compute with, and gradients on their way back. 0 in one process."""
+    activations: int
+    """Of one micro-batch, its logits included."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.reference + self.gathered + self.activations
+
+
+def training_memory(
+    config: TrainConfig,
+    model: nn.Module,
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+    ranks: int = 1,
+    activations: int | None = None,
+) -> Memory:
+    """Bytes of a training step, before it is made. The model may be on the meta device: only its shapes are read.
+
+    Args:
+        tokens: of one micro-batch.
+        dtype: in which the model computes.
+        ranks: processes that share the weights by `fully_shard`.
+        activations: bytes of the activations without logits; None: a rough estimate.
+    """
+    parameters, trained = _sizes(model.parameters())
+    hidden_size, num_layers, vocabulary = _shape(model)
+    compute = dtype.itemsize
+    if activations is None:
+        # A layer keeps about 16 vectors of the hidden size per token for its backward. With recomputation it keeps its
+        # input, and one layer at a time has all of them.
+        vectors = num_layers + 16 if config.gradient_checkpointing else num_layers * 16
+        activations = tokens * hidden_size * vectors * compute
+    walk = memory_estimate(tokens, hidden_size, vocabulary, trained=not config.lora, bytes_per_weight=compute)
+    logits = tokens * vocabulary * 4 * 3 if tokens * vocabulary <= SMALL_LOGITS else sum(walk.values())
+    activations += logits
+    frozen = parameters if (config.beta or config.kl_in_reward) and not config.lora else 0
+    if ranks == 1:
+        halves = trained if compute < 4 else 0
+        return Memory(
+            weights=parameters * compute + halves * 4,
+            gradients=trained * 4,
+            optimizer=trained * 8,
+            reference=frozen * compute,
+            gathered=0,
+            activations=max(activations, halves * compute),  # their gradients, when activations are gone
+        )
+    from gruppo.model.blocks import find_blocks  # brings the compiler
+
+    blocks = [_sizes(block.parameters()) for block in find_blocks(model)]
+    block, block_trained = max(blocks, default=(0, 0))
+    outside, outside_trained = parameters - sum(n for n, _ in blocks), trained - sum(n for _, n in blocks)
+    # In the backward of a block: its weights and those of the next, its gradient, and that in float32 to be reduced.
+    # What is outside of the blocks is gathered from the first forward to the last backward.
+    gathered = 2 * block * compute + block_trained * (compute + 4) + (outside + outside_trained) * compute
+    return Memory(
+        weights=-(-parameters * 4 // ranks),
+        gradients=-(-trained * 4 * (2 if config.ranks_exact else 1) // ranks),  # exact: and the sums so far
+        optimizer=-(-trained * 8 // ranks),
+        reference=-(-frozen * 4 // ranks),
+        gathered=gathered,
+        activations=activations,
+    )
+
+
+def _sizes(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """Numbers in these parameters, and in those of them that train."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
+    return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+
+
+def _shape(model: nn.Module) -> tuple[int, int, int]:
+    """Hidden size, layers and vocabulary by the config; 0 where it does not have them."""
+    config = getattr(model, "config", None)
+    shape = config.get_text_config() if hasattr(config, "get_text_config") else None  # type: ignore[union-attr]
+    hidden_size, num_layers, vocabulary = (
+        getattr(shape, name, 0) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+    )
+    return hidden_size, num_layers, vocabulary
 
 
 def bytes_per_token(model: "TransformersModel", *, shares: bool) -> float:

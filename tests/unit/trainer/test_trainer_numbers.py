@@ -258,14 +258,16 @@ def test_the_plan_counts_a_frozen_copy_only_where_there_is_one() -> None:
     plain = plan_of(CONFIG, **PLAN).memory
     with_kl = plan_of(CONFIG.model_copy(update={"beta": 0.1}), **PLAN).memory
     with_adapter = plan_of(CONFIG.model_copy(update={"beta": 0.1, "lora": True}), **PLAN).memory
-    assert with_kl - plain == 4_000_000
+    in_reward = plan_of(CONFIG.model_copy(update={"kl_in_reward": 0.1}), **PLAN).memory
+    assert with_kl - plain == in_reward - plain == 4_000_000
     assert with_adapter == plain
 
 
 def test_recomputation_and_bfloat16_change_the_estimate() -> None:
     plain = plan_of(CONFIG, **PLAN).memory
     less = plan_of(CONFIG.model_copy(update={"gradient_checkpointing": True}), **PLAN).memory
-    assert plain - less == 500 * 64 * 2 * 15 * 4
+    # Of each of 2 layers one vector instead of 16, and all 16 of the one that is computed again
+    assert plain - less == 500 * 64 * (2 * 15 - 16) * 4
     half = plan_of(CONFIG, **PLAN, bytes_per=2).memory
     # Half of the weights and activations, and a master copy of the weights in float32
     assert plain - half == 2_000_000 + 500 * 64 * 2 * 16 * 2 - 4_000_000
@@ -285,6 +287,14 @@ def test_the_plan_in_words() -> None:
         "50 steps x 2 epoch(s) x 2 minibatch(es) = 200 optimizer steps; each prompt is seen 0.4 time(s)"
     )
     assert lines[2].startswith("1,000,000 of 1,000,000 parameters train; about 20 MiB of memory")
+
+
+def test_the_plan_of_ranks_in_words() -> None:
+    plan = replace(plan_of(CONFIG, **PLAN), memory=30 * 2**20, ranks=2, copy=4 * 2**20)
+    assert plan.lines(CONFIG)[2] == (
+        "1,000,000 of 1,000,000 parameters train; about 30 MiB of memory on each of 2 ranks (estimate), and 4 MiB more "
+        "on the first, from which sampler torch samples"
+    )
 
 
 def test_the_plan_counts_a_shared_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
