@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from test_ranks import assert_same_run, finish, start, train_command
+import torch
+from test_ranks import assert_same_run, finish, metrics, start, train_command, weights
 
 pytestmark = [
     pytest.mark.slow,
@@ -95,6 +96,27 @@ def rank_process(run: Path, rank: int) -> psutil.Process | None:
     return None
 
 
+def replica_processes() -> list[psutil.Process]:
+    """The actors that sample, by the title that Ray gives its processes."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::Replica"):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_same_but_sync(one: Path, other: Path) -> None:
+    """As `assert_same_run`; a run with samplers also reports what it handed over to them."""
+    rows = [{n: x for n, x in row.items() if not n.startswith("sync/")} for row in metrics(other)]
+    assert metrics(one) == rows
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    assert not [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+
+
 @pytest.fixture(scope="session")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("ray") / "one"
@@ -152,3 +174,91 @@ def test_the_bound_ends_the_run_and_an_error_of_the_run_is_not_tried_again(tmp_p
     with driver(tmp_path, command(run, "--ray", "auto", "--ranks", "2", "--quantize", "nf4", "--lora")) as made:
         assert made.wait(120) == 2, made.output[-3000:]
     assert "on several ranks leave it out" in made.output and "restart 1" not in made.output
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A cluster with places for two actors on each of two nodes."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    usual = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=usual)
+    try:
+        made.add_node(num_cpus=2, object_store_memory=100 * 2**20)
+        yield made
+    finally:
+        made.shutdown()
+
+
+@pytest.mark.filterwarnings("default")  # of Ray, which is imported here
+def test_a_run_outlives_a_sampler_a_rank_and_a_node(tmp_path: Path, cluster: Any) -> None:
+    whole, run, num_steps = tmp_path / "whole", tmp_path / "run", 40
+    assert finish(start(command(whole, steps=num_steps), 1))[0][0] == 0
+    flags = ["--ray", cluster.address, "--ranks", "2", "--samplers", "2"]
+    with driver(tmp_path, command(run, *flags, steps=num_steps)) as made:
+        made.wait_for("three steps", lambda: steps(run) >= 3)
+
+        def lose(what: str, kill: Callable[[], Any], line: str, is_back: Callable[[], Any]) -> None:
+            done, started = steps(run), time.monotonic()
+            kill()
+            made.wait_for(line, lambda: line in made.output, 30)
+            noticed = time.monotonic() - started
+            made.wait_for(f"the run after {what}", lambda: steps(run) > done + 1)
+            again = time.monotonic() - started
+            made.wait_for(f"{what} back", is_back)
+            print(f"{what}: said after {noticed:.1f} s, steps again after {again:.1f} s, ", end="")
+            print(f"whole after {time.monotonic() - started:.1f} s")
+
+        samplers = replica_processes()
+        assert len(samplers) == 2
+        is_back = lambda: len(replica_processes()) == 2  # noqa: E731
+        lose("sampler", samplers[0].kill, "(restart 1 of 3)", is_back)
+        lose("rank", lambda: rank_process(run, 1).kill(), "(restart 2 of 3)", is_back)  # type: ignore[union-attr]
+        second = cluster.list_all_nodes()[1]
+        lost = time.monotonic()
+
+        def lose_node() -> None:
+            cluster.remove_node(second, allow_graceful=False)
+            made.wait_for("the cluster is too small", lambda: "has 2 of 4 CPUs" in made.output, 60)
+            print(f"the cluster is too small: said after {time.monotonic() - lost:.1f} s")
+            cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20)
+
+        lose("node", lose_node, "(restart 3 of 3)", is_back)
+        assert made.wait() == 0, made.output[-3000:]
+    said = [line for line in made.output.splitlines() if line.startswith("ray: ")]
+    print("\n".join(said))
+    assert "is lost" in said[0] and said[0].startswith("ray: sampler ")
+    assert said[1].startswith("ray: rank 1 is lost (killed by signal 9")
+    assert said[2].startswith("ray: the node ") and "; all ranks start again after step " in said[2]
+    assert_same_but_sync(whole, run)
+
+
+def test_adapters_and_rollouts_ahead_come_from_samplers_too(tmp_path: Path) -> None:
+    options = {"lora": "", "max_staleness": 1, "steps": 4, "save_every": 50}
+    words = [word for word in command(tmp_path / "whole", **options) if word]
+    assert finish(start(words, 1))[0][0] == 0
+    for samplers in ("1", "3"):
+        run = tmp_path / f"on-{samplers}"
+        words = [word for word in command(run, "--ray", "auto", "--samplers", samplers, **options) if word]
+        with driver(tmp_path, words) as made:
+            assert made.wait() == 0, made.output[-3000:]
+        assert_same_but_sync(tmp_path / "whole", run)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_cluster_that_stays_too_small_is_an_error_that_names_what_is_missing(cluster: Any) -> None:
+    import ray
+
+    from gruppo.cli.cluster import place
+    from gruppo.cli.ray import RayOptions
+    from gruppo.errors import InputError
+    from gruppo.run.signals import StopFlag
+
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        with pytest.raises(InputError, match=r"2 ranks and 3 samplers need .* 2 nodes has 4 of 5 CPUs"):
+            place(RayOptions(address="auto", ranks=2, samplers=3), {"CPU": 1.0}, StopFlag(), patience_s=2)
+    finally:
+        ray.shutdown()

@@ -7,6 +7,7 @@ hands signals on, and starts all ranks again from the newest checkpoint when one
 
 import ctypes
 import json
+import logging
 import os
 import selectors
 import signal
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 # An extra; this module is imported with --ray alone.
 import ray  # pyright: ignore[reportMissingImports]
 from ray.exceptions import (  # pyright: ignore[reportMissingImports]
-    ActorAlreadyExistsError,
     RayActorError,
     RayError,
     RayTaskError,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 """Longest time between two answers of an actor."""
 NODE_S = 3.0
-"""How long Ray has to notice that the node of a lost actor is lost as well."""
+"""How long a node has to take a connection."""
 PLACE_S = 300.0
 """How long the cluster may be too small for the run."""
 KILL_S = 10.0
@@ -77,8 +77,8 @@ class RankProcess:
 
     def start(self, words: list[str], variables: dict[str, str], folder: str) -> tuple[int, str]:
         """Start `gruppo` with these words; its process id and host."""
-        # Variables by which Ray knows its workers; the program may connect to Ray on its own.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        # The program connects to Ray as itself, with the settings of this cluster and not as this worker.
+        own = {name: value for name, value in os.environ.items() if name not in ("RAY_JOB_ID", "RAY_RAYLET_PID")}
         command = [sys.executable, "-m", "gruppo", *words]
         end_with_parent = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
@@ -186,6 +186,8 @@ class ClusterRun:
         self.ranks: list[Member] = []
         self.samplers: list[Member] = []
         self.losses = 0
+        self.lives = 0
+        """Samplers that were started so far."""
         self.first: tuple[int, str] | None = None
         """Process and host of the first rank."""
         self._before = self._config_time()
@@ -202,7 +204,7 @@ class ClusterRun:
             except Lost as lost:
                 nodes = {member.node for member in self.ranks + self.samplers if member.node}
                 self._end_ranks()
-                if lost.takes_node or nodes - living_nodes():
+                if lost.takes_node or nodes - answering_nodes().keys():
                     self._remove_group()
                 step = self.newest_step()
                 begins = "from the beginning" if step is None else f"after step {step}"
@@ -254,13 +256,9 @@ class ClusterRun:
     def _start_sampler(self, member: Member) -> None:
         from gruppo.sampler.replica import Replica
 
-        while True:
-            try:
-                named = {"name": member.name, "namespace": self.namespace, "max_concurrency": 2}
-                member.actor = self._actor(Replica, member.bundle, **named)
-                break
-            except ActorAlreadyExistsError:  # its last life has just ended
-                time.sleep(0.1)
+        self.lives += 1  # Ray keeps the name of an actor that has ended as long as a process has a handle of it
+        named = {"name": f"{member.name}, {self.lives}", "namespace": self.namespace, "max_concurrency": 2}
+        member.actor = self._actor(Replica, member.bundle, **named)
         member.pending, member.seen = member.actor.look.remote(), time.monotonic()
 
     def _answers(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
@@ -340,13 +338,10 @@ class ClusterRun:
         silent = time.monotonic() - member.seen
         if not member.node:
             return Lost(f"{member.name} is lost before it has begun", takes_node=True)
-        ends = time.monotonic() + NODE_S
-        while time.monotonic() < ends:
-            if member.node not in living_nodes():
-                there = ", ".join(m.name for m in self.ranks + self.samplers if m.node == member.node)
-                text = f"the node {member.address} with {there} is lost (noticed after {silent:.1f} s)"
-                return Lost(text, takes_node=True)
-            time.sleep(0.1)
+        if member.node not in answering_nodes():
+            there = ", ".join(m.name for m in self.ranks + self.samplers if m.node == member.node)
+            text = f"the node {member.address} with {there} is lost (noticed after {silent:.1f} s)"
+            return Lost(text, takes_node=True)
         return Lost(f"{member.name} is lost (its actor ended; noticed after {silent:.1f} s)")
 
     def _count(self, what: str, then: str) -> None:
@@ -391,9 +386,16 @@ class ClusterRun:
             self.group = None
 
 
-def living_nodes() -> set[str]:
-    """Ids of the nodes that answer."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+def answering_nodes() -> dict[str, dict[str, float]]:
+    """What each node that answers has to give, by its id. Ray itself counts a lost one for up to half a minute."""
+    found = {}
+    for node in ray.nodes():
+        with suppress(OSError):
+            if node["Alive"]:
+                address = node["NodeManagerAddress"], node["NodeManagerPort"]
+                socket.create_connection(address, timeout=NODE_S).close()
+                found[node["NodeID"]] = node["Resources"]
+    return found
 
 
 def place(options: "RayOptions", needs: Mapping[str, float], stop: StopFlag, patience_s: float = PLACE_S) -> Any:
@@ -406,25 +408,28 @@ def place(options: "RayOptions", needs: Mapping[str, float], stop: StopFlag, pat
     ready, started, is_told = group.ready(), time.monotonic(), False
     while not ray.wait([ready], timeout=LOOK_S)[0]:
         stop.poll()
-        waited, have = time.monotonic() - started, ray.cluster_resources()
-        found = " and ".join(f"{have.get(name, 0):g} of {number * num:g} {name}s" for name, number in needs.items())
-        text = f"{options.ranks} ranks and {options.samplers} samplers need a place each, and the cluster has "
-        text += f"{found}, or not free, on {len(living_nodes())} nodes"
+        waited = time.monotonic() - started
+        if waited < min(TOLD_S, patience_s) or (is_told and waited < patience_s):
+            continue
+        nodes = answering_nodes()
+        found = [
+            f"{sum(node.get(name, 0) for node in nodes.values()):g} of {number * num:g} {name}s"
+            for name, number in needs.items()
+        ]
+        text = f"{options.ranks} ranks and {options.samplers} samplers need a place each; the cluster of {len(nodes)} "
+        text += f"nodes has {' and '.join(found)}, if they are free"
         if waited > patience_s:
             ray.util.remove_placement_group(group)
-            raise InputError(
-                f"{text}, after {waited:.0f} s; add nodes with `ray start`, or lower --ranks or --samplers"
-            )
-        if waited > TOLD_S and not is_told:
-            is_told = True
-            print(f"ray: {text}; waiting for more, at most {patience_s:.0f} s", file=sys.stderr, flush=True)
+            raise InputError(f"{text}, after {waited:.0f} s; add nodes (`ray start`), or lower --ranks or --samplers")
+        is_told = True
+        print(f"ray: {text}; waiting for more, at most {patience_s:.0f} s", file=sys.stderr, flush=True)
     return group
 
 
 @contextmanager
 def connected(options: "RayOptions") -> Iterator[str]:
     """A connection to the cluster, and its address; a cluster that is started here ends with it."""
-    usual: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    usual: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     try:
         ray.init(address=options.address, **usual)
     except ConnectionError as error:
