@@ -247,6 +247,19 @@ def test_adapters_and_rollouts_ahead_come_from_samplers_too(tmp_path: Path) -> N
         assert_same_but_sync(tmp_path / "whole", run)
 
 
+def test_a_sampler_that_hangs_is_ended_and_replaced(tmp_path: Path, one_process: Path) -> None:
+    run = tmp_path / "run"
+    words = command(run, "--ray", "auto", "--samplers", "1", sampler_deadline=15)
+    with driver(tmp_path, words) as made:
+        made.wait_for("two steps", lambda: steps(run) >= 2)
+        (sampler,) = replica_processes()
+        sampler.suspend()
+        made.wait_for("the line", lambda: "ray: sampler 0 is lost" in made.output, 60)
+        assert made.wait() == 0, made.output[-3000:]
+    assert "the run waits for it until it is started again (restart 1 of 3)" in made.output
+    assert_same_but_sync(one_process, run)
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_cluster_that_stays_too_small_is_an_error_that_names_what_is_missing(cluster: Any) -> None:
     import ray

@@ -257,7 +257,7 @@ class ClusterRun:
         from gruppo.sampler.replica import Replica
 
         self.lives += 1  # Ray keeps the name of an actor that has ended as long as a process has a handle of it
-        named = {"name": f"{member.name}, {self.lives}", "namespace": self.namespace, "max_concurrency": 2}
+        named = {"name": f"{member.name}, {self.lives}", "namespace": self.namespace, "max_concurrency": 3}
         member.actor = self._actor(Replica, member.bundle, **named)
         member.pending, member.seen = member.actor.look.remote(), time.monotonic()
 

@@ -1,5 +1,6 @@
 """`gruppo VERB ...`: finds the verb, imports only its module, and turns errors into exit codes."""
 
+import atexit
 import difflib
 import importlib
 import io
@@ -83,6 +84,12 @@ def main(argv: list[str] | None = None) -> None:
         with unhindered():
             print(printable(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # torch's threads of a rank may outlive the interpreter, and then abort a process that has done its work.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

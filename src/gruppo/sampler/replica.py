@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.5
 """Longest time between two answers of a replica to the driver."""
-RETRY_S = 0.5
-"""How long a lost replica is left alone before it is tried again."""
+START_S = 600.0
+"""How long a replica has to take the place of one that was lost."""
 PART = 8
 """Prompts that a replica decodes together. Fixed: neither the number of replicas nor a loss changes the shapes of the
 products, and with them the last bits of a log-prob."""
@@ -172,6 +172,8 @@ class ReplicaSampler(Sampler):
         self._waiting: Queue[Part] = Queue()
         self._actors: dict[str, Any] = {}
         """The replicas by name, as long as they answer."""
+        self._starting: dict[str, tuple[Any, Any]] = {}
+        """Replicas that have not answered yet, each with its first answer."""
         self._closed = threading.Event()
         self._answered = 0.0
         """When a replica has answered last."""
@@ -199,28 +201,16 @@ class ReplicaSampler(Sampler):
         return [future for part in parts for future in part.futures]
 
     def load(self, published: Published) -> dict[str, float]:
-        """Load published weights into all replicas that answer, and compare the canary; others load them later."""
+        """Load published weights into the replicas that are there, and compare the canary.
+
+        One that comes later loads them with the first part that it is given.
+        """
         message, gaps = self._message(published), []
-        found: list[list[float] | BaseException | None] = [None] * len(self._names)
-
-        def ask(i: int) -> None:
-            try:
-                found[i] = self._ask(self._names[i], "load", message)
-            except ReplicaLost:
-                pass
-            except BaseException as error:
-                found[i] = error
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(found))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for name, answer in zip(self._names, found, strict=True):
-            if isinstance(answer, BaseException):
-                raise answer
-            if answer is not None:
-                gaps.append(self._gap(name, published.canary, answer))
+        with ThreadPoolExecutor(len(self._names)) as pool:
+            asked = {name: pool.submit(self._ask, name, "load", message) for name in list(self._actors)}
+        for name, answer in asked.items():
+            with suppress(ReplicaLost):
+                gaps.append(self._gap(name, published.canary, answer.result()))
         self.loaded = published
         sizes = {"sync/tensors": float(len(published.contents)), "sync/bytes": float(published.bytes)}
         return sizes | ({"sync/canary_gap": max(gaps)} if gaps else {})
@@ -249,22 +239,26 @@ class ReplicaSampler(Sampler):
         return json.dumps(self._model | weights | more).encode()
 
     def _work(self, name: str) -> None:
-        """Hand one part after the other to a replica."""
+        """Hand one part after the other to a replica, once it is there."""
         while not self._closed.is_set():
+            is_there = name in self._actors or self._find(name)
             try:
                 part = self._waiting.get(timeout=0.2)
             except Empty:
                 continue
             try:
+                if not is_there:
+                    self._poll()
+                    raise ReplicaLost(f"{name} is not there")
                 answer = json.loads(self._ask(name, "sample", part.message))
                 self._gap(name, part.canary, answer["canary"])
             except ReplicaLost as lost:
                 silent = time.monotonic() - max(part.since, self._answered)
-                if silent > 2 * self._deadline_s:
+                if silent > self._deadline_s + START_S:
                     part.fail(SamplerError(f"no sampler has answered for {silent:.0f} s (sampler_deadline); {lost}"))
                     continue
                 self._waiting.put(part)  # for another, or for the one that takes its place
-                self._closed.wait(RETRY_S)
+                self._closed.wait(0.1)
             except BaseException as error:
                 part.fail(error)
             else:
@@ -279,7 +273,9 @@ class ReplicaSampler(Sampler):
 
         ends = time.monotonic() + self._deadline_s
         try:
-            replica = self._replica(name)
+            replica = self._actors.get(name)
+            if replica is None:
+                raise ReplicaLost(f"{name} has ended")
             call = getattr(replica, method).remote(message)
             while not ray.wait([call], timeout=0.2)[0]:
                 self._poll()
@@ -300,23 +296,30 @@ class ReplicaSampler(Sampler):
         self._answered = time.monotonic()
         return answer
 
-    def _replica(self, name: str) -> Any:
-        """The actor that has this name now: one that was lost has a successor, of a higher number."""
-        import ray  # pyright: ignore[reportMissingImports]  # an extra
+    def _find(self, name: str) -> bool:
+        """Look for the actor that has this name now: one that was lost has a successor, of a higher number.
 
-        if name not in self._actors:
-            lives = [
-                int(each.removeprefix(f"{name}, "))
-                for each in ray.util.list_named_actors()
-                if each.startswith(f"{name}, ")
-            ]
-            if not lives:
-                raise ReplicaLost(f"{name} has ended")
-            try:
-                self._actors[name] = ray.get_actor(f"{name}, {max(lives)}")
-            except ValueError as error:  # it has ended since
-                raise ReplicaLost(f"{name} has ended") from error
-        return self._actors[name]
+        It is there when it has answered: while it starts, the others have the work.
+        """
+        import ray  # pyright: ignore[reportMissingImports]  # an extra
+        from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+
+        try:
+            if name not in self._starting:
+                own = [each for each in ray.util.list_named_actors() if each.startswith(f"{name}, ")]
+                newest = max(own, key=lambda each: int(each.rpartition(" ")[2]))
+                actor = ray.get_actor(newest)
+                self._starting[name] = actor, actor.look.remote()
+            actor, call = self._starting[name]
+            if not ray.wait([call], timeout=0.2)[0]:
+                return False
+            del self._starting[name]
+            ray.get(call)
+        except (RayError, ValueError):  # there is none, or it has ended
+            self._starting.pop(name, None)
+            return False
+        self._actors[name] = actor
+        return True
 
     def _gap(self, name: str, canary: Canary, answered: list[float]) -> float:
         """How far a replica's log-probs of the canary are from the trainer's."""
