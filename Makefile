@@ -9,6 +9,7 @@
 # make test-doctor  train runs with real faults and healthy ones, and print what the doctor says of each
 # make campaign  kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
 # make test-ranks  run on 1 to 4 ranks, resume on another number, kill, hang and stop ranks, and time rollouts ahead
+# make test-ray  run on a Ray cluster of this machine, and kill ranks, samplers and a node of it
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
 # make quick  the tests without those that train or start processes, in about a minute
@@ -21,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick fuzz test-faults test-doctor test-ranks campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
+.PHONY: demo test quick fuzz test-faults test-doctor test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -52,6 +53,10 @@ test-faults: $(INSTALLED)
 
 test-ranks: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "ranks or clock" tests/distributed tests/unit/trainer
+
+test-ray: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest -q -m ray tests/distributed
 
 test-doctor: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m doctor tests/doctor

@@ -261,7 +261,7 @@ KEYS = (
         r"the same of $\prod\rho$",
         "near 1; long sequences suffer first",
     ),
-    Key("sync/tensors", "tensors handed over to vLLM last", reduce="last"),
+    Key("sync/tensors", "tensors handed over to the sampler last", reduce="last"),
     Key("sync/bytes", "their size", reduce="last"),
     Key("sync/canary_gap", "distance of both sides' log-probs on fixed tokens", expect="as `sampler/logp_gap_mean`"),
     Key("sync/canary_moved", "how far those moved since the last hand-over", expect="above 0"),

@@ -25,6 +25,7 @@ PARSED = {
     r"reasoning_gym:": "needs the extra tasks",
     r"--rebuild-base": "trains the base for minutes; tests/unit/task has it",
     r"--quantize": "needs the extra qlora",
+    r"--ray\b": "starts a cluster, with the extra ray; tests/distributed/test_ray.py has it",
     r"--lora-modules-to-save lm_head": "the head of the embedded model is its embedding",
     r"--chat\b": "the embedded model has no chat template",
     r"--wandb|--trackio": "needs an account or the extra",
@@ -32,7 +33,7 @@ PARSED = {
 }
 """Commands that only the real parser sees, and why."""
 
-OUTSIDE = {"vllm", "tensorboard", "cd", "git", "export", "kill"}
+OUTSIDE = {"vllm", "tensorboard", "cd", "git", "export", "kill", "ray"}
 """Programs of others."""
 
 SIZES = {

@@ -19,7 +19,7 @@ import pytest
 
 import gruppo
 from gruppo.cli.main import VERBS
-from gruppo.cli.options import OF_THE_VERB
+from gruppo.cli.options import OF_THE_VERB, OF_TRAIN
 from gruppo.trainer.config import ELSEWHERE, REFUSED, TrainConfig
 
 SOURCE = Path(gruppo.__file__).parent
@@ -127,7 +127,7 @@ def flags_of(verb: str) -> frozenset[str]:
     """The flags that a verb takes."""
     module, function = VERBS[tuple(verb.split())]
     if verb in ("train", "demo"):
-        own = {*OF_THE_VERB, *(["rebuild-base"] if verb == "demo" else [])}
+        own = {*OF_THE_VERB, *(["rebuild-base"] if verb == "demo" else [flag.replace("_", "-") for flag in OF_TRAIN])}
         return frozenset({f.replace("_", "-") for f in TrainConfig.model_fields} | own)
     source = inspect.getsource(getattr(importlib.import_module(module), function))
     (kind,) = re.findall(r"parse\((\w+),", source) or [None]
@@ -291,5 +291,5 @@ def test_every_missing_extra_is_one_of_the_project() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
                 asked.add(node.args[0].value if isinstance(node.args[0], ast.Constant) else path.stem)
-    assert asked == {"train", "data", "tasks", "modelscope", "math", "vllm", "qlora", "trackers"}
+    assert asked == {"train", "data", "tasks", "modelscope", "math", "vllm", "qlora", "ray", "trackers"}
     assert (asked - {"trackers"}) | {"wandb", "trackio"} <= extras.keys()

@@ -1,10 +1,11 @@
-"""Tests on several ranks that take minutes run where they are named: `make test-ranks`."""
+"""Tests on several ranks and on Ray that take minutes run where they are named: `make test-ranks`, `make test-ray`."""
 
 import pytest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not {"ranks", "row"} & set(config.option.markexpr.split()):
-        for item in items:
-            if "ranks" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="takes minutes; `make test-ranks` runs it"))
+    named = set(config.option.markexpr.split())
+    for item in items:
+        for mark, others in (("ranks", {"row"}), ("ray", set())):
+            if mark in item.keywords and not named & {mark, *others}:
+                item.add_marker(pytest.mark.skip(reason=f"takes minutes; `make test-{mark}` runs it"))

@@ -31,6 +31,7 @@ BROUGHT = {
     "tasks": "reasoning-gym",
     "vllm": "vllm",
     "qlora": "bitsandbytes",
+    "ray": "ray",
     "modelscope": "modelscope",
     "wandb": "wandb",
     "trackio": "trackio",

@@ -29,6 +29,14 @@ OF_THE_VERB = {
 }
 """Flags of `gruppo train` and `gruppo demo` besides the options of a run: type, default, word, help."""
 
+OF_TRAIN = {
+    "ray": (str | None, None, "auto|HOST:PORT", "Run on a Ray cluster; auto starts one here where none runs."),
+    "ranks": (int, 1, None, "With --ray: processes that share the model."),
+    "samplers": (int, 0, None, "With --ray: processes that sample. 0: the first rank samples."),
+    "max_restarts": (int, 3, None, "With --ray: ranks, samplers and nodes that may be lost, all together."),
+}
+"""Flags of `gruppo train` alone."""
+
 
 def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) -> T:
     """An instance of `kind` from flags; raises InputError for a wrong one, with what it should be.
@@ -106,7 +114,11 @@ def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: 
     file = read_yaml(path) if path else {}
     values = preset | (chosen.values if chosen else {}) | file
     default = TrainConfig.read(values, where=path or verb)
-    given = vars(parse(_flags(default), words, verb, description=description))
+    given = vars(
+        parse(
+            _flags(default, OF_THE_VERB | (OF_TRAIN if verb == "train" else {})), words, verb, description=description
+        )
+    )
     # Only what was written: an option that nobody set may depend on others.
     chosen_here = {name: given[name] for name in TrainConfig.model_fields if flags & {name, f"no_{name}"}}
     config = TrainConfig.read(values | chosen_here, where=verb)
@@ -115,11 +127,11 @@ def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: 
     return config
 
 
-def _flags(start: TrainConfig) -> type:
+def _flags(start: TrainConfig, of_the_verb: dict[str, Any]) -> type:
     """A dataclass of the flags of a run, for tyro to read words with. TrainConfig checks the values."""
     flags: list[Any] = [
         (name, Annotated[kind, tyro.conf.FlagCreatePairsOff, _flag(text, None, word)], field(default=default))
-        for name, (kind, default, word, text) in OF_THE_VERB.items()
+        for name, (kind, default, word, text) in of_the_verb.items()
     ]
     for name, option in TrainConfig.model_fields.items():
         value = getattr(start, name)

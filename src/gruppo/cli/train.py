@@ -15,9 +15,11 @@ import tyro
 from rich.console import Console
 
 from gruppo.cli.options import parse, parse_run, take_flag, unset
+from gruppo.cli.ray import RayOptions, launch
 from gruppo.errors import RankError, Terminated
 from gruppo.output import unhindered
 from gruppo.run.reader import RunReader
+from gruppo.run.signals import STOPPED
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
     from gruppo.trainer.trainer import GRPOTrainer, TrainResult
 
 Show = Callable[[Console, "GRPOTrainer", "TrainResult"], None]
-
-STOPPED = 75
-"""Exit code of a run that a signal stopped and that was saved: queue it again and resume."""
 
 TRAIN_HELP = """Train a model with group-relative policy optimization.
 
@@ -44,9 +43,12 @@ A data row is {"prompt": text or chat messages, "answer": ..., any further colum
 
 
 def train(arguments: Sequence[str]) -> int:
-    words, overwrite = take_flag(list(arguments), "--overwrite")
+    own, on_ray = RayOptions.take(list(arguments))
+    words, overwrite = take_flag(own, "--overwrite")
     words, is_viewed = take_flag(words, "--view")
     config = parse_run(words, verb="train", description=TRAIN_HELP, preset={})
+    if on_ray is not None:
+        return launch(on_ray, ["train", *own], config)
     return run(config, overwrite=overwrite, view=is_viewed)
 
 
@@ -64,13 +66,24 @@ class ResumeArguments:
     """Go on although options in config.yaml, the prompts or the base weights are not those that the run began with."""
     trust: bool = False
     """Run what the config names although the directory belongs to another user."""
+    ray: Annotated[str | None, unset("auto|HOST:PORT")] = None
+    """Go on with ranks and samplers on a Ray cluster; auto starts one on this machine where none runs."""
+    ranks: int = 1
+    """With --ray: processes that share the model."""
+    samplers: int = 0
+    """With --ray: processes that sample. 0: the first rank samples."""
+    max_restarts: int = 3
+    """With --ray: ranks, samplers and nodes that may be lost, all together."""
 
 
 def resume(arguments: Sequence[str]) -> int:
-    given = parse(ResumeArguments, arguments, "resume")
+    words, on_ray = RayOptions.take(list(arguments))
+    given = parse(ResumeArguments, words, "resume")
     own = {} if given.steps is None else {"steps": given.steps}
     RunReader(given.directory).check_owner(given.trust)
     config = TrainConfig.of_run(given.directory, own)
+    if on_ray is not None:
+        return launch(on_ray, ["resume", *words], config)
     return run(config, resume=True, accept_changes=given.accept_changes)
 
 

@@ -117,12 +117,17 @@ def load_pretrained(model: nn.Module, folder: Path, *, base: str | None = None) 
         base: digest of the weights below an adapter; a folder that notes another is refused.
     """
     trained_on = read_manifest(folder).get("base")
+    if hasattr(model, "disable_adapter") and None not in (base, trained_on) and base != trained_on:
+        raise CheckpointError(
+            f"{folder} holds an adapter that was trained on other weights than the model's (digest {trained_on}, "
+            f"found {base}), and on these it is another policy; make the model from the weights it was trained on"
+        )
+    read_weights(model, folder)
+
+
+def read_weights(model: nn.Module, folder: Path) -> None:
+    """Read all weights, or with LoRA the adapter, from the safetensors files of a folder."""
     if hasattr(model, "disable_adapter"):
-        if None not in (base, trained_on) and base != trained_on:
-            raise CheckpointError(
-                f"{folder} holds an adapter that was trained on other weights than the model's (digest {trained_on}, "
-                f"found {base}), and on these it is another policy; make the model from the weights it was trained on"
-            )
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         file = folder / "adapter_model.safetensors"

@@ -48,6 +48,14 @@ def give_back_lock(folder: Path) -> None:
             (folder / NAME).unlink()
 
 
+def drop_lock(folder: Path, pid: int, host: str) -> None:
+    """Delete the lock of a process that is known to have ended, on whichever machine."""
+    with suppress(OSError), _guarded(folder):
+        owner = _owner(folder / NAME)
+        if (owner.get("pid"), owner.get("host")) == (pid, host):
+            (folder / NAME).unlink()
+
+
 def is_owned(folder: Path) -> bool:
     """Whether a process owns the directory, as far as can be told from this machine."""
     lock = folder / NAME

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+STOPPED = 75
+"""Exit code of a run that a signal stopped and that was saved: queue it again and resume."""
+
 
 class Interrupted(Exception):
     """Raised at a safe point after a signal: the weights are those of the last finished step."""

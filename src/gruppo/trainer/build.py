@@ -236,8 +236,13 @@ def build_sampler(
 ) -> "tuple[Sampler, WeightStore | CopiedWeights | None]":
     """The sampler that the config names, and the store of its weights; None if it samples from the trainer's model."""
     from gruppo.sampler import TorchSampler, vLLMSampler
+    from gruppo.sampler.replica import ReplicaSampler, replicas_of_launcher
 
     kind, servers = read_sampler(config.sampler)
+    if replicas := replicas_of_launcher():
+        options = {"threads": config.threads, "deadline_s": config.sampler_deadline, "poll": poll}
+        replicated = ReplicaSampler(config.pinned_model, model, replicas, **options)
+        return replicated, WeightStore(sync_folder, replicated.canary_rows)
     if kind == "torch" and model.ranks.world > 1:
         from gruppo.trainer.ahead import CopiedWeights
 
@@ -307,6 +312,7 @@ def build_model(
 ) -> "TransformersModel":
     """The actor with loss, optimizer, schedule and metric; with `ranks` this rank's part of it."""
     from gruppo.model import TransformersModel
+    from gruppo.sampler.replica import replicas_of_launcher
 
     make = TransformersModel
     if ranks is not None:
@@ -335,7 +341,8 @@ def build_model(
         model.reference()  # frozen now: the weights at the start
     options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
     if ranks is not None:
-        model.shard(keeps_copy=config.sampler == "torch")  # type: ignore[attr-defined]  # a RankedModel's
+        keeps_copy = config.sampler == "torch" and replicas_of_launcher() is None
+        model.shard(keeps_copy=keeps_copy)  # type: ignore[attr-defined]  # a RankedModel's
     if config.ranks_exact:
         model.weights.by_rows = True
         # On a CPU the fused kernel rounds otherwise at the end of a tensor, and shards end elsewhere.

@@ -13,7 +13,7 @@ import pytest
 
 from gruppo.errors import InputError
 from gruppo.run.directory import RunDirectory
-from gruppo.run.lock import take_lock
+from gruppo.run.lock import drop_lock, take_lock
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 CONFIG = "steps: 3\nstop: [END]\n"
@@ -386,3 +386,14 @@ def test_a_signal_before_the_text_of_the_lock_leaves_nothing(tmp_path: Path, mon
     with pytest.raises(SystemExit):
         RunDirectory.create(str(tmp_path / "new" / "run"), "steps: 1\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_of_a_process_of_another_machine_is_dropped_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text(json.dumps({"pid": 7, "host": "another", "started": "x"}))
+    drop_lock(tmp_path, 8, "another")
+    drop_lock(tmp_path, 7, "a third")
+    with pytest.raises(InputError, match="in use by process 7 on another"):
+        take_lock(tmp_path)
+    drop_lock(tmp_path, 7, "another")
+    take_lock(tmp_path)
+    drop_lock(tmp_path / "nowhere", 7, "another")

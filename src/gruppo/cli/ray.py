@@ -1,0 +1,104 @@
+"""`--ray`: the flags of a run on a Ray cluster, and what cannot go with them."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from gruppo.cli.options import take_value
+from gruppo.errors import InputError, Terminated, require
+from gruppo.output import unhindered
+from gruppo.run.signals import STOPPED, Interrupted, StopFlag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """What is placed on the cluster."""
+
+    address: str
+    """`auto`: the cluster of this machine, started if there is none; or HOST:PORT."""
+    ranks: int = 1
+    samplers: int = 0
+    max_restarts: int = 3
+    """Losses of a rank, a sampler or a node that the run outlives, all together."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("samplers", 0), ("max_restarts", 0)):
+            if getattr(self, name) < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise InputError(f"{flag} must be at least {least}, got {getattr(self, name)}")
+        if "://" in self.address:
+            raise InputError(
+                f"--ray {self.address}: the command runs on a machine of the cluster; give auto, or HOST:PORT of the "
+                "head as `ray start` prints it"
+            )
+
+    @classmethod
+    def take(cls, words: list[str]) -> "tuple[list[str], RayOptions | None]":
+        """Remove the flags of Ray from the words of a command; None without --ray."""
+        given: dict[str, str] = {}
+        for name, separator in product(("ray", "ranks", "samplers", "max_restarts"), "-_"):
+            flag = f"--{name.replace('_', separator)}"
+            words, value = take_value(words, flag, "a value")
+            if value is not None:
+                given[name] = value
+        address = given.pop("ray", None)
+        if address is None:
+            if given:
+                flag = f"--{next(iter(given)).replace('_', '-')}"
+                raise InputError(f"{flag} is for a run on a Ray cluster; add --ray auto, or leave it out")
+            return words, None
+        try:
+            numbers = {name: int(value) for name, value in given.items()}
+        except ValueError:
+            shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+            raise InputError(f"{shown}: these are whole numbers") from None
+        return words, cls(address=address, **numbers)
+
+
+def check_together(options: RayOptions, config: Any) -> None:
+    """Refuse what a run on Ray cannot do."""
+    given = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
+    if given:
+        raise InputError(
+            f"--ray starts the ranks itself, and {given[0]}={os.environ[given[0]]} says that torchrun or another "
+            "launcher has started this process; use one of them"
+        )
+    if not options.samplers:
+        return
+    if config.sampler != "torch":
+        raise InputError(
+            f"--samplers {options.samplers} are copies of sampler=torch, and the run has sampler={config.sampler!r}; "
+            "start vLLM servers where you want them, name them in --sampler vllm:http://host:8000,..., and leave "
+            "--samplers out"
+        )
+    for name, usual in {"streaming": False, "quantize": None}.items():
+        if getattr(config, name) != usual:
+            raise InputError(
+                f"{name}={getattr(config, name)!r} samples from weights that are in the trainer's process only; leave "
+                "--samplers out, or the option"
+            )
+
+
+def launch(options: RayOptions, words: Sequence[str], config: Any) -> int:
+    """Run `gruppo` with these words on the cluster; the exit code."""
+    check_together(options, config)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        from gruppo.cli.cluster import ClusterRun, connected
+    except ImportError as error:
+        raise require("ray", "ray", f"--ray {options.address}") from error
+    stop = StopFlag()
+    with unhindered(), connected(options) as gcs, stop.listening():
+        run = ClusterRun(options, words, Path(config.output), stop, gcs)
+        try:
+            return run.run()
+        except Interrupted:
+            if run.newest_step() is None:
+                raise Terminated(Terminated.exit_code) from None
+            print(f"stopped after step {run.newest_step()}; go on with: gruppo resume {config.output}")
+            return STOPPED
+        finally:
+            run.close()
