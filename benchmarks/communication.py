@@ -123,23 +123,23 @@ class Counted(TorchDispatchMode):
         return result
 
 
-def small_model() -> nn.Module:
+def small_model(hidden_size: int = 96, inner_size: int = 192) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 240}
+    sizes = {"hidden_size": hidden_size, "intermediate_size": inner_size, "num_hidden_layers": 4, "vocab_size": 240}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 
-def rollouts() -> list[Rollout]:
+def rollouts(sequences: int = SEQUENCES, completion: int = COMPLETION) -> list[Rollout]:
     """Sequences with prompts, log-probs and advantages of their own."""
     draw = torch.Generator().manual_seed(1)
     made = []
-    for i, ids in enumerate(torch.randint(0, 240, (SEQUENCES, PROMPT + COMPLETION), generator=draw).tolist()):
+    for i, ids in enumerate(torch.randint(0, 240, (sequences, PROMPT + completion), generator=draw).tolist()):
         feature = InputFeature(prompt_ids=tuple(ids[:PROMPT]), completion_ids=tuple(ids[PROMPT:]))
         (rollout,) = as_rollouts([feature])
-        trajectory = replace(rollout.trajectory, logps=(-5.0,) * COMPLETION)
+        trajectory = replace(rollout.trajectory, logps=(-5.0,) * completion)
         made.append(replace(rollout, trajectory=trajectory, advantage=1.0 if i % 2 else -1.0))
     return made
 
@@ -190,8 +190,8 @@ def count(case: str, ranks: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def on_ranks(world: int, cases: list[str]) -> list[dict[str, Any]]:
-    """What the first rank counted of each case, after all ranks agreed with it."""
+def on_ranks(world: int, command: list[str]) -> list[Any]:
+    """What each of so many ranks, started with this command, wrote as JSON to the file that comes after it."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
@@ -200,18 +200,13 @@ def on_ranks(world: int, cases: list[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{rank}.json" for rank in range(world)]
         started = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--rank-to", str(out), "--cases", *cases],
-                env=os.environ | usual | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
+            subprocess.Popen([sys.executable, *command, str(out)], env=os.environ | usual | {"RANK": str(rank)})
             for rank, out in enumerate(outs)
         ]
         codes = [process.wait() for process in started]
         if any(codes):
             raise SystemExit(f"ranks ended with {codes}")
-        found_by = [json.loads(out.read_text()) for out in outs]
-    assert all(each == found_by[0] for each in found_by), "ranks counted differently"
-    return found_by[0]
+        return [json.loads(out.read_text()) for out in outs]
 
 
 def rank_main(out: Path, cases: list[str]) -> None:
@@ -234,7 +229,11 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank_to is not None:
         return rank_main(given.rank_to, given.cases)
-    rows = [row for world in given.ranks for row in on_ranks(world, given.cases)]
+    rows = []
+    for world in given.ranks:
+        found = on_ranks(world, [__file__, "--cases", *given.cases, "--rank-to"])
+        assert all(each == found[0] for each in found), "ranks counted differently"
+        rows += found[0]
     print("KiB that each rank sends in an update, counted (by formula), and how many collectives there are")
     print(f"{'':11}{'ranks':>6}{'rounds':>7}{'gathered':>24}{'reduced':>24}{'message':>24}{'other':>7}")
     for row in rows:

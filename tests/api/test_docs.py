@@ -41,6 +41,8 @@ def given(page, tmp_path, monkeypatch):
                 "eval_prompts": 0,
             }
             GRPOTrainer(TrainConfig(output="runs/first", **sizes), quiet=True).train()
+        if page == "distributed.md":
+            monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
         if page == "vllm.md":
             monkeypatch.syspath_prepend(str(ROOT / "tests/unit/sampler"))
             from stub_vllm import StubServer
