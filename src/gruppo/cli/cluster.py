@@ -273,7 +273,7 @@ class ClusterRun:
                 answers.append(ray.get(call))
                 member.seen = time.monotonic()
             except RayActorError as error:
-                raise self._lost(member) from error
+                raise self._lost(member, error) from error
             except RayTaskError as error:
                 raise InputError(f"{member.name} cannot be started on {member.address}: {error.cause}") from error
         return answers
@@ -305,7 +305,7 @@ class ClusterRun:
         try:
             answer = ray.get(pending)
         except RayActorError as error:
-            lost = self._lost(member)
+            lost = self._lost(member, error)
             if member in self.ranks or lost.takes_node:
                 raise lost from error
             others = "the others take over its work" if len(self.samplers) > 1 else "the run waits for it"
@@ -333,11 +333,12 @@ class ClusterRun:
         """Whether a rank has ended with an error of its own, which would come again."""
         return any((m.code or 0) > 0 and m.code not in (STOPPED, RankError.exit_code) for m in self.ranks)
 
-    def _lost(self, member: Member) -> Lost:
+    def _lost(self, member: Member, error: Exception) -> Lost:
         """What is lost with an actor: its process, or its node."""
         silent = time.monotonic() - member.seen
         if not member.node:
-            return Lost(f"{member.name} is lost before it has begun", takes_node=True)
+            reason = str(error).strip().splitlines()[-1][:300]
+            return Lost(f"{member.name} is lost before it has begun ({reason})", takes_node=True)
         if member.node not in answering_nodes():
             there = ", ".join(m.name for m in self.ranks + self.samplers if m.node == member.node)
             text = f"the node {member.address} with {there} is lost (noticed after {silent:.1f} s)"
