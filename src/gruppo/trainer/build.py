@@ -23,6 +23,7 @@ from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.objects import Objects
 from gruppo.trainer.origin import prompts_digest
+from gruppo.trainer.plan import replicates
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
@@ -313,7 +314,7 @@ def build_model(
         from gruppo.model.ranked import RankedModel
 
         own = {"ranks": ranks, "exact": config.ranks_exact, "deadline_s": config.rank_deadline}
-        make = partial(RankedModel, **own)
+        make = partial(RankedModel, **own, replicated=replicates(config, objects.model, ranks))
     model = make(
         objects.model,
         lora=_new_adapter(config, objects, config.seed),
@@ -335,7 +336,7 @@ def build_model(
         model.reference()  # frozen now: the weights at the start
     options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
     if ranks is not None:
-        model.shard(keeps_copy=config.sampler == "torch")  # type: ignore[attr-defined]  # a RankedModel's
+        model.spread(keeps_copy=config.sampler == "torch")  # type: ignore[attr-defined]  # a RankedModel's
     if config.ranks_exact:
         model.weights.by_rows = True
         # On a CPU the fused kernel rounds otherwise at the end of a tensor, and shards end elsewhere.

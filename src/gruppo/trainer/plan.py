@@ -1,10 +1,11 @@
 """Plan of a run: what it will do, in numbers, before it does it."""
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,13 +15,19 @@ from gruppo.kernel.head import memory_estimate
 from gruppo.model.attention_hook import refusal
 from gruppo.model.plan import WORTH_IT, plan_rows
 from gruppo.model.scorer import SMALL_LOGITS
+from gruppo.parallel.ranks import Ranks
 from gruppo.trainer.config import TrainConfig
 from gruppo.types import InputFeature, Prompt
+from gruppo.weights.source import holds_adapter, outline
 
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
 
 MiB = 2**20
+ADAPTER_SHARE = 100
+"""Weights of a model for each one of an adapter, about."""
+COMFORT = 3
+"""A rank has room for all weights when its memory is this many times what they take: activations need the rest."""
 TRIAL_TOKENS = (1024, 3072)
 """Tokens of the two trial forwards from which a GPU's memory per token is found."""
 FILE_BYTES, TOKEN_BYTES = 2**14, 20
@@ -103,11 +110,8 @@ def make_plan(
         activations = micro * hidden_size * num_layers * (1 if config.gradient_checkpointing else 16) * bytes_per
     walk = memory_estimate(micro, hidden_size, vocabulary, trained=not config.lora, bytes_per_weight=bytes_per)
     logits = micro * vocabulary * 4 * 3 if micro * vocabulary <= SMALL_LOGITS else sum(walk.values())
-    reference = parameters * bytes_per if config.beta and not config.lora else 0
-    # Gradient and two moments of Adam, in float32, and a master copy beside half-precision weights.
-    masters = trainable * 4 if bytes_per < 4 else 0
     halves = trainable * bytes_per if bytes_per < 4 else 0  # their gradients, when activations are gone
-    memory = parameters * bytes_per + masters + trainable * (4 + 8) + reference + max(activations + logits, halves)
+    memory = state_bytes(config, parameters, trainable, bytes_per) + max(activations + logits, halves)
     return Plan(
         sequences_per_step=sequences,
         tokens_per_step=tokens,
@@ -122,6 +126,32 @@ def make_plan(
         reading=reading,
         held_out=held_out,
     )
+
+
+def state_bytes(config: TrainConfig, parameters: int, trainable: int, bytes_per: int) -> int:
+    """Bytes of weights in `bytes_per` each, gradients, optimizer and reference."""
+    reference = parameters * bytes_per if config.beta and not config.lora else 0
+    # Gradient and two moments of Adam, in float32, and a master copy beside half-precision weights.
+    masters = trainable * 4 if bytes_per < 4 else 0
+    return parameters * bytes_per + masters + trainable * (4 + 8) + reference
+
+
+def replicates(config: TrainConfig, model_id: Any, ranks: Ranks) -> bool:
+    """Whether every rank keeps all weights, by `shard`; auto is one decision of all ranks."""
+    if config.shard != "auto":
+        return config.shard == "none"
+    from gruppo.model.ranked import half_or_float  # brings FSDP
+
+    parameters = sum(parameter.numel() for parameter in outline(model_id).parameters())
+    is_adapter = config.lora or holds_adapter(model_id)
+    trainable = parameters // ADAPTER_SHARE if is_adapter else parameters
+    if torch.cuda.is_available():
+        room = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        on_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world)
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // on_machine
+    needed = state_bytes(config, parameters, trainable, half_or_float(config.dtype).itemsize)
+    return not ranks.highest(int(needed > room / COMFORT))
 
 
 def bytes_per_token(model: "TransformersModel", *, shares: bool) -> float:
