@@ -160,7 +160,7 @@ def count(case: str, ranks: Any) -> dict[str, Any]:
         **options,
     )
     model.set_loss(GRPOLoss(beta=beta))
-    model.shard(keeps_copy=False)
+    model.spread(keeps_copy=False)
     model.set_optimizer("AdamW", lr=1e-4)
     step = rollouts()
     counted = Counted()

@@ -245,7 +245,7 @@ def measure(ranks: Any) -> dict[str, float]:
     groups = [*sizes, whole - sum(sizes)]
     for each in (alone, model):
         each.set_loss(GRPOLoss())
-    model.shard(keeps_copy=False)
+    model.spread(keeps_copy=False)
     for each in (alone, model):
         each.set_optimizer("AdamW", lr=1e-4)
     model._depth = 1  # each rank makes the calls itself, so that all begin together

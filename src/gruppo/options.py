@@ -336,6 +336,10 @@ class RunOptions(Options):
     """Seed of everything random: prompts, samples, a new adapter."""
     threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = 0
     """CPU threads; a run is bitwise repeatable with the same number of them. 0: torch's choice."""
+    shard: Literal["auto", "none", "full"] = "auto"
+    """On several ranks: full keeps each rank's rows of the weights and gathers a block when it runs; none keeps all
+    weights on every rank and adds up gradients only. auto: none where weights, gradients and optimizer take at most a
+    third of a rank's memory, else full. One process has all weights in any case."""
     ranks_exact: bool = False
     """On several ranks: add gradients in the order of the micro-batches and take their norm row by row, so that any
     number of ranks gives the same bits, also of one process with this option. Costs a reduction per micro-batch."""

@@ -47,7 +47,7 @@ class Peak:
 def load(model: str, ranks: Ranks) -> RankedModel:
     options: dict[str, Any] = {"dtype": "float32", "tokens_per_microbatch": 96}
     made = RankedModel(model, ranks=ranks, exact=True, deadline_s=120, **options)
-    made.shard(keeps_copy=False)
+    made.spread(keeps_copy=False)
     return made
 
 
@@ -63,6 +63,7 @@ def main() -> None:
     Path(out, rank).write_text(json.dumps(facts))
     ranks.highest(0)
     torch.distributed.destroy_process_group()
+    os._exit(0)  # as the command does: torch's threads may outlive the interpreter
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from gruppo.trainer import GRPOTrainer, TrainConfig
 USUAL: dict[str, Any] = {
     "model": "builtin", "data": "builtin:carries", "steps": 6, "prompts_per_step": 8, "group_size": 4, "lr": 1e-3,
     "max_new_tokens": 4, "eval_prompts": 8, "tokens_per_microbatch": 96, "threads": 1, "save_every": 3,
-    "tensorboard": False, "ranks_exact": True,
+    "tensorboard": False, "ranks_exact": True, "shard": os.environ.get("SHARD", "full"),
 }  # fmt: skip
 
 CASES: dict[str, dict[str, Any]] = {
@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kl in reward, entropy target": {"kl_in_reward": 0.05, "entropy_target": 0.3, "entropy_coef": 0.01},
     "ahead": {"max_staleness": 1},
     "recomputed": {"gradient_checkpointing": True},
+    "bfloat16": {"dtype": "bfloat16"},
     "bnpo": {"loss": "bnpo"},
     "not exact": {"ranks_exact": False},
 }
@@ -94,6 +95,7 @@ def main() -> None:
         run(case, Path(folder), ranks)
     if ranks is not None:
         torch.distributed.destroy_process_group()
+        os._exit(0)  # as the command does: torch's threads may outlive the interpreter
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def finish(processes: list[subprocess.Popen], timeout: float = 240) -> list[tupl
 def train_command(folder: Path, **options: Any) -> list[str]:
     usual = {"model": "builtin", "data": "builtin:carries", "steps": 6, "prompts_per_step": 8, "group_size": 4}
     usual |= {"max_new_tokens": 4, "eval_prompts": 8, "tokens_per_microbatch": 96, "lr": 1e-3, "threads": 1}
-    usual |= {"save_every": 1, "eval_every": 1, "output": folder, "keep_checkpoints": 9}
+    usual |= {"save_every": 1, "eval_every": 1, "output": folder, "keep_checkpoints": 9, "shard": "full"}
     words = [str(x) for name, value in (usual | options).items() for x in (f"--{name.replace('_', '-')}", value)]
     return [sys.executable, "-m", "gruppo", "train", "--ranks-exact", "--no-tensorboard", *words]
 
@@ -141,6 +141,44 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     name = "gspo-with-kl-shared-prompts"
     assert len(metrics(tmp_path / "1" / name)) == 7
     assert_same_run(tmp_path / "1" / name, tmp_path / "2" / name)
+
+
+REPLICATED = ["grpo", "lora with kl", "gspo with kl, shared prompts", "drgrpo, minibatches", "ahead", "not exact"]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_ranks_with_all_weights_give_the_bits_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = tmp_path / "1", tmp_path / "2"
+    all_cases(1, one, REPLICATED)
+    monkeypatch.setenv("SHARD", "none")
+    all_cases(2, two, REPLICATED)
+    for run in sorted(one.iterdir()):
+        assert (two / run.name / "checkpoints" / "step-000006" / "weights.safetensors").is_file()
+        if run.name != "not-exact":
+            assert_same_run(run, two / run.name)
+    norms = [metrics(folder / "not-exact")[1]["optim/grad_norm"] for folder in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_with_its_weights_sharded_or_not(tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert finish(start(train_command(whole), 1))[0][0] == 0
+    assert [code for code, _ in finish(start(train_command(run, steps=2, shard="none"), 2))] == [0, 0]
+    for before, after, world, steps in (("none", "full", 3, 4), ("full", "auto", 2, 6)):
+        config = (run / "config.yaml").read_text()
+        assert f"shard: {before}\n" in config
+        (run / "config.yaml").write_text(config.replace(f"shard: {before}\n", f"shard: {after}\n"))
+        command = [sys.executable, "-m", "gruppo", "resume", str(run), "--steps", str(steps), "--accept-changes"]
+        found = finish(start(command, world))
+        assert [code for code, _ in found] == [0] * world, found
+    assert [path.name for path in sorted((run / "checkpoints" / "step-000004").iterdir())][-2] == "shards"
+    assert (run / "checkpoints" / "step-000006" / "weights.safetensors").is_file()  # a small model: auto is none
+    assert_same_run(whole, run)
 
 
 @pytest.mark.slow

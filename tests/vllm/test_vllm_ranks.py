@@ -52,7 +52,7 @@ def test_two_ranks_hand_their_shards_over(kind: str, servers: dict[str, ServerPr
         tmp_path / "run", sampler=f"vllm:{servers[kind].address}", model="builtin", data="builtin:carries", **lora
     )
     # The evaluation after the last step hands the last weights over.
-    wanted |= {"steps": 3, "eval_prompts": 4, "tokens_per_microbatch": 96}
+    wanted |= {"steps": 3, "eval_prompts": 4, "tokens_per_microbatch": 96, "shard": "full"}
     (tmp_path / "run.yaml").write_text(json.dumps(wanted))  # JSON is YAML
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "gruppo", "train", "--config", str(tmp_path / "run.yaml")]

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from gruppo import faults
 from gruppo.batch import Totals
@@ -26,13 +25,16 @@ from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.metric import Metric
 from gruppo.model.optim import MasterWeights, StepReport
 from gruppo.model.plan import StepPlan
-from gruppo.model.sharding import OrderedSum, ShardedWeights, shard, whole
+from gruppo.model.sharding import OrderedSum, ReplicatedWeights, ShardedWeights, shard, whole
 from gruppo.model.shards import read_weights
-from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch
+from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch, in_precision
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import Prompt, Rollout, Trajectory
 from gruppo.weights.files import Entries
 from gruppo.weights.source import NotByRows, load_empty
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +49,29 @@ class RankedModel(TransformersModel):
         ranks: the processes, of which this is one.
         exact: give the bits of one process.
         deadline_s: how long one call may take.
+        replicated: every rank keeps all weights, and gradients alone are added up over ranks.
         options: those of `TransformersModel`.
     """
 
-    def __init__(self, model_id: Any, *, ranks: Ranks, exact: bool, deadline_s: float, **options: Any) -> None:
+    def __init__(
+        self,
+        model_id: Any,
+        *,
+        ranks: Ranks,
+        exact: bool,
+        deadline_s: float,
+        replicated: bool = False,
+        **options: Any,
+    ) -> None:
         self._files: dict[str, Path] = {}
         """Of the weights, as long as they are not read; none where each rank has read all of them."""
-        self.ranks, lora = ranks, options.get("lora")
-        self._reads_rows = lora is None or not lora.modules_to_save  # PEFT copies such modules when it makes them
-        wanted = options.pop("dtype", "auto")
-        has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-        super().__init__(model_id, process_group=ranks.group, dtype="float32", **options)
+        self.ranks, self.replicated, lora = ranks, replicated, options.get("lora")
+        self._copies_modules = lora is not None and bool(lora.modules_to_save)
+        dtype = half_or_float(options.pop("dtype", "auto"))
         # Shards are kept in float32; FSDP gathers them in the precision in which the model computes.
-        is_half = wanted == "bfloat16" or (wanted == "auto" and has_bf16)
-        self.dtype = torch.bfloat16 if is_half else torch.float32
+        loaded = "bfloat16" if replicated and dtype == torch.bfloat16 else "float32"
+        super().__init__(model_id, process_group=ranks.group, dtype=loaded, **options)
+        self.dtype = dtype
         self.ranks = self.planner.ranks = ranks
         self.exact, self.deadline_s = exact, deadline_s
         self.shares_signal: Callable[[int], int] = lambda seen: seen
@@ -70,13 +81,17 @@ class RankedModel(TransformersModel):
         self._plan: StepPlan | None = None
         self._depth = 0
         """Calls of the first rank that this one is in; only the outermost is sent."""
+        self._is_spread = False
+        """Whether the ranks share the weights, and follow the calls of the first."""
 
-    def _load(self, model_id: str, **options: Any) -> nn.Module:
+    def _load(self, model_id: str, **options: Any) -> "PreTrainedModel":
         """The model without its weights: `shard` reads each rank's rows. Whole where that cannot be done."""
         names = ("dtype", "attn_implementation", "revision")
+        if self.replicated:
+            return super()._load(model_id, **options)
         try:
-            if not self._reads_rows:
-                raise NotByRows("lora_modules_to_save copies weights")
+            if self._copies_modules:
+                raise NotByRows("lora_modules_to_save copies weights when the adapter is made")
             model, self._files = load_empty(model_id, **{name: options[name] for name in names})
             return model
         except NotByRows as reason:
@@ -84,14 +99,13 @@ class RankedModel(TransformersModel):
                 logger.warning("each rank loads the whole of %s before it keeps its rows, since %s", model_id, reason)
         return super()._load(model_id, **options)
 
-    def shard(self, *, keeps_copy: bool) -> None:
+    def spread(self, *, keeps_copy: bool) -> None:
         """Shard the weights, and those of the reference, and read this rank's rows of them. Called by all ranks.
 
         Args:
             keeps_copy: keep a whole copy on the first rank, for a sampler in that process.
         """
-        frozen = None if self._reference is None else self._reference._copy
-        scorers = [self.scorer, *([] if frozen is None else [frozen])]
+        self._is_spread = True
         if keeps_copy and self.ranks.rank == 0:
             self._whole = super().twin()
             self._whole.ranks = Ranks()
@@ -99,19 +113,26 @@ class RankedModel(TransformersModel):
             assert isinstance(self._whole, RankedModel)
             self._whole._depth = 1  # no call on the copy is sent
             read_weights(self._whole.model, self._files, self.device)
+            if self._files:  # nothing of the copy is shared with the model, and it can have the precision of a sampler
+                in_precision(self._whole.model, self.dtype)
             self._whole.planner.device = self.device
-            scorers.append(self._whole.scorer)
         if not self._files:
-            self.planner.decide()  # by forwards in float32, and before a forward needs all ranks
-        self._sums = shard(self.model, self.scorer.base, self.ranks, self.device, compute=self.dtype, exact=self.exact)
-        if frozen is not None:
-            shard(frozen.model, frozen.base, self.ranks, self.device, compute=self.dtype, exact=False)
+            self.planner.decide()  # each rank for itself, before a forward needs all of them
+        if self.replicated:
+            return
+        frozen = None if self._reference is None else self._reference._copy
+        sharded = [self.scorer] if frozen is None else [self.scorer, frozen]
+        for scorer in sharded:
+            trains = scorer is self.scorer
+            sums = shard(
+                scorer.model, scorer.base, self.ranks, self.device, compute=self.dtype, exact=self.exact and trains
+            )
+            self._sums = sums if trains else self._sums
+            read_weights(scorer.model, self._files, self.device)
         if self._files:
-            for scorer in scorers[: 1 if frozen is None else 2]:
-                read_weights(scorer.model, self._files, self.device)
             self.planner.device, self.scorer.is_half = self.device, self.dtype.itemsize == 2
             self.scorer.try_head()
-            for scorer in scorers:
+            for scorer in (*sharded, *([] if self._whole is None else [self._whole.scorer])):
                 scorer.head = scorer.head if self.scorer.head is not None else None
             self.planner.decide()
 
@@ -121,7 +142,9 @@ class RankedModel(TransformersModel):
 
     @property
     def weights(self) -> MasterWeights:
-        if self._weights is None:
+        if self.replicated and not isinstance(self._weights, ReplicatedWeights):
+            self._weights = ReplicatedWeights(super().weights, self.ranks, exact=self.exact)
+        elif self._weights is None:
             self._weights = ShardedWeights(self.model, self.ranks, self._sums)
         return self._weights
 
@@ -229,7 +252,7 @@ class RankedModel(TransformersModel):
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> StepReport:
         with self._on_all("clip_grad_and_step", max_grad_norm=max_grad_norm):
-            assert isinstance(self.weights, ShardedWeights)
+            assert isinstance(self.weights, ShardedWeights | ReplicatedWeights)
             self.weights.put_gradients()
             report = super().clip_grad_and_step(max_grad_norm)
             # A signal that any rank got is known to all once per update.
@@ -241,7 +264,7 @@ class RankedModel(TransformersModel):
             return super().calculate_metric()
 
     def set_loss(self, loss: PolicyLoss) -> None:
-        if not isinstance(self.model, FSDPModule):
+        if not self._is_spread:
             super().set_loss(loss)
             return
         with self._on_all("set_entropy_coef", value=loss.entropy_coef):
@@ -254,6 +277,8 @@ class RankedModel(TransformersModel):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def trained(self) -> dict[str, Tensor]:
+        if self.replicated:
+            return super().trained()
         with self._on_all("trained"):
             return {n: whole(p.detach()) for n, p in self.model.named_parameters() if p.requires_grad}
 
@@ -261,6 +286,9 @@ class RankedModel(TransformersModel):
         """As in one process; each rank writes its rows, and no rank gathers the model. An adapter is gathered."""
         from gruppo.model.shards import write_whole
 
+        if self.replicated:
+            super().write_weights(folder)
+            return
         with self._on_all("write_weights", folder=str(folder)):
             if self.lora is not None:
                 adapter = {name: tensor.cpu() for name, tensor in self.trained().items()}
@@ -277,6 +305,8 @@ class RankedModel(TransformersModel):
     def save_state(self, folder: Path) -> Entries:
         from gruppo.model.shards import save_shards
 
+        if self.replicated:
+            return super().save_state(folder)
         with self._on_all("save_state", folder=str(folder)):
             return save_shards(self.weights, self.optimizer, Path(folder), self.ranks)
 
@@ -284,7 +314,16 @@ class RankedModel(TransformersModel):
         from gruppo.model.shards import load_shards
 
         with self._on_all("load_state", folder=str(folder)):
-            load_shards(self.weights, self.optimizer, Path(folder))
+            if self.replicated:
+                super().load_state(Path(folder))
+            else:
+                load_shards(self.weights, self.optimizer, Path(folder))
+
+
+def half_or_float(dtype: str) -> torch.dtype:
+    """In which a model on ranks computes, by the option: bfloat16 on a GPU that has it, unless another is named."""
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and has_bf16) else torch.float32
 
 
 def packed(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from gruppo.model.blocks import find_blocks
 from gruppo.model.optim import MasterWeights, local
-from gruppo.parallel.ranks import Ranks
+from gruppo.parallel.ranks import Ranks, gather_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,6 +102,47 @@ class ShardedWeights(MasterWeights):
         ]
         first = -self.ranks.highest(-min(bad, default=NONE))
         return None if first == NONE else self.names[first]
+
+
+class ReplicatedWeights(MasterWeights):
+    """Parameters that every rank has whole; their gradients are added up over the ranks.
+
+    Args:
+        weights: those of a model in one process.
+        exact: add in the order of the micro-batches, after each of them; else once per update.
+    """
+
+    def __init__(self, weights: MasterWeights, ranks: Ranks, *, exact: bool) -> None:
+        self.__dict__ |= vars(weights)
+        self.ranks, self.exact = ranks, exact
+        self._gradients: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """With `exact`: add the gradients of all ranks, in their order, to those of earlier micro-batches."""
+        super().collect_gradients()
+        if not self.exact:
+            return
+        for name, parameter in self.named().items():
+            if parameter.grad is None:
+                continue
+            assert self.ranks.group is not None
+            for part in gather_over([self.ranks.group], parameter.grad):
+                total = self._gradients.get(name)
+                self._gradients[name] = part.clone() if total is None else total.add_(part)
+            parameter.grad = None
+
+    def put_gradients(self) -> None:
+        """The gradient of the step, where the optimizer reads it."""
+        for name, parameter in self.named().items():
+            if self.exact:
+                parameter.grad = self._gradients.pop(name, None)
+            elif parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.ranks.group)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._gradients.clear()
 
 
 def whole(tensor: "Tensor | DTensor") -> Tensor:

@@ -165,7 +165,7 @@ class TransformersModel:
             nn.Module.to(model, self.device)
         self.dtype = compute or _frozen_first(model).dtype
         """In which the model computes."""
-        self._weights = _in_precision(model, self.dtype)
+        self._weights = in_precision(model, self.dtype)
         self.model = model.train(gradient_checkpointing)  # transformers checkpoints in train mode only
         self.lora = lora or lora_of(model)
         """The adapter that trains; None: all weights."""
@@ -193,7 +193,7 @@ class TransformersModel:
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
-    def _load(self, model_id: str, **options: Any) -> nn.Module:
+    def _load(self, model_id: str, **options: Any) -> "PreTrainedModel":
         """The model of a name."""
         return source.load_model(model_id, **options)
 
@@ -577,7 +577,7 @@ def _plain(title: str, index: int, value: Any, rollout: Rollout) -> float | tupl
     return row
 
 
-def _in_precision(model: nn.Module, compute: torch.dtype) -> MasterWeights | None:
+def in_precision(model: nn.Module, compute: torch.dtype) -> MasterWeights | None:
     """Bring parameters to the precision in which the model computes; masters of those that train and had more.
 
     Parameters that a model keeps in float32 beside half-precision ones stay as they are; an adapter's do not.

@@ -23,6 +23,7 @@ from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.objects import Objects
 from gruppo.trainer.origin import prompts_digest
+from gruppo.trainer.plan import replicates
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
@@ -319,7 +320,7 @@ def build_model(
         from gruppo.model.ranked import RankedModel
 
         own = {"ranks": ranks, "exact": config.ranks_exact, "deadline_s": config.rank_deadline}
-        make = partial(RankedModel, **own)
+        make = partial(RankedModel, **own, replicated=replicates(config, objects.model, ranks))
     model = make(
         objects.model,
         lora=_new_adapter(config, objects, config.seed),
@@ -342,7 +343,7 @@ def build_model(
     options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
     if ranks is not None:
         keeps_copy = config.sampler == "torch" and replicas_of_launcher() is None
-        model.shard(keeps_copy=keeps_copy)  # type: ignore[attr-defined]  # a RankedModel's
+        model.spread(keeps_copy=keeps_copy)  # type: ignore[attr-defined]  # a RankedModel's
     if config.ranks_exact:
         model.weights.by_rows = True
         # On a CPU the fused kernel rounds otherwise at the end of a tensor, and shards end elsewhere.

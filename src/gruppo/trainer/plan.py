@@ -1,10 +1,11 @@
 """Plan of a run: what it will do, in numbers, before it does it."""
 
+import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,13 +16,19 @@ from gruppo.kernel.head import memory_estimate
 from gruppo.model.attention_hook import refusal
 from gruppo.model.plan import WORTH_IT, plan_rows
 from gruppo.model.scorer import SMALL_LOGITS
+from gruppo.parallel.ranks import Ranks
 from gruppo.trainer.config import TrainConfig
 from gruppo.types import InputFeature, Prompt
+from gruppo.weights.source import holds_adapter, outline
 
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
 
 MiB = 2**20
+ADAPTER_SHARE = 100
+"""Weights of a model for each one of an adapter, about."""
+COMFORT = 3
+"""A rank has room for all weights when its memory is this many times what they take: activations need the rest."""
 TRIAL_TOKENS = (1024, 3072)
 """Tokens of the two trial forwards from which a GPU's memory per token is found."""
 FILE_BYTES, TOKEN_BYTES = 2**14, 20
@@ -101,7 +108,10 @@ def make_plan(
     if model.device.type == "cuda" and ranks == 1:  # measuring would be a step of all ranks
         shares = copies < config.group_size and refusal(model.scorer.base) is None
         activations = int(micro * bytes_per_token(model, shares=shares))
-    memory = training_memory(config, model.model, tokens=micro, dtype=model.dtype, ranks=ranks, activations=activations)
+    holders = 1 if getattr(model, "replicated", False) else ranks  # each rank of a RankedModel may keep all weights
+    memory = training_memory(
+        config, model.model, tokens=micro, dtype=model.dtype, ranks=holders, activations=activations
+    )
     parameters, trainable = _sizes(model.model.parameters())
     return Plan(
         sequences_per_step=sequences,
@@ -171,17 +181,9 @@ def training_memory(
     walk = memory_estimate(tokens, hidden_size, vocabulary, trained=not config.lora, bytes_per_weight=compute)
     logits = tokens * vocabulary * 4 * 3 if tokens * vocabulary <= SMALL_LOGITS else sum(walk.values())
     activations += logits
-    frozen = parameters if (config.beta or config.kl_in_reward) and not config.lora else 0
     if ranks == 1:
-        halves = trained if compute < 4 else 0
-        return Memory(
-            weights=parameters * compute + halves * 4,
-            gradients=trained * 4,
-            optimizer=trained * 8,
-            reference=frozen * compute,
-            gathered=0,
-            activations=max(activations, halves * compute),  # their gradients, when activations are gone
-        )
+        halves = trained * compute if compute < 4 else 0  # their gradients, when activations are gone
+        return replace(_whole(config, parameters, trained, compute), activations=max(activations, halves))
     from gruppo.model.blocks import find_blocks  # brings the compiler
 
     blocks = [_sizes(block.parameters()) for block in find_blocks(model)]
@@ -190,6 +192,7 @@ def training_memory(
     # In the backward of a block: its weights and those of the next, its gradient, and that in float32 to be reduced.
     # What is outside of the blocks is gathered from the first forward to the last backward.
     gathered = 2 * block * compute + block_trained * (compute + 4) + (outside + outside_trained) * compute
+    frozen = _frozen(config, parameters)
     return Memory(
         weights=-(-parameters * 4 // ranks),
         gradients=-(-trained * 4 * (2 if config.ranks_exact else 1) // ranks),  # exact: and the sums so far
@@ -198,6 +201,23 @@ def training_memory(
         gathered=gathered,
         activations=activations,
     )
+
+
+def _whole(config: TrainConfig, parameters: int, trained: int, compute: int) -> Memory:
+    """What a process holds besides activations that keeps all weights, of `compute` bytes each."""
+    return Memory(
+        weights=parameters * compute + (trained * 4 if compute < 4 else 0),
+        gradients=trained * 4,
+        optimizer=trained * 8,
+        reference=_frozen(config, parameters) * compute,
+        gathered=0,
+        activations=0,
+    )
+
+
+def _frozen(config: TrainConfig, parameters: int) -> int:
+    """Parameters of the reference; an adapter's is the base, which is there."""
+    return parameters if (config.beta or config.kl_in_reward) and not config.lora else 0
 
 
 def _sizes(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
@@ -214,6 +234,24 @@ def _shape(model: nn.Module) -> tuple[int, int, int]:
         getattr(shape, name, 0) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
     )
     return hidden_size, num_layers, vocabulary
+
+
+def replicates(config: TrainConfig, model_id: Any, ranks: Ranks) -> bool:
+    """Whether every rank keeps all weights, by `shard`; auto is one decision of all ranks."""
+    if config.shard != "auto":
+        return config.shard == "none"
+    from gruppo.model.ranked import half_or_float  # brings FSDP
+
+    parameters = sum(parameter.numel() for parameter in outline(model_id).parameters())
+    is_adapter = config.lora or holds_adapter(model_id)
+    trainable = parameters // ADAPTER_SHARE if is_adapter else parameters
+    if torch.cuda.is_available():
+        room = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        on_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world)
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // on_machine
+    needed = _whole(config, parameters, trainable, half_or_float(config.dtype).itemsize)
+    return not ranks.highest(int(needed.total > room / COMFORT))
 
 
 def bytes_per_token(model: "TransformersModel", *, shares: bool) -> float:

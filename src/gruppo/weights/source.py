@@ -609,15 +609,22 @@ def end_tokens_of(*sources: Any) -> frozenset[int]:
     return frozenset(listed)
 
 
+def outline(model_id: str) -> "PreTrainedModel":
+    """The language model of `model_id` without numbers, for its modules and shapes; of an adapter's folder the base."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with _refusing(model_id), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(model_id), trust_remote_code=False)
+
+
 def linear_layers(model: Any) -> tuple[str, ...]:
     """Last names of all linear layers except the head, by a model's id or the object: the targets of "all-linear"."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(model, str):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=False)
+        model = outline(model)
     head = model.get_output_embeddings()
     return tuple(sorted({
         name.rsplit(".", 1)[-1]

@@ -9,7 +9,7 @@ from tiny_models import actor, random_features, tiny_model
 from gruppo.errors import InputError
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.model.checkpoint import load_training_state, save_training_state
-from gruppo.model.transformers_model import _in_precision
+from gruppo.model.transformers_model import in_precision
 
 FEATURES = random_features(num=6, seed=3)
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0]
@@ -76,11 +76,11 @@ def test_float32_weights_are_their_own_masters() -> None:
 def test_what_a_model_keeps_in_float32_beside_its_weights_stays_so() -> None:
     mixed = tiny_model("llama").bfloat16()
     mixed.model.norm.float()
-    assert _in_precision(mixed, torch.bfloat16) is None
+    assert in_precision(mixed, torch.bfloat16) is None
     assert mixed.model.norm.weight.dtype == torch.float32
     named = tiny_model("llama")
     named._keep_in_fp32_modules = ["norm"]
-    weights = _in_precision(named, torch.bfloat16)
+    weights = in_precision(named, torch.bfloat16)
     assert weights is not None and {p.dtype for p in weights.parameters} == {torch.float32}
     norms = {p.dtype for n, p in named.named_parameters() if "norm" in n}
     others = {p.dtype for n, p in named.named_parameters() if "norm" not in n}

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import sqrt
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from gruppo.parallel.ranks import Ranks
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
-from gruppo.trainer.plan import Plan, make_plan
+from gruppo.trainer.plan import Plan, make_plan, replicates, state_bytes
 from gruppo.trainer.rollout import rollout_metrics, score
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
@@ -261,6 +263,26 @@ def test_the_plan_counts_a_frozen_copy_only_where_there_is_one() -> None:
     in_reward = plan_of(CONFIG.model_copy(update={"kl_in_reward": 0.1}), **PLAN).memory
     assert with_kl - plain == in_reward - plain == 4_000_000
     assert with_adapter == plain
+
+
+def test_what_weights_gradients_and_optimizer_take_by_hand() -> None:
+    adapter = CONFIG.model_copy(update={"lora": True, "beta": 0.1})
+    assert state_bytes(CONFIG, 100, 100, 4) == 100 * 4 + 100 * 12
+    assert state_bytes(CONFIG, 100, 100, 2) == 100 * 2 + 100 * 4 + 100 * 12
+    assert state_bytes(CONFIG.model_copy(update={"beta": 0.1}), 100, 100, 4) == 100 * 4 + 100 * 12 + 100 * 4
+    assert state_bytes(adapter, 100, 10, 2) == 100 * 2 + 10 * 4 + 10 * 12
+
+
+def test_a_small_model_is_kept_whole_on_every_rank_and_a_large_one_is_not(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}  # 405 billion: 6 TB of state
+    LlamaConfig(**sizes, num_attention_heads=128, num_key_value_heads=8).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()  # it is not read for this
+    auto = CONFIG.model_copy(update={"dtype": "float32"})
+    assert auto.shard == "auto"
+    found = {name: replicates(auto, name, Ranks()) for name in ("builtin", str(tmp_path))}
+    assert found == {"builtin": True, str(tmp_path): False}
+    none, full = (auto.model_copy(update={"shard": choice}) for choice in ("none", "full"))
+    assert replicates(none, str(tmp_path), Ranks()) and not replicates(full, "builtin", Ranks())
 
 
 def test_recomputation_and_bfloat16_change_the_estimate() -> None:
