@@ -36,7 +36,7 @@ MEMORY = 141 * GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Assumptions about the machines. Measured on one H200: `flops`, `compute_share`, `memory`, `per_token`."""
+    """Assumptions about the machines. Measured: `flops` and `compute_share` on one H200, `per_token` on a CPU core."""
 
     flops: float = 790e12
     """FLOP/s of a large bfloat16 product."""

@@ -207,3 +207,9 @@ def test_installed_packages_beyond_torch_and_numpy_are_extras():
 
 def test_type_checkers_see_the_annotations():
     assert (Path(gruppo.__file__).parent / "py.typed").is_file()
+
+
+def test_the_trainer_is_found_at_the_top_too():
+    from gruppo import GRPOTrainer, TrainConfig, trainer
+
+    assert (GRPOTrainer, TrainConfig) == (trainer.GRPOTrainer, trainer.TrainConfig)

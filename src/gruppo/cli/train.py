@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gruppo.cli.options import parse, parse_run, take_flag, unset
 from gruppo.cli.ray import RayOptions, launch
-from gruppo.errors import RankError, Terminated
+from gruppo.errors import InputError, RankError, Terminated
 from gruppo.output import unhindered
 from gruppo.run.reader import RunReader
 from gruppo.run.signals import STOPPED
@@ -78,6 +78,14 @@ class ResumeArguments:
 
 def resume(arguments: Sequence[str]) -> int:
     words, on_ray = RayOptions.take(list(arguments))
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    fixed = {flag for flag in flags if flag[2:].replace("-", "_") in TrainConfig.model_fields} - {"--steps"}
+    if fixed:
+        raise InputError(
+            f"{', '.join(sorted(fixed))} cannot be given to `gruppo resume`: the options of a run are those of its "
+            "config.yaml, and only --steps changes. To go on with others, edit config.yaml in the run directory and "
+            "give --accept-changes; for another run, gruppo train --config"
+        )
     given = parse(ResumeArguments, words, "resume")
     own = {} if given.steps is None else {"steps": given.steps}
     RunReader(given.directory).check_owner(given.trust)

@@ -37,9 +37,14 @@ class Checkpoints:
             commit_folder(folder, write, {"kind": "training", "step": step})
         except CheckpointError as error:
             last = max((n for n, path in self._folders().items() if _is_whole(path, n, has_hashes=False)), default=None)
-            ahead = (
-                "no step was saved before" if last is None else f"the steps after {last} are lost; then go on from it"
-            )
+            ahead = "no step was saved before"
+            if last is not None:
+                files = (path for path in self._folders()[last].rglob("*") if path.is_file())
+                size = sum(path.stat().st_size for path in files) / 2**20
+                ahead = (
+                    f"a checkpoint needs about {size:.1f} MiB, as that of step {last}. The steps after {last} are "
+                    "lost; make room, then go on from it"
+                )
             raise CheckpointError(f"{error}; {ahead}: gruppo resume {self.folder.parent}") from error
         self._current = step
         if faults.PLAN:

@@ -63,6 +63,21 @@ def fit_context(config: TrainConfig, objects: Objects) -> TrainConfig:
     return TrainConfig.read(config.model_dump(exclude_unset=True) | {"max_new_tokens": max(context // 4, 1)})
 
 
+def all_of(*makers: Callable[[], Any]) -> list[Any]:
+    """What each of these makes. The errors of all that fail are one."""
+    made, errors = [], []
+    for make in makers:
+        try:
+            made.append(make())
+        except InputError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise InputError("\n".join(map(str, errors)))
+    if errors:
+        raise errors[0]
+    return made
+
+
 def build_loss(config: TrainConfig) -> PolicyLoss:
     """The loss with the options that were set; one that it does not take is an error."""
     given = {name: getattr(config, name) for name in ("clip_range", "tau") if getattr(config, name) is not None}
@@ -154,7 +169,8 @@ def _made(kind: str, name: str, cls: Any, options: dict[str, Any]) -> Any:
 
 def build_rewards(options: RewardOptions, objects: Objects, poll: Any = None) -> RewardScorer:
     weights = options.reward_weights or (1.0,) * len(objects.rewards)
-    rewards = [load_reward(spec, weight=weight) for spec, weight in zip(objects.rewards, weights, strict=True)]
+    each = zip(objects.rewards, weights, strict=True)
+    rewards = all_of(*(partial(load_reward, spec, weight=weight) for spec, weight in each))
     return RewardScorer(
         rewards,
         workers=options.reward_workers,

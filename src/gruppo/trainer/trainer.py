@@ -141,10 +141,13 @@ class GRPOTrainer:
             torch.set_num_threads(config.threads)
         # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
         check_installed(config.trackers)
-        loss = build.build_loss(config)
-        estimate = build.build_advantage(config)
+        loss, estimate, scorer = build.all_of(
+            partial(build.build_loss, config),
+            partial(build.build_advantage, config),
+            partial(build.build_rewards, config, objects, poll=poll),
+        )
         with ExitStack() as stack:
-            self.scorer = stack.enter_context(build.build_rewards(config, objects, poll=poll))
+            self.scorer = stack.enter_context(scorer)
             tokenizer = objects.tokenizer or load_tokenizer(config.pinned_model)
             self.prompts = build.build_prompts(config, objects, tokenizer)
             self.scorer.max_steps = config.steps

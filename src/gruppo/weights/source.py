@@ -341,6 +341,8 @@ def load_model(
         raise InputError(
             f"the weights of {model_id!r} lack {len(missing)} tensors: {', '.join(missing[:3])}; copy the folder again"
         )
+    if getattr(model.config, "quantization_config", None) is None:
+        _check_floating(Path(path), {name for name, _ in model.named_parameters()})
     _name(model, model_id, revision)
     return model
 
@@ -445,6 +447,21 @@ def _fill_buffers(model: Any) -> None:
     unknown = next((name for name, buffer in made.items() if not bool(buffer.isfinite().all())), None)
     if unknown is not None:
         raise NotByRows(f"its buffer {unknown} is in no file")
+
+
+def _check_floating(folder: Path, parameters: set[str]) -> None:
+    """Refuse parameters stored as whole numbers: transformers would take the numbers themselves for weights."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in parameters.intersection(file.keys()):
+                kind = file.get_slice(name).get_dtype()
+                if "F" not in kind:
+                    raise InputError(
+                        f"{path} holds {kind} in {name}, and config.json has no quantization_config that gives the "
+                        "numbers a meaning. Use the model in floating point, or copy its config.json again"
+                    )
 
 
 def load_dequantized(folder: str, *, dtype: Any) -> "PreTrainedModel":

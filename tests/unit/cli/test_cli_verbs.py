@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gruppo.cli.main import main, run
+from gruppo.errors import InputError
 from gruppo.task.builtin import builtin_model_path
 
 
@@ -191,3 +192,24 @@ def test_text_that_the_terminal_cannot_encode_does_not_end_a_command(monkeypatch
         main(["demo"])
     assert ended.value.code == 0
     assert raw.getvalue() == rb"held-out \u2588\u2585 \u201c\xbd\u201d" + os.linesep.encode()
+
+
+def test_options_of_a_run_are_not_flags_of_resume(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        run(["resume", str(tmp_path), "--lr", "1e-5", "--group-size=4", "--steps", "9"])
+    said = str(refused.value)
+    assert said.startswith("--group-size, --lr cannot be given to `gruppo resume`")
+    assert "only --steps changes" in said and "config.yaml" in said and "--accept-changes" in said
+
+
+def test_wrong_names_of_loss_advantage_and_rewards_are_one_error(tmp_path: Path) -> None:
+    config, output = tmp_path / "run.yaml", tmp_path / "run"
+    names = "loss: grop\nadvantage: gropu\nrewards: [exact_mach, think_fromat]\n"
+    config.write_text(f"{names}data: builtin:carries\noutput: {output}\n")
+    with pytest.raises(InputError) as refused:
+        run(["train", "--config", str(config)])
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 4
+    for line, name in zip(lines, ("grop", "gropu", "exact_mach", "think_fromat"), strict=True):
+        assert f"{name!r}" in line
+    assert not output.exists()

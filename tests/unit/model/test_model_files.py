@@ -444,3 +444,15 @@ def test_the_dropout_of_an_adapter_from_elsewhere_is_switched_off(adapted: Any, 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="dtype must be one of auto, float32, bfloat16, got 'float16'"):
         TransformersModel("builtin", dtype="float16")  # type: ignore[arg-type]
+
+
+def test_weights_of_whole_numbers_without_a_scale_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(builtin_model_path(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].char()}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        InputError, match=rf"model\.safetensors holds I8 in {name}, and config\.json has no quantization"
+    ):
+        TransformersModel(str(folder), device="cpu")
