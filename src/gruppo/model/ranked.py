@@ -30,8 +30,8 @@ from gruppo.model.shards import read_weights
 from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch, in_precision
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import Prompt, Rollout, Trajectory
+from gruppo.weights.empty import NotByRows, load_empty
 from gruppo.weights.files import Entries
-from gruppo.weights.source import NotByRows, load_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gruppo.output import printable
 from gruppo.run.console import RunConsole
@@ -14,10 +14,10 @@ from gruppo.run.directory import RunDirectory
 from gruppo.run.trackers import Trackers
 from gruppo.types import Group, Rollout
 
-if TYPE_CHECKING:
-    from gruppo.trainer.learner import TokenRecord
-
 logger = logging.getLogger(__name__)
+
+Complete = Callable[[Sequence[Group]], Sequence[Group]]
+"""Gives groups what is only put together when it is written."""
 
 ADVICE_EVERY = 20
 """Steps after which the numbers of as many steps are looked at."""
@@ -78,17 +78,17 @@ class Recorder:
         """Whether the completions of a step go to a file."""
         return bool(self.completions_every) and step % self.completions_every == 0
 
-    def sampled(self, step: int, groups: Sequence[Group], tokens: "TokenRecord | None" = None) -> None:
-        """All groups of a step, with what it made of them; `tokens` has the numbers of its updates."""
+    def sampled(self, step: int, groups: Sequence[Group], complete: Complete | None = None) -> None:
+        """All groups of a step, with what it made of them; `complete` gives them the numbers of its updates."""
         self._check_rewards(step, [rollout for group in groups for rollout in group.rollouts])
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
         if self.writes_completions(step):
-            self._unwritten.append((step, self._writer.submit(self._write_completions, step, groups, tokens)))
+            self._unwritten.append((step, self._writer.submit(self._write_completions, step, groups, complete)))
             self.flush(MOST_UNWRITTEN)
 
-    def _write_completions(self, step: int, groups: Sequence[Group], tokens: "TokenRecord | None") -> int:
-        whole = groups if tokens is None else tokens.given_to(groups)
+    def _write_completions(self, step: int, groups: Sequence[Group], complete: Complete | None) -> int:
+        whole = groups if complete is None else complete(groups)
         return self.run.write_completions(step, whole, self.completions_limit)
 
     def flush(self, unwritten: int = 0) -> None:

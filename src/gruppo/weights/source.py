@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import CheckpointError, GruppoError, InputError, require
-from gruppo.weights.files import MANIFEST, digest_tensors, read_header, read_manifest
+from gruppo.weights.files import MANIFEST, digest_tensors, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -209,7 +209,7 @@ def _check_base(folder: str) -> None:
         )
 
 
-def _check_whole(folder: Path) -> None:
+def check_whole(folder: Path) -> None:
     """Refuse weights that are not those of the folder's manifest, if it has one."""
     if (folder / MANIFEST).is_file():
         try:
@@ -320,7 +320,7 @@ def load_model(
     model_id, revision = pin(model_id, revision)
     pinned = model_id if revision is None else f"{model_id}@{revision}"
     path = resolve(pinned, weights=True)
-    _check_whole(Path(path))
+    check_whole(Path(path))
     options: dict[str, Any] = {"dtype": dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -342,114 +342,19 @@ def load_model(
             f"the weights of {model_id!r} lack {len(missing)} tensors: {', '.join(missing[:3])}; copy the folder again"
         )
     if getattr(model.config, "quantization_config", None) is None:
-        _check_floating(Path(path), {name for name, _ in model.named_parameters()})
-    _name(model, model_id, revision)
+        check_floating(Path(path), {name for name, _ in model.named_parameters()})
+    name_source(model, model_id, revision)
     return model
 
 
-def _name(model: Any, model_id: str, revision: str | None) -> None:
+def name_source(model: Any, model_id: str, revision: str | None) -> None:
     """Note a hub's name and commit in the model, not the folder of the cache: an adapter notes its base by these."""
     if revision is not None:
         model.name_or_path = model_id.removeprefix("hf://")
         model.config._name_or_path, model.config._commit_hash = model.name_or_path, revision
 
 
-class NotByRows(GruppoError):
-    """Why the weights of a model cannot be read row by row from its files."""
-
-
-def load_empty(
-    model_id: str, *, dtype: Any, attn_implementation: str | None = None, revision: str | None = None
-) -> "tuple[PreTrainedModel, dict[str, Path]]":
-    """The language model of `model_id` with its weights on the meta device, and the file that holds each of them.
-
-    Buffers that no file holds are there. Raises NotByRows where transformers has to load the weights: it renames or
-    converts them on the way, or the files do not hold exactly them.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    model_id, revision = pin(model_id, revision)
-    pinned = model_id if revision is None else f"{model_id}@{revision}"
-    path = Path(resolve(pinned, weights=True))
-    _check_whole(path)
-    if holds_adapter(str(path)):
-        raise NotByRows("its folder holds an adapter")
-    config = load_config(pinned)
-    if getattr(config, "quantization_config", None) is not None:
-        raise NotByRows("its weights are quantised")
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
-        files, shapes = _tensors_by_file(path)
-        _check_plain(model, shapes)
-        _fill_buffers(model)
-        if (path / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(path)
-    except NotByRows:
-        raise
-    except Exception as error:  # whatever it is, loading it whole gives the model or the right error
-        raise NotByRows(f"{type(error).__name__}: {_cut(str(error))}") from error
-    _name(model, model_id, revision)
-    return model.eval(), files
-
-
-def _tensors_by_file(folder: Path) -> "tuple[dict[str, Path], dict[str, list[int]]]":
-    """The file and the shape of each tensor of a model's folder."""
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(read_object(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    files, shapes = {}, {}
-    for file in (folder / name for name in names):
-        header, _ = read_header(file)
-        files |= dict.fromkeys(header, file)
-        shapes |= {name: entry["shape"] for name, entry in header.items()}
-    return files, shapes
-
-
-def _check_plain(model: Any, shapes: "dict[str, list[int]]") -> None:
-    """Refuse files that hold other tensors than the model has in memory, by name and shape."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    # A tied weight has several names and is in the files under the first.
-    own = dict(model.named_parameters())
-    kept = model.state_dict()
-    own |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    for name, tensor in own.items():
-        if shapes.get(name) != list(tensor.shape):
-            raise NotByRows(f"its files have {shapes.get(name, 'nothing')} for {name}, {list(tensor.shape)} in memory")
-    twice = sorted((shapes.keys() & kept.keys()) - own.keys())
-    if twice:
-        raise NotByRows(f"its files hold {twice[0]}, which is tied to another weight")
-    for transform in get_model_conversion_mapping(model):
-        changed = next((name for name in shapes if transform.rename_source_key(name)[1] is not None), None)
-        if changed is not None:
-            raise NotByRows(f"transformers converts {changed} while it loads")
-
-
-def _fill_buffers(model: Any) -> None:
-    """Compute the buffers that no file holds, such as rotary frequencies, by transformers' own rules."""
-    import torch
-
-    kept = model.state_dict()
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor._is_hf_initialized = True  # transformers then leaves it as it is
-    made = {}
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            full = f"{path}.{name}".removeprefix(".")
-            if buffer is None or full in kept:
-                continue
-            if not buffer.is_floating_point():
-                raise NotByRows(f"its buffer {full} is in no file")
-            made[full] = module._buffers[name] = torch.full_like(buffer, torch.nan, device="cpu")
-    model.initialize_weights()
-    unknown = next((name for name, buffer in made.items() if not bool(buffer.isfinite().all())), None)
-    if unknown is not None:
-        raise NotByRows(f"its buffer {unknown} is in no file")
-
-
-def _check_floating(folder: Path, parameters: set[str]) -> None:
+def check_floating(folder: Path, parameters: set[str]) -> None:
     """Refuse parameters stored as whole numbers: transformers would take the numbers themselves for weights."""
     from safetensors import safe_open
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from gruppo.model import LoraSpec
 from gruppo.model.lora import add_lora
 from gruppo.model.shards import read_weights
-from gruppo.weights.source import NotByRows, load_empty
+from gruppo.weights.empty import NotByRows, load_empty
 
 RENAMED = {
     "gpt_neox": "nothing for lm_head.weight",
