@@ -183,7 +183,7 @@ def training_memory(
     activations += logits
     if ranks == 1:
         halves = trained * compute if compute < 4 else 0  # their gradients, when activations are gone
-        return replace(_whole(config, parameters, trained, compute), activations=max(activations, halves))
+        return replace(whole_state(config, parameters, trained, compute), activations=max(activations, halves))
     from gruppo.model.blocks import find_blocks  # brings the compiler
 
     blocks = [_sizes(block.parameters()) for block in find_blocks(model)]
@@ -203,7 +203,7 @@ def training_memory(
     )
 
 
-def _whole(config: TrainConfig, parameters: int, trained: int, compute: int) -> Memory:
+def whole_state(config: TrainConfig, parameters: int, trained: int, compute: int) -> Memory:
     """What a process holds besides activations that keeps all weights, of `compute` bytes each."""
     return Memory(
         weights=parameters * compute + (trained * 4 if compute < 4 else 0),
@@ -250,7 +250,7 @@ def replicates(config: TrainConfig, model_id: Any, ranks: Ranks) -> bool:
     else:
         on_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world)
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // on_machine
-    needed = _whole(config, parameters, trainable, half_or_float(config.dtype).itemsize)
+    needed = whole_state(config, parameters, trainable, half_or_float(config.dtype).itemsize)
     return not ranks.highest(int(needed.total > room / COMFORT))
 
 

@@ -14,7 +14,7 @@ from gruppo.parallel.ranks import Ranks
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
-from gruppo.trainer.plan import Plan, make_plan, replicates, state_bytes
+from gruppo.trainer.plan import Plan, make_plan, replicates, whole_state
 from gruppo.trainer.rollout import rollout_metrics, score
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
@@ -267,10 +267,10 @@ def test_the_plan_counts_a_frozen_copy_only_where_there_is_one() -> None:
 
 def test_what_weights_gradients_and_optimizer_take_by_hand() -> None:
     adapter = CONFIG.model_copy(update={"lora": True, "beta": 0.1})
-    assert state_bytes(CONFIG, 100, 100, 4) == 100 * 4 + 100 * 12
-    assert state_bytes(CONFIG, 100, 100, 2) == 100 * 2 + 100 * 4 + 100 * 12
-    assert state_bytes(CONFIG.model_copy(update={"beta": 0.1}), 100, 100, 4) == 100 * 4 + 100 * 12 + 100 * 4
-    assert state_bytes(adapter, 100, 10, 2) == 100 * 2 + 10 * 4 + 10 * 12
+    assert whole_state(CONFIG, 100, 100, 4).total == 100 * 4 + 100 * 12
+    assert whole_state(CONFIG, 100, 100, 2).total == 100 * 2 + 100 * 4 + 100 * 12
+    assert whole_state(CONFIG.model_copy(update={"beta": 0.1}), 100, 100, 4).total == 100 * 4 + 100 * 12 + 100 * 4
+    assert whole_state(adapter, 100, 10, 2).total == 100 * 2 + 10 * 4 + 10 * 12
 
 
 def test_a_small_model_is_kept_whole_on_every_rank_and_a_large_one_is_not(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_the_estimate_on_ranks_is_near_the_peak_of_a_step(world: int, dtype: str
     model, compute = llama(), getattr(torch, dtype)
     config = TrainConfig(ranks_exact=exact)
     estimate = training_memory(config, model, tokens=16, dtype=compute, ranks=world)
-    shard(model, model, Ranks(group_of(world)), compute=compute, exact=exact)
+    shard(model, model, Ranks(group_of(world)), torch.device("cpu"), compute=compute, exact=exact)
     assert estimate.total == pytest.approx(peak_of_step(model, 16), rel=0.12)
     # A model that is sharded already, as that of a run, has the same shapes.
     assert training_memory(config, model, tokens=16, dtype=compute, ranks=world) == estimate
