@@ -44,7 +44,9 @@ def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
         rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
         return metrics, rows, capfd.readouterr().out
 
-    return follow
+    yield follow
+    for name in SECTIONS:
+        sys.modules.pop(name, None)  # another test may have a module of that name
 
 
 def of_step(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:

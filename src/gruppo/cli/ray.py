@@ -20,7 +20,9 @@ class RayOptions:
     address: str
     """`auto`: the cluster of this machine, started if there is none; or HOST:PORT."""
     ranks: int = 1
+    """Processes that share the model."""
     samplers: int = 0
+    """Processes that sample; 0: the first rank does."""
     max_restarts: int = 3
     """Losses of a rank, a sampler or a node that the run outlives, all together."""
 

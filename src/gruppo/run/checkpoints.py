@@ -41,10 +41,7 @@ class Checkpoints:
             if last is not None:
                 files = (path for path in self._folders()[last].rglob("*") if path.is_file())
                 size = sum(path.stat().st_size for path in files) / 2**20
-                ahead = (
-                    f"a checkpoint needs about {size:.1f} MiB, as that of step {last}. The steps after {last} are "
-                    "lost; make room, then go on from it"
-                )
+                ahead = f"a checkpoint needs about {size:.1f} MiB; the steps after {last} are lost; then go on from it"
             raise CheckpointError(f"{error}; {ahead}: gruppo resume {self.folder.parent}") from error
         self._current = step
         if faults.PLAN:

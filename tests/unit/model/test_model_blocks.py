@@ -40,12 +40,10 @@ def shared_features(seed: int, groups: int = 3, size: int = 4) -> list[InputFeat
     ("layout", "recomputed", "lora"),
     [
         ("padded", False, None),
-        ("padded", True, None),
-        ("padded", False, LoraSpec(rank=2)),
         ("padded", True, LoraSpec(rank=2)),
         ("shared", True, LoraSpec(rank=2)),
     ],
-    ids=["plain", "recomputed", "adapter", "recomputed adapter", "shared, recomputed adapter"],
+    ids=["plain", "recomputed adapter", "shared, recomputed adapter"],
 )
 def test_compiled_blocks_give_the_loss_and_gradient_of_eager_ones(layout: str, recomputed: bool, lora) -> None:
     options = {"layout": layout, "gradient_checkpointing": recomputed, "lora": lora}
