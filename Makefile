@@ -8,6 +8,7 @@
 # make test-faults  run the tests of the fault matrix, and print what each row of it was shown by
 # make test-doctor  train runs with real faults and healthy ones, and print what the doctor says of each
 # make campaign  kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
+# make test-learning  train the embedded model with each estimator, and see that it learns
 # make test-ranks  run on 1 to 4 ranks, resume on another number, kill, hang and stop ranks, and time rollouts ahead
 # make test-ray  run on a Ray cluster of this machine, and kill ranks, samplers and a node of it
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
@@ -22,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick fuzz test-faults test-doctor test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
+.PHONY: demo test quick fuzz test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -50,6 +51,9 @@ test-install: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m row --rows all tests
+
+test-learning: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m learning tests/integration
 
 test-ranks: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "ranks or clock" tests/distributed tests/unit/trainer

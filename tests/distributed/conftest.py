@@ -7,5 +7,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = set(config.option.markexpr.split())
     for item in items:
         for mark, others in (("ranks", {"row"}), ("ray", set())):
-            if mark in item.keywords and not named & {mark, *others}:
+            if item.get_closest_marker(mark) and not named & {mark, *others}:
                 item.add_marker(pytest.mark.skip(reason=f"takes minutes; `make test-{mark}` runs it"))

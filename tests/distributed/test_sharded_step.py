@@ -12,7 +12,7 @@ from sharded_step import CASES, run
 
 SCRIPT = Path(__file__).with_name("sharded_step.py")
 ON_THREE = ("grpo", "tied, walked", "one forward")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("case", "world"),
-    [*((case, 2) for case in CASES), *(pytest.param(case, 3, marks=pytest.mark.ranks) for case in ON_THREE)],
+    [*((case, 2) for case in CASES), *((case, 3) for case in ON_THREE)],
 )
 def test_gradients_of_all_parameters_are_those_of_one_process(case: str, world: int, ranks: Any) -> None:
     alone = run(case)

@@ -8,7 +8,7 @@ import pytest
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "doctor" not in config.option.markexpr:
         for item in items:
-            if "doctor" in item.keywords:
+            if item.get_closest_marker("doctor"):
                 item.add_marker(pytest.mark.skip(reason="trains some thirty runs; `make test-doctor` runs it"))
 
 

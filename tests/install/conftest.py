@@ -6,5 +6,5 @@ import pytest
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "install" not in config.option.markexpr:
         for item in items:
-            if "install" in item.keywords:
+            if item.get_closest_marker("install"):
                 item.add_marker(pytest.mark.skip(reason="fetches packages; `make test-install` runs it"))

@@ -56,5 +56,5 @@ def make_trainer(small_config: Callable[..., TrainConfig]) -> Iterator[Callable[
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "clock" not in config.option.markexpr:
         for item in items:
-            if "clock" in item.keywords:
+            if item.get_closest_marker("clock"):
                 item.add_marker(pytest.mark.skip(reason="compares times; `make test-ranks` runs it"))
