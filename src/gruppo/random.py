@@ -34,9 +34,10 @@ def row_keys(
     return key.view(np.uint64)
 
 
-def row_uniforms(keys: "np.ndarray", position: int) -> "np.ndarray":
-    """A number in [0, 1) per key for the token at `position`, `[N]` float64."""
-    bits = _mix(keys.view("int64") + _signed((position + 1) * _GOLDEN))
+def row_uniforms(keys: "np.ndarray", position: "int | np.ndarray") -> "np.ndarray":
+    """A number in [0, 1) per key for the token at `position`, `[N]` float64; of `[N, 1]` keys for several positions."""
+    place = (position + 1) * _GOLDEN
+    bits = _mix(keys.view("int64") + (_signed(place) if isinstance(place, int) else place))
     return _shift(bits, 11).astype("float64") * 2.0**-53
 
 

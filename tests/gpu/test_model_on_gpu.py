@@ -145,21 +145,31 @@ def test_random_lengths_compile_at_most_three_graphs():
 
 
 def test_decoding_in_graphs_has_the_log_probs_of_the_trainer():
-    for compiled in (False, True):
-        model = TransformersModel(small_model(), compile=compiled)
+    features, advantages = sequences()
+    prompts = [Prompt(token_ids=f.prompt_ids, index=i) for i, f in enumerate(features[::4])]
+    params = SamplingParams(max_new_tokens=60, seed=3, step=1, temperature=0.8)
+    for options in ({"lora": LoraSpec(rank=4)}, {"compile": False}, {}):
+        model = TransformersModel(small_model(), **options)
+        model.set_loss(GRPOLoss())
+        model.set_optimizer(lr=0.01)
         sampler = TorchSampler(model)
         sampler.stop_ids = (7,)
-        prompts = [Prompt(token_ids=f.prompt_ids, index=i) for i, f in enumerate(sequences()[0][::4])]
-        params = SamplingParams(max_new_tokens=60, seed=3, step=1, temperature=0.8)
         model.scorer.temperature = 0.8
-        drawn = [t for samples in sampler.draw(prompts, 8, params) for t in samples]
-        assert [t.tokens for s in sampler.draw(prompts, 8, params) for t in s] == [t.tokens for t in drawn]
-        assert all((t.stop_reason == "stop") == (t.tokens[-1] == 7) and 7 not in t.tokens[:-1] for t in drawn)
-        scored = model.forward_only([Rollout(trajectory=t) for t in drawn])
-        for name, of_sampler in (("logps", "logps"), ("entropies", "entropies")):
-            theirs = torch.cat([x.cpu() for x in scored[name]])
-            ours = torch.tensor([x for t in drawn for x in getattr(t, of_sampler)])
-            assert float((ours - theirs).abs().mean()) < 0.02, (compiled, name)
+        before = None
+        for _ in range(3):  # the graph is made, its prompts' too, and both serve weights that have moved
+            drawn = [t for samples in sampler.draw(prompts, 8, params) for t in samples]
+            assert [t.tokens for s in sampler.draw(prompts, 8, params) for t in s] == [t.tokens for t in drawn]
+            assert all((t.stop_reason == "stop") == (t.tokens[-1] == 7) and 7 not in t.tokens[:-1] for t in drawn)
+            scored = model.forward_only([Rollout(trajectory=t) for t in drawn])
+            for name in ("logps", "entropies"):
+                theirs = torch.cat([x.cpu() for x in scored[name]])
+                ours = torch.tensor([x for t in drawn for x in getattr(t, name)])
+                assert float((ours - theirs).abs().mean()) < 0.02, (options, name)
+            assert [t.tokens for t in drawn] != before
+            before, decoder = [t.tokens for t in drawn], model.scorer.decoder
+            model.forward_backward(features, advantages=advantages)
+            model.clip_grad_and_step(1e9)
+        assert decoder is not None and decoder.num_runs == 6
 
 
 def test_drawn_tokens_have_the_frequencies_of_the_distribution():

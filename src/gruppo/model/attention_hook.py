@@ -31,7 +31,9 @@ def attend(
     attention_mask: Tensor | None,
     *,
     shared_prompts: SharedPrompts | None = None,
-    decode_rows: Any = None,  # a GraphDecoder, or of a compiled block:
+    prompt_rows: Any = None,  # a GraphDecoder, or of a compiled block:
+    prompt_kv: tuple[Tensor, Tensor] | None = None,
+    decode_rows: Any = None,
     decode_kv: tuple[Tensor, ...] | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -43,6 +45,12 @@ def attend(
     if decode_kv is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return decode_attention(query[:, :, 0], key[:, :, 0], value[:, :, 0], *decode_kv, scaling)[:, None], None  # pyright: ignore
+    if prompt_rows is not None:
+        prompt_kv = prompt_rows.prompt_layer(module.layer_idx)
+    if prompt_kv is not None:
+        prompt_kv[0].copy_(key)
+        prompt_kv[1].copy_(value)
+        attention_mask = None
     if shared_prompts is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -87,9 +87,14 @@ class _Forward:
         self.blocks, self.index, self.block = blocks, index, block
         self.window = getattr(getattr(block, "self_attn", None), "sliding_window", None)
 
-    def __call__(self, hidden_states: Tensor, *args: Any, decode_rows: Any = None, **keywords: Any) -> Any:
+    def __call__(
+        self, hidden_states: Tensor, *args: Any, prompt_rows: Any = None, decode_rows: Any = None, **keywords: Any
+    ) -> Any:
         blocks = self.blocks
-        if decode_rows is not None:  # tensors instead of a number that each block would be compiled for
+        # Tensors instead of a number that each block would be compiled for.
+        if prompt_rows is not None:
+            keywords["prompt_kv"] = prompt_rows.prompt_layer(self.index)
+        if decode_rows is not None:
             keywords["decode_kv"] = decode_rows.layer(self.index)
         rows = keywords.get("shared_prompts")
         breaks = rows is not None and best_route(hidden_states, rows, self.window) != "tiles"

@@ -38,6 +38,7 @@ from gruppo.model.attention_hook import call_keywords, set_shared_attention
 
 if TYPE_CHECKING:
     from gruppo.model.blocks import CompiledBlocks
+    from gruppo.model.decoder import GraphDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Scorer:
         self.compiled: CompiledBlocks | None = None
         self.decoded: set[tuple[torch.Size, ...]] = set()
         """Shapes of caches for which a step of decoding has run."""
+        self.decoder: GraphDecoder | None = None
+        """The decoder of the last call, if it is worth its memory."""
         self.head = install(model)
         if self.head is None:
             logger.info("%s: logits come from the model as it is, not from a head of ours", type(model).__name__)

@@ -311,10 +311,10 @@ class TransformersModel:
         poll: Callable[[], None],
     ) -> "Decoded":
         """Completions drawn on the GPU, see `GraphDecoder`."""
-        from gruppo.model.decoder import GraphDecoder
+        from gruppo.model.decoder import decode
 
         options: dict[str, Any] = {"places": places, "temperature": temperature, "stop_ids": stop_ids}
-        return GraphDecoder(self.scorer, prompts, prompt_of, uniforms, **options).run(poll)
+        return decode(self.scorer, prompts, prompt_of, uniforms, poll=poll, **options)
 
     def rows_at_once(self, max_new_tokens: int) -> int:
         """Rows that `decode` has places for; 0: it cannot run this model."""

@@ -159,8 +159,9 @@ class _Decoding:
         """Samples of each request, decoded by the model in CUDA graphs."""
         params = self.params
         uniforms = np.zeros(self.tokens.shape, dtype=np.float32)
-        for step in range(params.max_new_tokens if params.temperature else 0):
-            uniforms[:, step] = row_uniforms(self.keys, step)
+        for start in range(0, params.max_new_tokens if params.temperature else 0, 256):
+            positions = np.arange(start, min(start + 256, params.max_new_tokens))
+            uniforms[:, positions] = row_uniforms(self.keys[:, None], positions)
         found = self.sampler.model.decode(
             [r.prompt.token_ids for r in self.requests],
             self.owner.tolist(),
@@ -181,7 +182,7 @@ class _Decoding:
 
     def _ends(self, row: int, length: int) -> bool:
         """Whether a stop string ends the first tokens of a row; its text is noted."""
-        text = self._decode(self.tokens[row, :length].tolist())
+        (text,) = texts_of(self.sampler.tokenizer, [self.tokens[row, :length].tolist()])
         ends = [i for i in (text.find(s) for s in self.params.stop) if i >= 0]
         if ends:
             self.stopped[row], self.texts[row] = True, text[: min(ends)]
@@ -248,32 +249,41 @@ class _Decoding:
                 self._ends(row, step + 1)
         return tokens
 
-    def _decode(self, tokens: list[int]) -> str:
-        tokenizer = self.sampler.tokenizer
-        return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
-
     def _samples(self) -> list[Samples]:
-        decoded: dict[tuple[int, ...], str] = {}
         made = []
         version = self.sampler.model.version
-        rows = (self.tokens.tolist(), self.logps.tolist(), self.entropies.tolist(), self.length.tolist())
-        for row, (tokens, logps, entropies, length) in enumerate(zip(*rows, strict=True)):
-            ids = tuple(tokens[:length])
-            if row not in self.texts and ids not in decoded:
-                decoded[ids] = self._decode(tokens[:length])
+        rows = [tokens[:length] for tokens, length in zip(self.tokens.tolist(), self.length.tolist(), strict=True)]
+        keys = [tuple(row) for row in rows]
+        unknown = {key: row for i, (key, row) in enumerate(zip(keys, rows, strict=True)) if i not in self.texts}
+        decoded = dict(zip(unknown, texts_of(self.sampler.tokenizer, list(unknown.values())), strict=True))
+        numbers = zip(keys, self.logps.tolist(), self.entropies.tolist(), strict=True)
+        for row, (ids, logps, entropies) in enumerate(numbers):
             made.append(
                 Trajectory(
                     prompt=self.requests[self.owner[row]].prompt,
                     tokens=ids,
-                    logps=tuple(logps[:length]),
+                    logps=tuple(logps[: len(ids)]),
                     text=self.texts[row] if row in self.texts else decoded[ids],
                     stop_reason="stop" if self.stopped[row] else "length",
                     versions=(version, version),
-                    entropies=None if self.params.temperature == 0 else tuple(entropies[:length]),
+                    entropies=None if self.params.temperature == 0 else tuple(entropies[: len(ids)]),
                 )
             )
         sampled = iter(made)
         return [tuple(next(sampled) for _ in range(r.num_samples)) for r in self.requests]
+
+
+def texts_of(tokenizer: Any, rows: list[list[int]]) -> list[str]:
+    """The text of each row, on all cores where the tokenizer's class adds nothing to its library."""
+    if tokenizer is None:
+        return [""] * len(rows)
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    own = type(tokenizer)
+    is_plain = issubclass(own, Plain) and own.decode is Plain.decode and own._decode is Plain._decode
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=True)
+    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
 def filtered(log_p_AV: Tensor, params: SamplingParams) -> Tensor:

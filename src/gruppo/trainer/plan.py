@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gruppo.batch import pack, pack_shared
+from gruppo.batch.packed import usual_width
 from gruppo.errors import InputError
 from gruppo.kernel.head import memory_estimate
 from gruppo.model.attention_hook import refusal
@@ -121,7 +122,7 @@ def make_plan(
         epochs=config.steps * config.prompts_per_step / len(prompts),
         parameters=parameters,
         trainable=trainable,
-        memory=memory.total,
+        memory=memory.total + _kept_cache(config, model, prompts),
         prompt_copies=copies,
         computed_tokens=computed,
         reading=reading,
@@ -132,6 +133,20 @@ def make_plan(
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _kept_cache(config: TrainConfig, model: "TransformersModel", prompts: Sequence[Prompt]) -> int:
+    """Bytes of the cache that the sampler keeps on a GPU from one step to the next."""
+    if model.device.type != "cuda" or config.sampler != "torch" or model.ranks.world > 1:
+        return 0
+    from gruppo.model.decoder import bytes_to_keep, can_decode
+
+    if not can_decode(model.scorer):
+        return 0
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    return bytes_to_keep(
+        model.scorer, config.prompts_per_step * (config.group_size * config.max_new_tokens + usual_width(longest))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

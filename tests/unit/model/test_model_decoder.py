@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gruppo.model import TransformersModel, decoder
-from gruppo.model.decoder import Decoded, GraphDecoder
+from gruppo.model.decoder import Decoded, GraphDecoder, Shape
 
 PROMPTS, OWNER = [(3, 5, 7), (2,), (9, 8, 1, 4)], [0, 0, 1, 1, 2, 2, 0]
 STOP_IDS, TEMPERATURE, ROOM = [6, 1, 12, 15], 0.9, 9
@@ -28,6 +28,7 @@ class EagerDecoder(GraphDecoder):
 @torch.no_grad()
 def test_rows_that_replace_others_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "CHECK_EVERY", 2)
+    monkeypatch.setattr(decoder, "GRAPH_OF_PROMPTS", 0)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen3Config(**sizes, num_key_value_heads=1, head_dim=16, vocab_size=24, initializer_range=0.3)
@@ -36,9 +37,15 @@ def test_rows_that_replace_others_draw_what_they_draw_alone(monkeypatch: pytest.
     found: dict[int, Decoded] = {}
     steps = {}
     for places in (7, 2):
-        options = {"temperature": TEMPERATURE, "stop_ids": STOP_IDS}
-        rows = EagerDecoder(model.scorer, PROMPTS, OWNER, uniforms, places=places, **options)
-        found[places] = rows.run(lambda: None)
+        tiles = 3 if places == 7 else 2  # up to 8 rows of a prompt in each
+        shape = Shape(
+            places=places, room=ROOM, prompts=3, width=4, tiles=tiles, temperature=TEMPERATURE, stop_ids=tuple(STOP_IDS)
+        )
+        rows = EagerDecoder(model.scorer, shape)
+        if places == 2:
+            rows.run([(1, 1, 1), (2, 2), (3, 3)], OWNER[:3], uniforms[4:], lambda: None)  # leaves nothing behind
+            rows.num_steps = 0
+        found[places] = rows.run(PROMPTS, OWNER, uniforms, lambda: None)
         steps[places] = rows.num_steps
     every, few = found[7], found[2]
     lengths = every.length.tolist()
