@@ -141,6 +141,12 @@ class RankedModel(TransformersModel):
         return self._whole
 
     @property
+    def copy_bytes(self) -> int:
+        """Bytes of the first rank's copy that are not the model's own; 0 without one."""
+        own = set(map(id, self.model.parameters()))
+        return sum(p.nbytes for p in self._whole.model.parameters() if id(p) not in own) if self._whole else 0
+
+    @property
     def weights(self) -> MasterWeights:
         if self.replicated and not isinstance(self._weights, ReplicatedWeights):
             self._weights = ReplicatedWeights(super().weights, self.ranks, exact=self.exact)
