@@ -232,6 +232,19 @@ def test_a_reward_sees_how_far_the_run_is(make_trainer: Make) -> None:
         assert mean == pytest.approx(number / 4 + 100 * number * epoch + 10_000 * 4 * epoch)
 
 
+def test_the_options_of_adam_by_hand(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE, lr=1e-2, adam_beta1=0.5, adam_beta2=0.6, adam_epsilon=0.01)
+    before = weights(trainer)["lm_head.weight"]
+    trainer.step()
+    parameter = trainer.model.model.lm_head.weight
+    moments = trainer.model.optimizer.state[parameter]
+    gradient = moments["exp_avg"] / (1 - 0.5)
+    assert float(gradient.abs().max()) > 0.01
+    torch.testing.assert_close(moments["exp_avg_sq"], (1 - 0.6) * gradient**2)
+    # In the first step both means, without their bias, are of this gradient alone.
+    torch.testing.assert_close(before - parameter, 1e-2 * gradient / (gradient.abs() + 0.01), atol=1e-7, rtol=1e-4)
+
+
 # --- steps without signal -----------------------------------------------------------------------------------------
 
 
