@@ -12,7 +12,7 @@ import pytest
 import torch
 from step_rewards import rollouts_of
 
-from gruppo.errors import CheckpointError, InputError, MissingExtraError, NumericError
+from gruppo.errors import CheckpointError, InputError, MissingExtraError, NumericError, RewardError
 from gruppo.model import TransformersModel
 from gruppo.sampler import SamplingParams, TorchSampler
 from gruppo.trainer import GRPOTrainer, TrainConfig
@@ -195,6 +195,27 @@ def test_steps_without_any_reward_are_warned_of_once(make_trainer: Make, caplog:
     text = "every reward function abstained (None) on every completion"
     assert caplog.text.count(text) == 1
     assert [(e["event"], e["step"]) for e in trainer.run.events() if "text" in e] == [("no_reward", 1)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.row("R-18", "None for all completions of ten steps")
+def test_ten_steps_in_a_row_without_any_reward_end_the_run(ahead: int, make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:unsure",), steps=14, max_staleness=ahead)
+    with pytest.raises(
+        RewardError, match=r"10 steps in a row have no reward.*step 10:.*`gruppo reward check`"
+    ) as error:
+        trainer.train()
+    assert error.value.exit_code == 4
+    assert [m["step"] for m in trainer.run.metrics()] == list(range(1, 10))
+    assert [path.name for path in (trainer.run.path / "checkpoints").iterdir()] == ["step-000009"]
+    assert json.loads((trainer.run.path / "status.json").read_text())["status"] == "failed"
+
+
+def test_steps_without_any_reward_that_are_not_in_a_row_do_not_end_the_run(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:abstains_on_odd_steps",), steps=21)
+    trainer.train()
+    rewarded = ["reward/mean" in m for m in trainer.run.metrics()]
+    assert len(rewarded) == 21 and rewarded.count(False) >= 10
 
 
 def test_one_reward_without_values_is_warned_of_once(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
