@@ -53,7 +53,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ResumedRun:
+class ResumeOptions:
     """Run that goes on, and what may be other than before."""
 
     directory: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
@@ -67,7 +67,7 @@ class ResumedRun:
 
 
 @dataclass(frozen=True)
-class ResumeArguments(RayOptions, ResumedRun):
+class ResumeArguments(RayOptions, ResumeOptions):
     """Go on with a run from its newest whole checkpoint. On the same machine with the same threads and versions the
     result is that of a run that was never stopped, bit for bit. Code that the run's config names is run: its rewards,
     loss and metrics."""
