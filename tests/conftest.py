@@ -1,15 +1,13 @@
 """What all tests share: one thread and fixed hypothesis examples, so that two runs of the suite are the same run."""
 
 import os
+import re
 
+import pytest
 import torch
-from fault_matrix import (  # noqa: F401  # hooks
-    pytest_addoption,
-    pytest_collection_modifyitems,
-    pytest_configure,
-    pytest_terminal_summary,
-)
 from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["fault_matrix"]
 
 torch.set_num_threads(1)
 
@@ -26,3 +24,23 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fixed")
+
+ON_DEMAND = {
+    "clock": "compares times; `make test-ranks` runs it",
+    "doctor": "trains some thirty runs; `make test-doctor` runs it",
+    "install": "fetches packages; `make test-install` runs it",
+    "learning": "trains some twenty runs; `make test-learning` runs it",
+    "ranks": "takes minutes; `make test-ranks` runs it",
+    "ray": "takes minutes; `make test-ray` runs it",
+}
+"""Marks of tests that are skipped, for this reason, unless `-m` names the mark."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = set(re.findall(r"\w+", config.option.markexpr))
+    if "row" in named:
+        named.add("ranks")  # the fault matrix has rows of ranks
+    for item in items:
+        for mark in ON_DEMAND.keys() - named:
+            if item.get_closest_marker(mark):  # keywords would have the names of folders too
+                item.add_marker(pytest.mark.skip(reason=ON_DEMAND[mark]))

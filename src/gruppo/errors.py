@@ -32,7 +32,8 @@ class NumericError(GruppoError, ArithmeticError):
 
 
 class RewardError(GruppoError, RuntimeError):
-    """A reward function failed more often than its budget allows, or returned something unusable."""
+    """A reward function failed more often than its budget allows, returned something unusable, or no function gave a
+    value in ten steps."""
 
     exit_code = 4
 

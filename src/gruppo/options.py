@@ -288,6 +288,12 @@ class OptimOptions(Options):
     """Optimizer steps over which the learning rate rises to its value."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Share of AdamW's mean gradient that a step keeps."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Share of AdamW's mean squared gradient that a step keeps."""
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of that mean, by which AdamW divides."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to it."""
 

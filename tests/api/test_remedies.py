@@ -19,7 +19,8 @@ import pytest
 
 import gruppo
 from gruppo.cli.main import VERBS
-from gruppo.cli.options import OF_THE_VERB, OF_TRAIN
+from gruppo.cli.options import OF_THE_VERB
+from gruppo.cli.ray import RayOptions
 from gruppo.trainer.config import ELSEWHERE, REFUSED, TrainConfig
 
 SOURCE = Path(gruppo.__file__).parent
@@ -127,8 +128,9 @@ def flags_of(verb: str) -> frozenset[str]:
     """The flags that a verb takes."""
     module, function = VERBS[tuple(verb.split())]
     if verb in ("train", "demo"):
-        own = {*OF_THE_VERB, *(["rebuild-base"] if verb == "demo" else [flag.replace("_", "-") for flag in OF_TRAIN])}
-        return frozenset({f.replace("_", "-") for f in TrainConfig.model_fields} | own)
+        of_ray = [field.name for field in dataclasses.fields(RayOptions)]
+        own = [*OF_THE_VERB, *(["rebuild-base"] if verb == "demo" else of_ray), *TrainConfig.model_fields]
+        return frozenset(flag.replace("_", "-") for flag in own)
     source = inspect.getsource(getattr(importlib.import_module(module), function))
     (kind,) = re.findall(r"parse\((\w+),", source) or [None]
     fields = dataclasses.fields(getattr(importlib.import_module(module), kind)) if kind else ()

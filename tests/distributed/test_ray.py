@@ -272,6 +272,6 @@ def test_a_cluster_that_stays_too_small_is_an_error_that_names_what_is_missing(c
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         with pytest.raises(InputError, match=r"2 ranks and 3 samplers need .* 2 nodes has 4 of 5 CPUs"):
-            place(RayOptions(address="auto", ranks=2, samplers=3), {"CPU": 1.0}, StopFlag(), patience_s=2)
+            place(RayOptions(ray="auto", ranks=2, samplers=3), {"CPU": 1.0}, StopFlag(), patience_s=2)
     finally:
         ray.shutdown()

@@ -1,15 +1,6 @@
-"""The doctor's runs are trained where they are asked for, `make test-doctor`: they take a minute."""
+"""A table of the doctor's runs after their tests."""
 
 from typing import Any
-
-import pytest
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "doctor" not in config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("doctor"):
-                item.add_marker(pytest.mark.skip(reason="trains some thirty runs; `make test-doctor` runs it"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

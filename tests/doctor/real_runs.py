@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gruppo.errors import RewardError
 from gruppo.run.reader import RunReader
 from gruppo.sampler import TorchSampler
 from gruppo.task.carries import add_without_carries, carries_rows
@@ -123,11 +125,18 @@ def one_nan_gradient(output: Path) -> RunReader:
     return RunReader(output)
 
 
+def never_rewarded(output: Path) -> RunReader:
+    """No completion has a reward, which ends the run."""
+    with suppress(RewardError):
+        trained(output, {"rewards": [never_scores]})
+    return RunReader(output)
+
+
 HELD_OUT = carries_rows("heldout")[:64]
 
 FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
     "the reward is always 1": ("constant_reward", lambda p: trained(p, {"rewards": [always_one]})),
-    "the reward is always None": ("no_reward", lambda p: trained(p, {"rewards": [never_scores]})),
+    "the reward is always None": ("no_reward", never_rewarded),
     "the reward is NaN for some": ("reward_fails", lambda p: trained(p, {"rewards": [nan_on_nines]})),
     "wrong answers earn more": (
         "contradicted_reward",

@@ -10,13 +10,6 @@ from gruppo.cli.demo import PRESET
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "learning" not in config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("learning"):
-                item.add_marker(pytest.mark.skip(reason="trains some twenty runs; `make test-learning` runs it"))
-
-
 @pytest.fixture
 def demo_trainer(tmp_path: Path) -> Iterator[Callable[..., GRPOTrainer]]:
     """A trainer with the demo's own options, except for those given."""

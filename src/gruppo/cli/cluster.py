@@ -351,7 +351,7 @@ class ClusterRun:
         if self.losses > most:
             raise RankError(
                 f"{what}, and --max-restarts {most} are used up; look for the cause, then go on with: gruppo resume "
-                f"{self.folder} --ray {self.options.address} --ranks {self.options.ranks} "
+                f"{self.folder} --ray {self.options.ray} --ranks {self.options.ranks} "
                 f"--samplers {self.options.samplers}"
             )
         print(f"ray: {what}; {then} (restart {self.losses} of {most})", file=sys.stderr, flush=True)
@@ -432,11 +432,11 @@ def connected(options: "RayOptions") -> Iterator[str]:
     """A connection to the cluster, and its address; a cluster that is started here ends with it."""
     usual: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     try:
-        ray.init(address=options.address, **usual)
+        ray.init(address=options.ray, **usual)
     except ConnectionError as error:
-        if options.address != "auto":
+        if options.ray != "auto":
             raise InputError(
-                f"--ray {options.address}: no cluster answers there ({str(error)[:200]}); give the address that `ray "
+                f"--ray {options.ray}: no cluster answers there ({str(error)[:200]}); give the address that `ray "
                 "start` prints, or auto"
             ) from error
         # CPUs here are places for actors; a machine with few cores may run more ranks than it has of them.

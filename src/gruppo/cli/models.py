@@ -114,7 +114,9 @@ def evaluate_model(arguments: Sequence[str]) -> int:
         return 0
     chosen = "" if len(prompts) == len(found) else f" of {len(found)}"
     print(f"{len(prompts)}{chosen} prompts of {config.data}" + (f", chosen with seed {config.seed}" if chosen else ""))
-    for sentence in (*found.reading, found.left_out()):
+    rewards = ", ".join(reward.name for reward in scorer.rewards)
+    judged = f"rewards {rewards}; an answer is correct where {scorer.correct_by} is at least {scorer.correct_at:g}"
+    for sentence in (*found.reading, found.left_out(), judged):
         if sentence:
             print(sentence)
     for name, value in result.metrics.items():

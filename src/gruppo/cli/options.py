@@ -29,14 +29,6 @@ OF_THE_VERB = {
 }
 """Flags of `gruppo train` and `gruppo demo` besides the options of a run: type, default, word, help."""
 
-OF_TRAIN = {
-    "ray": (str | None, None, "auto|HOST:PORT", "Run on a Ray cluster; auto starts one here where none runs."),
-    "ranks": (int, 1, None, "With --ray: processes that share the model."),
-    "samplers": (int, 0, None, "With --ray: processes that sample. 0: the first rank samples."),
-    "max_restarts": (int, 3, None, "With --ray: ranks, samplers and nodes that may be lost, all together."),
-}
-"""Flags of `gruppo train` alone."""
-
 
 def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) -> T:
     """An instance of `kind` from flags; raises InputError for a wrong one, with what it should be.
@@ -93,10 +85,13 @@ def _plain_text(box: str) -> str:
     )
 
 
-def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: dict[str, Any]) -> TrainConfig:
+def parse_run(
+    arguments: Sequence[str], *, verb: str, description: str, preset: dict[str, Any], others: tuple[type, ...] = ()
+) -> TrainConfig:
     """A TrainConfig: flags over the config file over the recipe over the verb's preset over the defaults.
 
-    Options that the recipe leaves to the user and that are still unset are listed on stderr.
+    Options that the recipe leaves to the user and that are still unset are listed on stderr. Help shows the fields of
+    the dataclasses `others` too.
     """
     words, path = take_value(list(arguments), "--config")
     words, name = take_value(words, "--recipe", "a name")
@@ -114,11 +109,7 @@ def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: 
     file = read_yaml(path) if path else {}
     values = preset | (chosen.values if chosen else {}) | file
     default = TrainConfig.read(values, where=path or verb)
-    given = vars(
-        parse(
-            _flags(default, OF_THE_VERB | (OF_TRAIN if verb == "train" else {})), words, verb, description=description
-        )
-    )
+    given = vars(parse(_flags(default, others), words, verb, description=description))
     # Only what was written: an option that nobody set may depend on others.
     chosen_here = {name: given[name] for name in TrainConfig.model_fields if flags & {name, f"no_{name}"}}
     config = TrainConfig.read(values | chosen_here, where=verb)
@@ -127,11 +118,11 @@ def parse_run(arguments: Sequence[str], *, verb: str, description: str, preset: 
     return config
 
 
-def _flags(start: TrainConfig, of_the_verb: dict[str, Any]) -> type:
+def _flags(start: TrainConfig, others: tuple[type, ...]) -> type:
     """A dataclass of the flags of a run, for tyro to read words with. TrainConfig checks the values."""
     flags: list[Any] = [
         (name, Annotated[kind, tyro.conf.FlagCreatePairsOff, _flag(text, None, word)], field(default=default))
-        for name, (kind, default, word, text) in of_the_verb.items()
+        for name, (kind, default, word, text) in OF_THE_VERB.items()
     ]
     for name, option in TrainConfig.model_fields.items():
         value = getattr(start, name)
@@ -139,7 +130,7 @@ def _flags(start: TrainConfig, of_the_verb: dict[str, Any]) -> type:
         word = _word(kind) if NoneType in get_args(kind) else None
         made = field(default_factory=lambda value=value: value)
         flags.append((name, Annotated[kind, _flag(option.description or "", value, word)], made))
-    return make_dataclass("Flags", flags)
+    return make_dataclass("Flags", [], bases=(*others, make_dataclass("Own", flags, frozen=True)), frozen=True)
 
 
 def _flag(text: str, value: Any, word: str | None) -> Any:

@@ -2,38 +2,38 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from gruppo.cli.options import take_value
+from gruppo.cli.options import take_value, unset
 from gruppo.errors import InputError, Terminated, require
 from gruppo.output import unhindered
 from gruppo.run.signals import STOPPED, Interrupted, StopFlag
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """What is placed on the cluster."""
+    """Flags of a run on a Ray cluster: what is placed there."""
 
-    address: str
-    """`auto`: the cluster of this machine, started if there is none; or HOST:PORT."""
+    ray: Annotated[str | None, unset("auto|HOST:PORT")] = None
+    """Run on a Ray cluster; auto starts one on this machine where none runs."""
     ranks: int = 1
-    """Processes that share the model."""
+    """With --ray: processes that share the model."""
     samplers: int = 0
-    """Processes that sample; 0: the first rank does."""
+    """With --ray: processes that sample. 0: the first rank samples."""
     max_restarts: int = 3
-    """Losses of a rank, a sampler or a node that the run outlives, all together."""
+    """With --ray: ranks, samplers and nodes that may be lost, all together."""
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("samplers", 0), ("max_restarts", 0)):
             if getattr(self, name) < least:
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} must be at least {least}, got {getattr(self, name)}")
-        if "://" in self.address:
+        if "://" in (self.ray or ""):
             raise InputError(
-                f"--ray {self.address}: the command runs on a machine of the cluster; give auto, or HOST:PORT of the "
+                f"--ray {self.ray}: the command runs on a machine of the cluster; give auto, or HOST:PORT of the "
                 "head as `ray start` prints it"
             )
 
@@ -41,7 +41,7 @@ class RayOptions:
     def take(cls, words: list[str]) -> "tuple[list[str], RayOptions | None]":
         """Remove the flags of Ray from the words of a command; None without --ray."""
         given: dict[str, str] = {}
-        for name, separator in product(("ray", "ranks", "samplers", "max_restarts"), "-_"):
+        for name, separator in product((field.name for field in fields(cls)), "-_"):
             flag = f"--{name.replace('_', separator)}"
             words, value = take_value(words, flag, "a value")
             if value is not None:
@@ -57,7 +57,7 @@ class RayOptions:
         except ValueError:
             shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
             raise InputError(f"{shown}: these are whole numbers") from None
-        return words, cls(address=address, **numbers)
+        return words, cls(ray=address, **numbers)
 
 
 def check_together(options: RayOptions, config: Any) -> None:
@@ -91,7 +91,7 @@ def launch(options: RayOptions, words: Sequence[str], config: Any) -> int:
     try:
         from gruppo.cli.cluster import ClusterRun, connected
     except ImportError as error:
-        raise require("ray", "ray", f"--ray {options.address}") from error
+        raise require("ray", "ray", f"--ray {options.ray}") from error
     stop = StopFlag()
     with unhindered(), connected(options) as gcs, stop.listening():
         run = ClusterRun(options, words, Path(config.output), stop, gcs)

@@ -46,17 +46,15 @@ def train(arguments: Sequence[str]) -> int:
     own, on_ray = RayOptions.take(list(arguments))
     words, overwrite = take_flag(own, "--overwrite")
     words, is_viewed = take_flag(words, "--view")
-    config = parse_run(words, verb="train", description=TRAIN_HELP, preset={})
+    config = parse_run(words, verb="train", description=TRAIN_HELP, preset={}, others=(RayOptions,))
     if on_ray is not None:
         return launch(on_ray, ["train", *own], config)
     return run(config, overwrite=overwrite, view=is_viewed)
 
 
-@dataclass
-class ResumeArguments:
-    """Go on with a run from its newest whole checkpoint. On the same machine with the same threads and versions the
-    result is that of a run that was never stopped, bit for bit. Code that the run's config names is run: its rewards,
-    loss and metrics."""
+@dataclass(frozen=True)
+class ResumeOptions:
+    """Run that goes on, and what may be other than before."""
 
     directory: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     """The run directory."""
@@ -66,14 +64,13 @@ class ResumeArguments:
     """Go on although options in config.yaml, the prompts or the base weights are not those that the run began with."""
     trust: bool = False
     """Run what the config names although the directory belongs to another user."""
-    ray: Annotated[str | None, unset("auto|HOST:PORT")] = None
-    """Go on with ranks and samplers on a Ray cluster; auto starts one on this machine where none runs."""
-    ranks: int = 1
-    """With --ray: processes that share the model."""
-    samplers: int = 0
-    """With --ray: processes that sample. 0: the first rank samples."""
-    max_restarts: int = 3
-    """With --ray: ranks, samplers and nodes that may be lost, all together."""
+
+
+@dataclass(frozen=True)
+class ResumeArguments(RayOptions, ResumeOptions):
+    """Go on with a run from its newest whole checkpoint. On the same machine with the same threads and versions the
+    result is that of a run that was never stopped, bit for bit. Code that the run's config names is run: its rewards,
+    loss and metrics."""
 
 
 def resume(arguments: Sequence[str]) -> int:

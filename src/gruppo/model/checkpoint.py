@@ -41,10 +41,11 @@ def save_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
 def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Read back what `save_training_state` wrote, strictly: the same names, shapes and dtypes, and finite numbers.
 
-    Otherwise CheckpointError gives the reason, and no weight is changed.
+    Otherwise CheckpointError gives the reason, and no weight is changed. The optimizer's options stay its own: those of
+    a config that was edited.
     """
     try:
-        saved = load_file(folder / "weights.safetensors")
+        trained = load_file(folder / "weights.safetensors")
         description = json.loads((folder / "optimizer.json").read_text())
         tensors = load_file(folder / "optimizer.safetensors")
         lost = sorted(set(description.get("tensors", tensors)) ^ tensors.keys())
@@ -64,8 +65,9 @@ def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
         own = optimizer.state_dict()["param_groups"]
         if [group.keys() for group in groups] != [group.keys() for group in own]:
             raise CheckpointError(f"{folder / 'optimizer.json'} does not describe this optimizer: other param_groups")
-        _check_fit(weights.named(), saved, folder, has_dtypes=True)
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        _check_fit(weights.named(), trained, folder, has_dtypes=True)
+        kept = [group | {"params": saved["params"]} for group, saved in zip(own, groups, strict=True)]
+        optimizer.load_state_dict({"state": state, "param_groups": kept})
     except (
         OSError,
         ValueError,
@@ -77,7 +79,7 @@ def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
         RecursionError,
     ) as error:
         raise CheckpointError(f"{folder} is not a checkpoint of this version: {error}") from error
-    _copy(weights.named(), saved)
+    _copy(weights.named(), trained)
     weights.write_back()
 
 

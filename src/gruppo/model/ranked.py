@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gruppo import faults
 from gruppo.batch import Totals
@@ -25,7 +25,7 @@ from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.metric import Metric
 from gruppo.model.optim import MasterWeights, StepReport
 from gruppo.model.plan import StepPlan
-from gruppo.model.sharding import OrderedSum, ReplicatedWeights, ShardedWeights, shard, whole
+from gruppo.model.sharding import OrderedSum, RankWeights, ReplicatedWeights, ShardedWeights, shard, whole
 from gruppo.model.shards import read_weights
 from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch, in_precision
 from gruppo.parallel.ranks import Ranks
@@ -65,7 +65,7 @@ class RankedModel(TransformersModel):
     ) -> None:
         self._files: dict[str, Path] = {}
         """Of the weights, as long as they are not read; none where each rank has read all of them."""
-        self.ranks, self.replicated, lora = ranks, replicated, options.get("lora")
+        self.ranks, self.replicated, self.exact, lora = ranks, replicated, exact, options.get("lora")
         self._copies_modules = lora is not None and bool(lora.modules_to_save)
         dtype = half_or_float(options.pop("dtype", "auto"))
         # Shards are kept in float32; FSDP gathers them in the precision in which the model computes.
@@ -73,7 +73,7 @@ class RankedModel(TransformersModel):
         super().__init__(model_id, process_group=ranks.group, dtype=loaded, **options)
         self.dtype = dtype
         self.ranks = self.planner.ranks = ranks
-        self.exact, self.deadline_s = exact, deadline_s
+        self.deadline_s = deadline_s
         self.shares_signal: Callable[[int], int] = lambda seen: seen
         """Is given the signal that some rank has got, 0 for none; returns that of this rank."""
         self._sums: list[OrderedSum] = []
@@ -141,12 +141,15 @@ class RankedModel(TransformersModel):
         return self._whole
 
     @property
-    def weights(self) -> MasterWeights:
-        if self.replicated and not isinstance(self._weights, ReplicatedWeights):
-            self._weights = ReplicatedWeights(super().weights, self.ranks, exact=self.exact)
-        elif self._weights is None:
-            self._weights = ShardedWeights(self.model, self.ranks, self._sums)
-        return self._weights
+    def copy_bytes(self) -> int:
+        """Bytes of the first rank's copy that are not the model's own; 0 without one."""
+        own = set(map(id, self.model.parameters()))
+        return sum(p.nbytes for p in self._whole.model.parameters() if id(p) not in own) if self._whole else 0
+
+    def _make_weights(self, model: nn.Module, *halved: Any) -> MasterWeights:
+        if self.replicated:
+            return ReplicatedWeights(model, self.ranks, *halved, exact=self.exact)
+        return ShardedWeights(model, self.ranks, self._sums)
 
     def add_metric(self, metric: Metric) -> None:
         super().add_metric(metric)
@@ -252,7 +255,7 @@ class RankedModel(TransformersModel):
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> StepReport:
         with self._on_all("clip_grad_and_step", max_grad_norm=max_grad_norm):
-            assert isinstance(self.weights, ShardedWeights | ReplicatedWeights)
+            assert isinstance(self.weights, RankWeights)
             self.weights.put_gradients()
             report = super().clip_grad_and_step(max_grad_norm)
             # A signal that any rank got is known to all once per update.

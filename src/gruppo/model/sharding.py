@@ -68,21 +68,17 @@ class OrderedSum(ReduceScatter):
         output_tensor.copy_(self.total)
 
 
-class ShardedWeights(MasterWeights):
-    """Parameters of a sharded model, each rank with its rows. They are kept in float32, and FSDP casts them."""
+class RankWeights(MasterWeights):
+    """Weights of a model on several ranks, with the gradient of the step so far where it is kept beside them.
 
-    def __init__(self, model: nn.Module, ranks: Ranks, sums: list[OrderedSum]) -> None:
-        super().__init__(model)
-        self.ranks, self.sums, self.by_rows = ranks, sums, bool(sums)
+    Args:
+        halved: as in `MasterWeights`, with the precision.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, *halved: Any) -> None:
+        super().__init__(model, *halved)
+        self.ranks = ranks
         self._gradients: dict[str, Tensor] = {}
-
-    def collect_gradients(self) -> None:
-        """With ordered sums: keep the gradient so far, to which the next micro-batch adds its own."""
-        if not self.sums:
-            return
-        for name, parameter in self.named().items():
-            if parameter.grad is not None:
-                self._gradients[name], parameter.grad = parameter.grad, None
 
     def put_gradients(self) -> None:
         """The gradient of the step, where the optimizer reads it."""
@@ -92,6 +88,25 @@ class ShardedWeights(MasterWeights):
     def zero_grad(self) -> None:
         super().zero_grad()
         self._gradients.clear()
+
+
+class ShardedWeights(RankWeights):
+    """Parameters of a sharded model, each rank with its rows. They are kept in float32, and FSDP casts them."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks, sums: list[OrderedSum]) -> None:
+        super().__init__(model, ranks)
+        self.sums, self.by_rows = sums, bool(sums)
+
+    def collect_gradients(self) -> None:
+        """With ordered sums: keep the gradient so far, to which the next micro-batch adds its own."""
+        if not self.sums:
+            return
+        for name, parameter in self.named().items():
+            if parameter.grad is not None:
+                self._gradients[name], parameter.grad = parameter.grad, None
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
         for each in self.sums:
             each.total = None
 
@@ -104,18 +119,16 @@ class ShardedWeights(MasterWeights):
         return None if first == NONE else self.names[first]
 
 
-class ReplicatedWeights(MasterWeights):
+class ReplicatedWeights(RankWeights):
     """Parameters that every rank has whole; their gradients are added up over the ranks.
 
     Args:
-        weights: those of a model in one process.
         exact: add in the order of the micro-batches, after each of them; else once per update.
     """
 
-    def __init__(self, weights: MasterWeights, ranks: Ranks, *, exact: bool) -> None:
-        self.__dict__ |= vars(weights)
-        self.ranks, self.exact = ranks, exact
-        self._gradients: dict[str, Tensor] = {}
+    def __init__(self, model: nn.Module, ranks: Ranks, *halved: Any, exact: bool) -> None:
+        super().__init__(model, ranks, *halved)
+        self.exact = exact
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
@@ -133,16 +146,10 @@ class ReplicatedWeights(MasterWeights):
             parameter.grad = None
 
     def put_gradients(self) -> None:
-        """The gradient of the step, where the optimizer reads it."""
-        for name, parameter in self.named().items():
-            if self.exact:
-                parameter.grad = self._gradients.pop(name, None)
-            elif parameter.grad is not None:
+        super().put_gradients()
+        for parameter in self.parameters:
+            if not self.exact and parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self.ranks.group)
-
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        self._gradients.clear()
 
 
 def whole(tensor: "Tensor | DTensor") -> Tensor:

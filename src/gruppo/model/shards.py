@@ -109,7 +109,8 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read a checkpoint of any number of ranks, also of one process, into this rank's rows."""
+    """Read a checkpoint of any number of ranks, also of one process, into this rank's rows. The optimizer's options
+    stay its own."""
     try:
         groups = json.loads((folder / SCALARS).read_text())["param_groups"]
         own = optimizer.state_dict()["param_groups"]
@@ -122,8 +123,6 @@ def load_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
             load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder / SHARDS)))
         else:
             _load_whole(tensors, folder)
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
     except (OSError, ValueError, KeyError, TypeError, CheckpointException) as error:
         raise CheckpointError(f"{folder} is not a checkpoint of this model: {error}") from error
     for name, tensor in tensors.items():

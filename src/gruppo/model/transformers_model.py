@@ -165,7 +165,7 @@ class TransformersModel:
             nn.Module.to(model, self.device)
         self.dtype = compute or _frozen_first(model).dtype
         """In which the model computes."""
-        self._weights = in_precision(model, self.dtype)
+        self._weights = in_precision(model, self.dtype, self._make_weights)
         self.model = model.train(gradient_checkpointing)  # transformers checkpoints in train mode only
         self.lora = lora or lora_of(model)
         """The adapter that trains; None: all weights."""
@@ -240,8 +240,12 @@ class TransformersModel:
     def weights(self) -> MasterWeights:
         """What training changes, in float32; made when it is first needed."""
         if self._weights is None:
-            self._weights = MasterWeights(self.model)
+            self._weights = self._make_weights(self.model)
         return self._weights
+
+    def _make_weights(self, model: nn.Module, *halved: Any) -> MasterWeights:
+        """Those of a model, some of them `halved`; of another kind on several ranks."""
+        return MasterWeights(model, *halved)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -577,7 +581,9 @@ def _plain(title: str, index: int, value: Any, rollout: Rollout) -> float | tupl
     return row
 
 
-def in_precision(model: nn.Module, compute: torch.dtype) -> MasterWeights | None:
+def in_precision(
+    model: nn.Module, compute: torch.dtype, make: Callable[..., MasterWeights] = MasterWeights
+) -> MasterWeights | None:
     """Bring parameters to the precision in which the model computes; masters of those that train and had more.
 
     Parameters that a model keeps in float32 beside half-precision ones stay as they are; an adapter's do not.
@@ -594,7 +600,7 @@ def in_precision(model: nn.Module, compute: torch.dtype) -> MasterWeights | None
             halved.add(name)
         else:
             parameter.data = parameter.data.to(compute)
-    return MasterWeights(model, halved, compute) if halved else None
+    return make(model, halved, compute) if halved else None
 
 
 def _frozen_first(model: nn.Module) -> nn.Parameter:

@@ -356,7 +356,8 @@ def build_model(
     model.set_loss(loss)
     if config.kl_in_reward:
         model.reference()  # frozen now: the weights at the start
-    options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
+    options: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    options |= {} if config.lr is None else {"lr": config.lr}
     if ranks is not None:
         keeps_copy = config.sampler == "torch" and replicas_of_launcher() is None
         model.spread(keeps_copy=keeps_copy)  # type: ignore[attr-defined]  # a RankedModel's

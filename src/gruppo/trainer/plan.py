@@ -62,7 +62,7 @@ class Plan:
     """Prompts that are evaluated on and not trained on."""
     ranks: int = 1
     copy: int = 0
-    """Bytes that the first rank holds beside: a whole model, from which `sampler torch` samples."""
+    """Bytes that the first rank holds beside: the copy from which `sampler torch` samples."""
 
     def lines(self, config: TrainConfig) -> list[str]:
         share = f"{self.trainable:,} of {self.parameters:,} parameters train"
@@ -128,7 +128,7 @@ def make_plan(
         reading=reading,
         held_out=held_out,
         ranks=ranks,
-        copy=parameters * 4 if ranks > 1 and config.sampler == "torch" else 0,
+        copy=getattr(model, "copy_bytes", 0),
     )
 
 

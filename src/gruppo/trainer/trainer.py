@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 
 from gruppo import doctor, faults
-from gruppo.errors import CheckpointError, InputError, NumericError
+from gruppo.errors import CheckpointError, InputError, NumericError, RewardError
 from gruppo.output import printable, unhindered
 from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from gruppo.trainer.stream import StreamedRollouts
 
 logger = logging.getLogger(__name__)
+
+MAX_UNREWARDED = 10
+"""Steps in a row without any reward before the run stops. More than `MAX_SKIPPED`: steps of one or two prompts may well
+have none that a reward can judge."""
 
 Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
 """Called after each step with (trainer, step, metrics); returning True ends the run."""
@@ -135,7 +139,7 @@ class GRPOTrainer:
         """What the last step sampled, with its advantages."""
         self.seconds: dict[str, float] = {}
         self.synced: dict[str, float] = {}
-        self._finished_version = 0
+        self._finished_version = self._unrewarded = 0
         """Version of the weights after the last whole step."""
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -242,9 +246,12 @@ class GRPOTrainer:
                 self._sync(self.store)
             groups, metrics = self.source.next(number)
         metrics = self.synced | metrics
-        if "reward/mean" not in metrics:
+        self._unrewarded = 0 if "reward/mean" in metrics else self._unrewarded + 1
+        if self._unrewarded:
             text = "every reward function abstained (None) on every completion: the step teaches nothing. Check the "
             text += "columns that they read with `gruppo reward check`"
+            if self._unrewarded == MAX_UNREWARDED:
+                raise RewardError(f"{MAX_UNREWARDED} steps in a row have no reward, the last is step {number}: {text}")
             self.recorder.warned(number, "no_reward", text)
         kept = [group for group in groups if group.status == "kept"]
         if not kept:

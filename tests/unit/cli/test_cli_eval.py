@@ -85,12 +85,22 @@ def test_what_is_given_wins_over_the_run(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"6 of 24 prompts of {path / 'heldout.jsonl'}, chosen with seed 1"
     assert lines[1] == "text prompts go through the chat template"
+    assert lines[2] == "rewards exact_match; an answer is correct where exact_match is at least 1"
     assert lines[-1] == f"completions: {output}"
     table = pq.read_table(output).to_pylist()
     assert [row["sample"] for row in table] == [0, 1, 2] * 6  # the greedy one, then the sampled ones
     assert len({row["prompt_index"] for row in table}) == 6
     right = [sum(row["correct"] for row in table[i + 1 : i + 3]) / 2 for i in range(0, 18, 3)]
     assert f"eval/pass@1     {sum(right) / 6:.4f} " in lines[-3]
+
+
+def test_the_rewards_that_are_used_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", "--limit", "2", "--max-new-tokens", "4"]
+    assert run(words) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("rewards exact_match; an answer is correct where")
+    assert run([*words, "--rewards", "number_match", "exact_match", "--correct-by", "exact_match"]) == 0
+    shown = "rewards number_match, exact_match; an answer is correct where exact_match is at least 1"
+    assert capsys.readouterr().out.splitlines()[1] == shown
 
 
 def test_other_data_is_read_with_the_columns_of_the_run(

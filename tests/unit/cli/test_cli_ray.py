@@ -14,7 +14,7 @@ def test_the_flags_are_taken_out_of_the_command() -> None:
     words = ["--steps", "3", "--ray", "auto", "--ranks=2", "--samplers", "1", "--max_restarts", "5", "--lora"]
     assert RayOptions.take(words) == (
         ["--steps", "3", "--lora"],
-        RayOptions(address="auto", ranks=2, samplers=1, max_restarts=5),
+        RayOptions(ray="auto", ranks=2, samplers=1, max_restarts=5),
     )
     assert RayOptions.take(["--steps", "3"]) == (["--steps", "3"], None)
 

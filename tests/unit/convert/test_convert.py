@@ -38,8 +38,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "steps": 250,  # 1000 optimizer steps, 2 x 2 of them per batch of rollouts
         "save_every": 25, "eval_every": 12, "loss": "dapo", "clip_range": [0.2, 0.28], "beta": 0.0,
         "advantage_options": {"eps": 1e-4}, "mask_truncated": True, "lr": 1e-6, "lr_schedule": "constant",
-        "warmup_steps": 20, "weight_decay": 0.1, "max_grad_norm": 1.0, "seed": 42, "tensorboard": False,
-        "output": "runs/dapo",
+        "warmup_steps": 20, "weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-15, "max_grad_norm": 1.0,
+        "seed": 42, "tensorboard": False, "output": "runs/dapo",
     },
     "trl/gspo.sh": {
         "model": "Qwen/Qwen3-8B", "gradient_checkpointing": True, "data": "hf://trl-lib/DeepMath-103K",

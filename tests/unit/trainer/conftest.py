@@ -51,10 +51,3 @@ def make_trainer(small_config: Callable[..., TrainConfig]) -> Iterator[Callable[
     yield make
     for trainer in made:
         trainer.close()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "clock" not in config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("clock"):
-                item.add_marker(pytest.mark.skip(reason="compares times; `make test-ranks` runs it"))

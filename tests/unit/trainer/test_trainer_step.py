@@ -12,7 +12,7 @@ import pytest
 import torch
 from step_rewards import rollouts_of
 
-from gruppo.errors import CheckpointError, InputError, MissingExtraError, NumericError
+from gruppo.errors import CheckpointError, InputError, MissingExtraError, NumericError, RewardError
 from gruppo.model import TransformersModel
 from gruppo.sampler import SamplingParams, TorchSampler
 from gruppo.trainer import GRPOTrainer, TrainConfig
@@ -197,6 +197,27 @@ def test_steps_without_any_reward_are_warned_of_once(make_trainer: Make, caplog:
     assert [(e["event"], e["step"]) for e in trainer.run.events() if "text" in e] == [("no_reward", 1)]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.row("R-18", "None for all completions of ten steps")
+def test_ten_steps_in_a_row_without_any_reward_end_the_run(ahead: int, make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:unsure",), steps=14, max_staleness=ahead)
+    with pytest.raises(
+        RewardError, match=r"10 steps in a row have no reward.*step 10:.*`gruppo reward check`"
+    ) as error:
+        trainer.train()
+    assert error.value.exit_code == 4
+    assert [m["step"] for m in trainer.run.metrics()] == list(range(1, 10))
+    assert [path.name for path in (trainer.run.path / "checkpoints").iterdir()] == ["step-000009"]
+    assert json.loads((trainer.run.path / "status.json").read_text())["status"] == "failed"
+
+
+def test_steps_without_any_reward_that_are_not_in_a_row_do_not_end_the_run(make_trainer: Make) -> None:
+    trainer = make_trainer(rewards=("step_rewards:abstains_on_odd_steps",), steps=21)
+    trainer.train()
+    rewarded = ["reward/mean" in m for m in trainer.run.metrics()]
+    assert len(rewarded) == 21 and rewarded.count(False) >= 10
+
+
 def test_one_reward_without_values_is_warned_of_once(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(rewards=("exact_match", "step_rewards:unsure"), steps=3)
     trainer.train()
@@ -230,6 +251,19 @@ def test_a_reward_sees_how_far_the_run_is(make_trainer: Make) -> None:
     for number in range(3):
         mean = trainer.step()["reward/mean"]
         assert mean == pytest.approx(number / 4 + 100 * number * epoch + 10_000 * 4 * epoch)
+
+
+def test_the_options_of_adam_by_hand(make_trainer: Make) -> None:
+    trainer = make_trainer(**LIVE, lr=1e-2, adam_beta1=0.5, adam_beta2=0.6, adam_epsilon=0.01)
+    before = weights(trainer)["lm_head.weight"]
+    trainer.step()
+    parameter = trainer.model.model.lm_head.weight
+    moments = trainer.model.optimizer.state[parameter]
+    gradient = moments["exp_avg"] / (1 - 0.5)
+    assert float(gradient.abs().max()) > 0.01
+    torch.testing.assert_close(moments["exp_avg_sq"], (1 - 0.6) * gradient**2)
+    # In the first step both means, without their bias, are of this gradient alone.
+    torch.testing.assert_close(before - parameter, 1e-2 * gradient / (gradient.abs() + 0.01), atol=1e-7, rtol=1e-4)
 
 
 # --- steps without signal -----------------------------------------------------------------------------------------

@@ -1,18 +1,22 @@
 """The estimate of memory, against the peak that torch's tracker finds in a step of FSDP2, and by hand."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from gruppo.model.lora import LoraSpec, add_lora
 from gruppo.model.sharding import shard
 from gruppo.parallel.ranks import Ranks
-from gruppo.trainer import TrainConfig
-from gruppo.trainer.plan import training_memory
+from gruppo.trainer import TrainConfig, build
+from gruppo.trainer.objects import take_objects
+from gruppo.trainer.plan import make_plan, training_memory
+from gruppo.types import Prompt
+from gruppo.weights.source import resolve
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 256, 1024, 6, 64
 BLOCK = 4 * HIDDEN**2 + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -101,3 +105,44 @@ def test_an_adapter_of_a_model_that_has_no_weights_yet() -> None:
     assert found.gradients == 4 * LAYERS * of_block  # and the sums so far
     assert found.gathered == (BLOCK + of_block) * 4 + of_block * 6 + OUTSIDE * 2
     assert found.activations == 100 * HIDDEN * (LAYERS + 16) * 2 + 100 * VOCABULARY * 4 * 3
+
+
+WHOLE = LAYERS * BLOCK + OUTSIDE
+ADAPTER = LAYERS * 4 * (4 * 2 * HIDDEN + 3 * (HIDDEN + INNER))
+LORA: dict[str, Any] = {"lora": True, "lora_rank": 4}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about a group that is not there
+@pytest.mark.parametrize(
+    ("options", "replicas", "copied"),
+    [
+        ({"dtype": "float32", "shard": "full"}, "", 4 * WHOLE),
+        ({"dtype": "bfloat16", "shard": "full"}, "", 2 * WHOLE),
+        ({"dtype": "bfloat16", "shard": "full", **LORA}, "", 2 * (WHOLE + ADAPTER)),
+        # The head is there twice, and the files are not read by rows.
+        (
+            {"dtype": "bfloat16", "shard": "full", **LORA, "lora_modules_to_save": ("lm_head",)},
+            "",
+            4 * (WHOLE + ADAPTER + VOCABULARY * HIDDEN),
+        ),
+        ({"dtype": "bfloat16", "shard": "none"}, "", 2 * WHOLE),
+        ({"dtype": "bfloat16", "shard": "none", **LORA}, "", 2 * ADAPTER),  # the base is shared with the model
+        ({"dtype": "bfloat16", "shard": "full", "sampler": "vllm:start"}, "", 0),
+        ({"dtype": "bfloat16", "shard": "full"}, '{"names": ["sampler 1"]}', 0),
+    ],
+    ids=["float32", "bfloat16", "lora", "loaded whole", "replicated", "replicated lora", "vllm", "ray samplers"],
+)
+def test_the_copy_that_samples_by_hand(
+    options: dict[str, Any],
+    replicas: str,
+    copied: int,
+    group_of: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llama().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(resolve("builtin")).save_pretrained(tmp_path)
+    monkeypatch.setenv("GRUPPO_REPLICAS", replicas)
+    config, objects = take_objects(TrainConfig(model=str(tmp_path), rewards=("exact_match",), **options))
+    model = build.build_model(config, objects, build.build_loss(config), None, Ranks(group_of(2)))
+    assert make_plan(config, model, [Prompt(token_ids=(1, 2))]).copy == copied
