@@ -48,6 +48,7 @@ class Decoded:
 
     @classmethod
     def blank(cls, rows: int, room: int) -> "Decoded":
+        """Rows of which nothing is drawn."""
         logps, entropies = torch.zeros(2, rows, room)
         length, stopped = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
         return cls(torch.zeros(rows, room, dtype=torch.int64), logps, entropies, length, stopped)
@@ -62,6 +63,7 @@ class Shape:
     room: int
     """Tokens of a row at most."""
     prompts: int
+    """Prompts that the rows belong to."""
     width: int
     """Slots of a prompt."""
     tiles: int
@@ -347,6 +349,7 @@ def heads_that_share(scorer: "Scorer") -> int:
 
 
 def head_size(scorer: "Scorer") -> int:
+    """Numbers of a key."""
     config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
