@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -51,49 +52,130 @@ SCHEMA = pa.schema(
 """The columns that every file has; those of reward functions come after them."""
 
 
-def completions_table(step: int, groups: Sequence[Group], limit: int | None = None) -> pa.Table:
-    """The rollouts of the groups, at most `limit`: whole groups, those that are trained on before others."""
+Update = tuple[Sequence[int], Sequence[int], Mapping[str, np.ndarray]]
+"""What one update saw: numbers of rollouts among those that were trained on, their lengths, and columns of their tokens
+one after the other."""
+
+_OF_ROLLOUT = (
+    *("trajectory", "reward", "rewards", "correct", "extras", "errors", "shaped", "advantage", "is_masked"),
+    *("old_logps", "policy_logps", "ref_logps", "entropies", "rejected", "clipped"),
+)
+_OF_TRAJECTORY = ("tokens", "sampled", "logps", "entropies", "versions", "text", "stop_reason")
+_rollout_values, _trajectory_values = attrgetter(*_OF_ROLLOUT), attrgetter(*_OF_TRAJECTORY)
+_PLAIN = {str, int, float, bool, type(None)}
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The rollouts of a step as columns of plain values, which another process can read: what `record_table` takes.
+
+    It is made while the run goes on, and so with as little of the interpreter's time as possible.
+    """
+
+    step: int
+    groups: list[tuple[int, str, tuple[int, ...], Mapping[str, Any] | str, str, int]]
+    """Of each group: index, text, tokens and columns of its prompt (or the columns' JSON), status, and size."""
+    rollouts: dict[str, Sequence[Any]]
+    """The fields of the rollouts, one after the other."""
+    trajectories: dict[str, Sequence[Any]]
+    """Those of their trajectories."""
+    extras: dict[str, "list[Any] | pa.Array"]
+    """What reward functions logged, by name. Values that are not plain are a column of the table already."""
+    updates: Sequence[Update] = ()
+    """What updates saw, the latest last. It stands above the fields of the rollouts."""
+    trained: Sequence[int] = ()
+    """Rows of the rollouts that were trained on, which updates number; -1 for one that is left out."""
+    left_out: int = 0
+    """Rollouts beyond the limit."""
+
+
+def record_of(
+    step: int, groups: Sequence[Group], limit: int | None = None, updates: Sequence[Update] = ()
+) -> StepRecord:
+    """The record of the groups, with at most `limit` rollouts: whole groups, those that are trained on first."""
     total = sum(len(group.rollouts) for group in groups)
-    groups = groups if limit is None or total <= limit else _within(groups, limit)
-    rows = [rollout for group in groups for rollout in group.rollouts]
-    trajectories = [row.trajectory for row in rows]
-    sizes = [len(group.rollouts) for group in groups]
-    owner_N = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
-    tokens = _Tokens(rows)
-    advantages = [row.advantage for row in rows]
-    columns = {
-        "step": pa.array(np.full(len(rows), step)),
-        "prompt_index": pa.array(np.array([group.prompt.index for group in groups], np.int64)[owner_N]),
-        "sample": pa.array(np.fromiter(chain.from_iterable(map(range, sizes)), np.int32, len(rows))),
-        "status": _names(owner_N, [group.status for group in groups]),
-        "prompt": _names(owner_N, [group.prompt.text for group in groups]),
-        "prompt_ids": pa.array([group.prompt.token_ids for group in groups], IDS).take(pa.array(owner_N)),
-        "columns": _names(owner_N, [json_text(group.prompt.columns) for group in groups]),
-        "completion": _texts([each.text for each in trajectories]),
-        "stop_reason": pa.array([each.stop_reason for each in trajectories]).dictionary_encode(),
-        "versions": pa.array([each.versions for each in trajectories], IDS),
-        "reward": _numbers([row.reward for row in rows]),
-        "correct": pa.array([row.correct for row in rows], pa.bool_()),
-        "shaped": _numbers([row.shaped for row in rows]),
-        "advantage": _numbers([None if isinstance(a, tuple) else a for a in advantages]),
-        "token_advantages": tokens.lists([a if isinstance(a, tuple) else None for a in advantages]),
-        "tokens": pa.ListArray.from_arrays(tokens.offsets_N, _flat((each.tokens for each in trajectories), np.int32)),
-        "sampled": pa.array([each.sampled for each in trajectories], SCHEMA.field("sampled").type),
-        "logps": tokens.lists([each.logps for each in trajectories]),
-        **{name: tokens.lists([getattr(row, name) for row in rows]) for name in LOGPS},
-        "entropies": tokens.lists(
-            [row.trajectory.entropies if row.entropies is None else row.entropies for row in rows]
-        ),
-        "untrained": tokens.untrained([group.status == "kept" for group in groups for _ in group.rollouts]),
-        "clipped": tokens.lists([row.clipped for row in rows]).cast(SCHEMA.field("clipped").type),
+    chosen = set(range(len(groups))) if limit is None or total <= limit else _within(groups, limit)
+    rows: list[Rollout] = []
+    trained: list[int] = []
+    for i, group in enumerate(groups):
+        size = len(group.rollouts)
+        if group.status == "kept":
+            trained += range(len(rows), len(rows) + size) if i in chosen else [-1] * size
+        rows += group.rollouts if i in chosen else ()
+    rollouts = _columns(_OF_ROLLOUT, map(_rollout_values, rows))
+    trajectories = _columns(_OF_TRAJECTORY, map(_trajectory_values, rollouts.pop("trajectory")))
+    for kind in ("rewards", "errors"):
+        if not set(map(type, rollouts[kind])) <= {dict}:
+            rollouts[kind] = list(map(dict, rollouts[kind]))
+    logged = rollouts.pop("extras")
+    extras = {
+        name: _sendable([each.get(name) for each in logged])
+        for name in (sorted(set().union(*logged)) if any(logged) else ())
     }
-    for kind, array in (("rewards", _numbers), ("extras", _logged), ("errors", _texts)):
-        mappings = [getattr(row, kind) for row in rows]
-        for name in sorted(set().union(*mappings)):
-            columns[f"{kind[:-1]}/{_whole(name)}"] = array([mapping.get(name) for mapping in mappings])
+    kept = [groups[i] for i in sorted(chosen)]
+    columns: list[Any] = [group.prompt.columns for group in kept]
+    kinds = set(map(type, chain.from_iterable(each.values() for each in columns)))
+    if not (kinds <= _PLAIN and set(map(type, columns)) <= {dict}):
+        columns = list(map(json_text, columns))
+    facts = [
+        (group.prompt.index, group.prompt.text, group.prompt.token_ids, each, group.status, len(group.rollouts))
+        for group, each in zip(kept, columns, strict=True)
+    ]
+    return StepRecord(step, facts, rollouts, trajectories, extras, updates, trained, total - len(rows))
+
+
+def record_table(record: StepRecord) -> pa.Table:
+    """The table of a record, one row per rollout."""
+    rollouts, trajectories, tokens = record.rollouts, record.trajectories, _Tokens(record)
+    indices, texts, token_ids, prompts, statuses, sizes = list(zip(*record.groups, strict=True)) or [()] * 6
+    num = len(trajectories["tokens"])
+    owner_N = np.repeat(np.arange(len(sizes), dtype=np.int32), np.array(sizes, np.int64))
+    advantages, token_advantages = rollouts["advantage"], [None] * num
+    if tokens.has_token_advantages:
+        token_advantages = [a if isinstance(a, tuple) else None for a in advantages]
+        advantages = [None if isinstance(a, tuple) else a for a in advantages]
+    entropies = trajectories["entropies"]
+    if any(each is not None for each in rollouts["entropies"]):
+        each = zip(rollouts["entropies"], entropies, strict=True)
+        entropies = [theirs if own is None else own for own, theirs in each]
+    columns = {
+        "step": pa.array(np.full(num, record.step)),
+        "prompt_index": pa.array(np.array(indices, np.int64)[owner_N]),
+        "sample": pa.array(np.fromiter(chain.from_iterable(map(range, sizes)), np.int32, num)),
+        "status": _names(owner_N, statuses),
+        "prompt": _names(owner_N, texts),
+        "prompt_ids": pa.array([ids for ids, size in zip(token_ids, sizes, strict=True) for _ in range(size)], IDS),
+        "columns": _names(owner_N, [each if isinstance(each, str) else json_text(each) for each in prompts]),
+        "completion": _texts(trajectories["text"]),
+        "stop_reason": pa.array(trajectories["stop_reason"], pa.string()).dictionary_encode(),
+        "versions": pa.array(trajectories["versions"], IDS),
+        "reward": _numbers(rollouts["reward"]),
+        "correct": pa.array(rollouts["correct"], pa.bool_()),
+        "shaped": _numbers(rollouts["shaped"]),
+        "advantage": _numbers(advantages),
+        "token_advantages": tokens.lists(token_advantages),
+        "tokens": pa.array(trajectories["tokens"], IDS),
+        "sampled": pa.array(trajectories["sampled"], SCHEMA.field("sampled").type),
+        "logps": tokens.lists(trajectories["logps"]),
+        **{name: tokens.lists(rollouts[name], name) for name in LOGPS},
+        "entropies": tokens.lists(entropies, "entropies"),
+        "untrained": tokens.untrained(np.array([status == "kept" for status in statuses], np.bool_)[owner_N]),
+        "clipped": tokens.lists(rollouts["clipped"], "clipped", SCHEMA.field("clipped").type),
+    }
+    for name in _keys(rollouts["rewards"]):
+        columns[f"reward/{_whole(name)}"] = _numbers([each.get(name) for each in rollouts["rewards"]])
+    for name, values in record.extras.items():
+        columns[f"extra/{_whole(name)}"] = values if isinstance(values, pa.Array) else _logged(values)
+    for name in _keys(rollouts["errors"]):
+        columns[f"error/{_whole(name)}"] = _texts([each.get(name) for each in rollouts["errors"]])
     further = [pa.field(name, columns[name].type) for name in list(columns)[len(SCHEMA) :]]
-    schema = pa.schema([*SCHEMA, *further], metadata={ROWS_LEFT_OUT: str(total - len(rows))})
+    schema = pa.schema([*SCHEMA, *further], metadata={ROWS_LEFT_OUT: str(record.left_out)})
     return pa.Table.from_arrays(list(columns.values()), schema=schema)
+
+
+def completions_table(step: int, groups: Sequence[Group], limit: int | None = None) -> pa.Table:
+    """The table of groups whose rollouts hold all there is to write."""
+    return record_table(record_of(step, groups, limit))
 
 
 def groups_of(table: pa.Table) -> list[Group]:
@@ -163,56 +245,120 @@ def parquet_bytes(table: pa.Table) -> pa.Buffer:
     return sink.getvalue()
 
 
-def _within(groups: Sequence[Group], limit: int) -> list[Group]:
+def _within(groups: Sequence[Group], limit: int) -> set[int]:
     order = sorted(range(len(groups)), key=lambda i: groups[i].status != "kept")
     totals = accumulate(len(groups[i].rollouts) for i in order)
-    chosen = {i for i, total in zip(order, totals, strict=True) if total <= limit}
-    return [group for i, group in enumerate(groups) if i in chosen]
+    return {i for i, total in zip(order, totals, strict=True) if total <= limit}
+
+
+def _columns(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> dict[str, Sequence[Any]]:
+    return dict(zip(names, list(zip(*rows, strict=True)) or [()] * len(names), strict=True))
+
+
+def _sendable(values: list[Any]) -> "list[Any] | pa.Array":
+    """Values of any type as another process can read them."""
+    return values if set(map(type, values)) <= _PLAIN else _logged(values)
 
 
 class _Tokens:
-    """The tokens of all rows, one after the other: N rows, T tokens."""
+    """The tokens of all rows, one after the other: N rows, T tokens, S of them sampled."""
 
-    def __init__(self, rows: Sequence[Rollout]) -> None:
-        self.rows = rows
-        self.length_N = np.array([len(row.trajectory.tokens) for row in rows], np.int64)
+    def __init__(self, record: StepRecord) -> None:
+        tokens, sampled = record.trajectories["tokens"], record.trajectories["sampled"]
+        self.record = record
+        self.length_N = np.fromiter(map(len, tokens), np.int64, len(tokens))
         self.offsets_N = _offsets(self.length_N)
+        self.num_N = self.length_N
+        """Sampled tokens of each row."""
         self.sampled_T: np.ndarray | None = None
-        if any(row.trajectory.sampled is not None for row in rows):
-            flags = (row.trajectory.sampled or (True,) * len(row.trajectory.tokens) for row in rows)
+        if any(each is not None for each in sampled):
+            flags = (each or (True,) * len(row) for each, row in zip(sampled, tokens, strict=True))
             self.sampled_T = _flat(flags, np.bool_)
+            self.num_N = np.diff(np.concatenate([[0], self.sampled_T.cumsum()])[self.offsets_N])
+        self.has_token_advantages = tuple in set(map(type, record.rollouts["advantage"]))
+        self.update_N = np.full(len(tokens), -1)
+        """The last update that trained on each row, and where its tokens begin there."""
+        self.start_N = np.zeros(len(tokens), np.int64)
+        trained = np.array(record.trained, np.int64)
+        for i, (indices, lengths, _) in enumerate(record.updates):
+            row = trained[np.array(indices, np.int64)]
+            self.update_N[row[row >= 0]] = i
+            self.start_N[row[row >= 0]] = _offsets(np.array(lengths, np.int64))[:-1][row >= 0]
+        self.update_N[np.array(record.rollouts["is_masked"], np.bool_) | (self.num_N == 0)] = -1
 
-    def lists(self, values: Sequence[Sequence[float] | None]) -> pa.Array:
-        """A list per row from one value per sampled token, null where there are none."""
-        if self.sampled_T is None:
-            return pa.array(values, NUMBERS)
-        known_N = np.array([v is not None for v in values], np.bool_)
-        sampled_T = self.sampled_T[np.repeat(known_N, self.length_N)]
-        spread_T = np.zeros(len(sampled_T))
-        spread_T[sampled_T] = _flat((v for v in values if v is not None), np.float64)
-        offsets_N = _offsets(np.where(known_N, self.length_N, 0))
-        return pa.ListArray.from_arrays(offsets_N, pa.array(spread_T, mask=~sampled_T), mask=pa.array(~known_N))
+    def values(self, own: Sequence[Sequence[float] | None], name: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Rows with a value per sampled token, `[N]` bool, and the values of all of them.
 
-    def untrained(self, is_kept: Sequence[bool]) -> pa.Array:
-        """The reason why each token is not trained on, as a list per row."""
-        reason_N = [
-            LEFT_OUT if not kept else MASKED if row.is_masked else 0 if row.has_advantage else NO_ADVANTAGE
-            for row, kept in zip(self.rows, is_kept, strict=True)
-        ]
-        reason_T = np.repeat(np.array(reason_N, np.int32), self.length_N)
-        for i, row in enumerate(self.rows):
-            if reason_N[i] or (row.rejected is None and not isinstance(row.advantage, tuple)):
-                continue  # the same for all tokens
-            start, end = self.offsets_N[i : i + 2]
-            reasons = np.zeros(row.trajectory.num_sampled, np.int32)
-            if row.rejected is not None:
-                reasons[np.array(row.rejected, np.bool_)] = REJECTED
-            if isinstance(row.advantage, tuple):
-                reasons[np.array(row.advantage) == 0] = NO_ADVANTAGE
-            reason_T[start:end][slice(None) if self.sampled_T is None else self.sampled_T[start:end]] = reasons
+        Args:
+            own: values of each row, which stand where no update has a column of this name.
+        """
+        parts = [columns.get(name) for _, _, columns in self.record.updates]
+        ends = list(accumulate((0 if part is None else len(part) for part in parts), initial=0))
+        base = np.array([-1 if part is None else end for part, end in zip([*parts, None], ends, strict=True)])
+        is_seen_N = base[self.update_N] >= 0
+        known_N = np.zeros(len(own), np.bool_)
+        if own.count(None) < len(own):
+            known_N[:] = [each is not None for each in own]
+        rest_N = known_N & ~is_seen_N
+        rest = (own[i] for i in rest_N.nonzero()[0])
+        flat = [part for part in parts if part is not None] + [_flat(rest, np.float64)]  # pyright: ignore[reportArgumentType]
+        start_N = base[self.update_N] + self.start_N
+        start_N[rest_N] = ends[-1] + _offsets(self.num_N[rest_N])[:-1]
+        known_N |= is_seen_N
+        num_N = np.where(known_N, self.num_N, 0)
+        offsets_N = _offsets(num_N)
+        at_S = np.repeat(start_N - offsets_N[:-1], num_N) + np.arange(offsets_N[-1])
+        return known_N, np.concatenate(flat)[at_S]
+
+    def lists(self, own: Sequence[Sequence[float] | None], name: str = "", kind: pa.ListType = NUMBERS) -> pa.Array:
+        """A list per row with a number at each sampled token, null for a row without. Arguments as of `values`."""
+        if self.sampled_T is None and not any(name in columns for _, _, columns in self.record.updates):
+            return pa.array(own, kind)
+        known_N, values_S = self.values(own, name)
+        numbers = pa.array(values_S, kind.value_type, safe=False)
         if self.sampled_T is not None:
-            reason_T[~self.sampled_T] = OTHER
-        return pa.ListArray.from_arrays(self.offsets_N, pa.DictionaryArray.from_arrays(reason_T, pa.array(UNTRAINED)))
+            sampled_T = self.sampled_T[np.repeat(known_N, self.length_N)]
+            spread_T = np.zeros(len(sampled_T), values_S.dtype)
+            spread_T[sampled_T] = values_S
+            numbers = pa.array(spread_T, kind.value_type, mask=~sampled_T, safe=False)
+        offsets_N = _offsets(np.where(known_N, self.length_N, 0))
+        return pa.ListArray.from_arrays(offsets_N, numbers, mask=None if known_N.all() else pa.array(~known_N))
+
+    def untrained(self, is_kept_N: np.ndarray) -> pa.Array:
+        """The reason why each token is not trained on, as a list per row."""
+        rollouts = self.record.rollouts
+        advantages = rollouts["advantage"]
+        if self.has_token_advantages:
+            has_advantage_N = np.array([any(a) if isinstance(a, tuple) else a != 0 for a in advantages], np.bool_)
+        else:
+            has_advantage_N = np.array(advantages, np.float64) != 0
+        is_masked_N = np.array(rollouts["is_masked"], np.bool_)
+        reason_N = np.select([~is_kept_N, is_masked_N, ~has_advantage_N], [LEFT_OUT, MASKED, NO_ADVANTAGE], 0)
+        reason_S = np.repeat(reason_N, self.num_N)
+        is_open_S = reason_S == 0  # by its row, and so by the numbers of each token
+        known_N, rejected_S = self.values(rollouts["rejected"], "rejected")
+        _mark(reason_S, is_open_S, np.repeat(known_N, self.num_N), rejected_S != 0, REJECTED)
+        if self.has_token_advantages:
+            is_tuple_N = np.array([isinstance(a, tuple) for a in advantages], np.bool_)
+            advantage_S = _flat((a for a in advantages if isinstance(a, tuple)), np.float64)
+            _mark(reason_S, is_open_S, np.repeat(is_tuple_N, self.num_N), advantage_S == 0, NO_ADVANTAGE)
+        reason_T = reason_S
+        if self.sampled_T is not None:
+            reason_T = np.full(len(self.sampled_T), OTHER)
+            reason_T[self.sampled_T] = reason_S
+        names = pa.DictionaryArray.from_arrays(pa.array(reason_T, pa.int32()), pa.array(UNTRAINED))
+        return pa.ListArray.from_arrays(self.offsets_N, names)
+
+
+def _mark(reason_S: np.ndarray, is_open_S: np.ndarray, is_known_S: np.ndarray, holds: np.ndarray, reason: int) -> None:
+    """Give tokens a reason where it holds; `holds` has an entry for each token whose row is known."""
+    holds_S = np.zeros(len(reason_S), np.bool_)
+    holds_S[is_known_S] = holds
+    reason_S[is_open_S & holds_S] = reason
+
+
+def _keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
+    return sorted(set().union(*mappings))
 
 
 def _flat(lists: Iterable[Sequence[Any]], kind: Any) -> np.ndarray:
@@ -227,9 +373,10 @@ def _numbers(values: Sequence[float | None]) -> pa.Array:
     return pa.array(values, pa.float64())
 
 
-def _names(index_N: np.ndarray, texts: list[str]) -> pa.Array:
+def _names(index_N: np.ndarray, texts: Sequence[str]) -> pa.Array:
     """A text per row out of few texts, each of which Parquet stores once."""
-    return _texts(texts).dictionary_encode().take(pa.array(index_N))
+    found = _texts(texts).dictionary_encode()
+    return pa.DictionaryArray.from_arrays(found.indices.to_numpy()[index_N], found.dictionary)
 
 
 def _texts(texts: Sequence[str | None]) -> pa.Array:
