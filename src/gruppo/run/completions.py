@@ -1,11 +1,11 @@
 """Completions of a step as a table, one row per rollout as they were drawn. `docs/run_directory.md` has the columns."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import isfinite
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,6 @@ Update = tuple[Sequence[int], Sequence[int], Mapping[str, np.ndarray]]
 """What one update saw: numbers of rollouts among those that were trained on, their lengths, and columns of their tokens
 one after the other."""
 
-_OF_ROLLOUT = (
-    *("trajectory", "reward", "rewards", "correct", "extras", "errors", "shaped", "advantage", "is_masked"),
-    *("old_logps", "policy_logps", "ref_logps", "entropies", "rejected", "clipped"),
-)
-_OF_TRAJECTORY = ("tokens", "sampled", "logps", "entropies", "versions", "text", "stop_reason")
-_rollout_values, _trajectory_values = attrgetter(*_OF_ROLLOUT), attrgetter(*_OF_TRAJECTORY)
 _PLAIN = {str, int, float, bool, type(None)}
 
 
@@ -69,24 +63,28 @@ _PLAIN = {str, int, float, bool, type(None)}
 class StepRecord:
     """The rollouts of a step as columns of plain values, which another process can read: what `record_table` takes.
 
-    It is made while the run goes on, and so with as little of the interpreter's time as possible.
+    It is made and sent while training waits, and so holds few objects.
     """
 
     step: int
     groups: list[tuple[int, str, tuple[int, ...], Mapping[str, Any] | str, str, int]]
     """Of each group: index, text, tokens and columns of its prompt (or the columns' JSON), status, and size."""
-    rollouts: dict[str, Sequence[Any]]
-    """The fields of the rollouts, one after the other."""
-    trajectories: dict[str, Sequence[Any]]
-    """Those of their trajectories."""
+    rollouts: dict[str, list[Any]]
+    """Fields of the rollouts and their trajectories by name; one that is None in all of them is absent."""
+    rewards: dict[str, list[float | None]]
     extras: dict[str, "list[Any] | pa.Array"]
-    """What reward functions logged, by name. Values that are not plain are a column of the table already."""
-    updates: Sequence[Update] = ()
-    """What updates saw, the latest last. It stands above the fields of the rollouts."""
-    trained: Sequence[int] = ()
+    """What reward functions logged. Values that are not plain are a column of the table already."""
+    errors: dict[str, list[str | None]]
+    updates: list[tuple[Sequence[int], Sequence[int], dict[str, tuple[str, bytes]]]]
+    """What updates saw, the latest last, with columns as type and bytes. It stands above fields of the rollouts."""
+    trained: list[int]
     """Rows of the rollouts that were trained on, which updates number; -1 for one that is left out."""
-    left_out: int = 0
+    left_out: int
     """Rollouts beyond the limit."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(size for *_, size in self.groups)
 
 
 def record_of(
@@ -102,40 +100,70 @@ def record_of(
         if group.status == "kept":
             trained += range(len(rows), len(rows) + size) if i in chosen else [-1] * size
         rows += group.rollouts if i in chosen else ()
-    rollouts = _columns(_OF_ROLLOUT, map(_rollout_values, rows))
-    trajectories = _columns(_OF_TRAJECTORY, map(_trajectory_values, rollouts.pop("trajectory")))
-    for kind in ("rewards", "errors"):
-        if not set(map(type, rollouts[kind])) <= {dict}:
-            rollouts[kind] = list(map(dict, rollouts[kind]))
-    logged = rollouts.pop("extras")
-    extras = {
-        name: _sendable([each.get(name) for each in logged])
-        for name in (sorted(set().union(*logged)) if any(logged) else ())
+    said = [row.trajectory for row in rows]
+    fields: dict[str, list[Any]] = {
+        # A comprehension each: the interpreter reads a slot faster so than by any function that takes its name.
+        "tokens": [each.tokens for each in said],
+        "sampled": [each.sampled for each in said],
+        "logps": [each.logps for each in said],
+        "sampler_entropies": [each.entropies for each in said],
+        "versions": [each.versions for each in said],
+        "text": [each.text for each in said],
+        "stop_reason": [each.stop_reason for each in said],
+        "reward": [row.reward for row in rows],
+        "correct": [row.correct for row in rows],
+        "shaped": [row.shaped for row in rows],
+        "advantage": [row.advantage for row in rows],
+        "is_masked": [row.is_masked for row in rows],
+        "old_logps": [row.old_logps for row in rows],
+        "policy_logps": [row.policy_logps for row in rows],
+        "ref_logps": [row.ref_logps for row in rows],
+        "entropies": [row.entropies for row in rows],
+        "rejected": [row.rejected for row in rows],
+        "clipped": [row.clipped for row in rows],
     }
+    extras = _by_name([row.extras for row in rows])
     kept = [groups[i] for i in sorted(chosen)]
     columns: list[Any] = [group.prompt.columns for group in kept]
     kinds = set(map(type, chain.from_iterable(each.values() for each in columns)))
     if not (kinds <= _PLAIN and set(map(type, columns)) <= {dict}):
         columns = list(map(json_text, columns))
-    facts = [
-        (group.prompt.index, group.prompt.text, group.prompt.token_ids, each, group.status, len(group.rollouts))
-        for group, each in zip(kept, columns, strict=True)
-    ]
-    return StepRecord(step, facts, rollouts, trajectories, extras, updates, trained, total - len(rows))
+    return StepRecord(
+        step=step,
+        groups=[
+            (group.prompt.index, group.prompt.text, group.prompt.token_ids, each, group.status, len(group.rollouts))
+            for group, each in zip(kept, columns, strict=True)
+        ],
+        rollouts={
+            name: values for name, values in fields.items() if not (rows and values[0] is None and _is_void(values))
+        },
+        rewards=_by_name([row.rewards for row in rows]),
+        extras={
+            name: values if set(map(type, values)) <= _PLAIN else _logged(values) for name, values in extras.items()
+        },
+        errors=_by_name([row.errors for row in rows]),
+        updates=[
+            (indices, lengths, {name: (column.dtype.str, column.tobytes()) for name, column in seen.items()})
+            for indices, lengths, seen in updates
+        ],
+        trained=trained if updates else [],
+        left_out=total - len(rows),
+    )
 
 
 def record_table(record: StepRecord) -> pa.Table:
     """The table of a record, one row per rollout."""
-    rollouts, trajectories, tokens = record.rollouts, record.trajectories, _Tokens(record)
+    num, tokens = record.num_rows, _Tokens(record)
     indices, texts, token_ids, prompts, statuses, sizes = list(zip(*record.groups, strict=True)) or [()] * 6
-    num = len(trajectories["tokens"])
     owner_N = np.repeat(np.arange(len(sizes), dtype=np.int32), np.array(sizes, np.int64))
-    advantages, token_advantages = rollouts["advantage"], [None] * num
+    unknown: list[Any] = [None] * num
+    rollouts = defaultdict(lambda: unknown, record.rollouts)
+    advantages, token_advantages = rollouts["advantage"], unknown
     if tokens.has_token_advantages:
         token_advantages = [a if isinstance(a, tuple) else None for a in advantages]
         advantages = [None if isinstance(a, tuple) else a for a in advantages]
-    entropies = trajectories["entropies"]
-    if any(each is not None for each in rollouts["entropies"]):
+    entropies = rollouts["sampler_entropies"]
+    if "entropies" in record.rollouts:
         each = zip(rollouts["entropies"], entropies, strict=True)
         entropies = [theirs if own is None else own for own, theirs in each]
     columns = {
@@ -146,28 +174,26 @@ def record_table(record: StepRecord) -> pa.Table:
         "prompt": _names(owner_N, texts),
         "prompt_ids": pa.array([ids for ids, size in zip(token_ids, sizes, strict=True) for _ in range(size)], IDS),
         "columns": _names(owner_N, [each if isinstance(each, str) else json_text(each) for each in prompts]),
-        "completion": _texts(trajectories["text"]),
-        "stop_reason": pa.array(trajectories["stop_reason"], pa.string()).dictionary_encode(),
-        "versions": pa.array(trajectories["versions"], IDS),
+        "completion": _texts(rollouts["text"]),
+        "stop_reason": pa.array(rollouts["stop_reason"], pa.string()).dictionary_encode(),
+        "versions": pa.array(rollouts["versions"], IDS),
         "reward": _numbers(rollouts["reward"]),
         "correct": pa.array(rollouts["correct"], pa.bool_()),
         "shaped": _numbers(rollouts["shaped"]),
         "advantage": _numbers(advantages),
         "token_advantages": tokens.lists(token_advantages),
-        "tokens": pa.array(trajectories["tokens"], IDS),
-        "sampled": pa.array(trajectories["sampled"], SCHEMA.field("sampled").type),
-        "logps": tokens.lists(trajectories["logps"]),
+        "tokens": pa.array(rollouts["tokens"], IDS),
+        "sampled": pa.array(rollouts["sampled"], SCHEMA.field("sampled").type),
+        "logps": tokens.lists(rollouts["logps"]),
         **{name: tokens.lists(rollouts[name], name) for name in LOGPS},
         "entropies": tokens.lists(entropies, "entropies"),
         "untrained": tokens.untrained(np.array([status == "kept" for status in statuses], np.bool_)[owner_N]),
         "clipped": tokens.lists(rollouts["clipped"], "clipped", SCHEMA.field("clipped").type),
     }
-    for name in _keys(rollouts["rewards"]):
-        columns[f"reward/{_whole(name)}"] = _numbers([each.get(name) for each in rollouts["rewards"]])
+    columns |= {f"reward/{_whole(name)}": _numbers(values) for name, values in record.rewards.items()}
     for name, values in record.extras.items():
         columns[f"extra/{_whole(name)}"] = values if isinstance(values, pa.Array) else _logged(values)
-    for name in _keys(rollouts["errors"]):
-        columns[f"error/{_whole(name)}"] = _texts([each.get(name) for each in rollouts["errors"]])
+    columns |= {f"error/{_whole(name)}": _texts(values) for name, values in record.errors.items()}
     further = [pa.field(name, columns[name].type) for name in list(columns)[len(SCHEMA) :]]
     schema = pa.schema([*SCHEMA, *further], metadata={ROWS_LEFT_OUT: str(record.left_out)})
     return pa.Table.from_arrays(list(columns.values()), schema=schema)
@@ -251,40 +277,44 @@ def _within(groups: Sequence[Group], limit: int) -> set[int]:
     return {i for i, total in zip(order, totals, strict=True) if total <= limit}
 
 
-def _columns(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> dict[str, Sequence[Any]]:
-    return dict(zip(names, list(zip(*rows, strict=True)) or [()] * len(names), strict=True))
+def _is_void(values: Sequence[Any]) -> bool:
+    return values.count(None) == len(values)
 
 
-def _sendable(values: list[Any]) -> "list[Any] | pa.Array":
-    """Values of any type as another process can read them."""
-    return values if set(map(type, values)) <= _PLAIN else _logged(values)
+def _by_name(mappings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    names = sorted(set().union(*mappings)) if any(mappings) else ()
+    return {name: [each.get(name) for each in mappings] for name in names}
 
 
 class _Tokens:
     """The tokens of all rows, one after the other: N rows, T tokens, S of them sampled."""
 
     def __init__(self, record: StepRecord) -> None:
-        tokens, sampled = record.trajectories["tokens"], record.trajectories["sampled"]
-        self.record = record
-        self.length_N = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        tokens, num = record.rollouts["tokens"], record.num_rows
+        self.length_N = np.fromiter(map(len, tokens), np.int64, num)
         self.offsets_N = _offsets(self.length_N)
         self.num_N = self.length_N
         """Sampled tokens of each row."""
         self.sampled_T: np.ndarray | None = None
-        if any(each is not None for each in sampled):
-            flags = (each or (True,) * len(row) for each, row in zip(sampled, tokens, strict=True))
-            self.sampled_T = _flat(flags, np.bool_)
+        if "sampled" in record.rollouts:
+            flags = zip(record.rollouts["sampled"], tokens, strict=True)
+            self.sampled_T = _flat((each or (True,) * len(row) for each, row in flags), np.bool_)
             self.num_N = np.diff(np.concatenate([[0], self.sampled_T.cumsum()])[self.offsets_N])
-        self.has_token_advantages = tuple in set(map(type, record.rollouts["advantage"]))
-        self.update_N = np.full(len(tokens), -1)
+        self.advantages = record.rollouts["advantage"]
+        self.has_token_advantages = tuple in set(map(type, self.advantages))
+        self.rejected = record.rollouts.get("rejected", [None] * num)
+        self.is_masked_N = np.array(record.rollouts["is_masked"], np.bool_)
+        self.seen = [{name: np.frombuffer(*each[::-1]) for name, each in seen.items()} for _, _, seen in record.updates]
+        """Columns of each update."""
+        self.update_N = np.full(num, -1)
         """The last update that trained on each row, and where its tokens begin there."""
-        self.start_N = np.zeros(len(tokens), np.int64)
+        self.start_N = np.zeros(num, np.int64)
         trained = np.array(record.trained, np.int64)
         for i, (indices, lengths, _) in enumerate(record.updates):
             row = trained[np.array(indices, np.int64)]
             self.update_N[row[row >= 0]] = i
             self.start_N[row[row >= 0]] = _offsets(np.array(lengths, np.int64))[:-1][row >= 0]
-        self.update_N[np.array(record.rollouts["is_masked"], np.bool_) | (self.num_N == 0)] = -1
+        self.update_N[self.is_masked_N | (self.num_N == 0)] = -1
 
     def values(self, own: Sequence[Sequence[float] | None], name: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Rows with a value per sampled token, `[N]` bool, and the values of all of them.
@@ -292,12 +322,12 @@ class _Tokens:
         Args:
             own: values of each row, which stand where no update has a column of this name.
         """
-        parts = [columns.get(name) for _, _, columns in self.record.updates]
+        parts = [columns.get(name) for columns in self.seen]
         ends = list(accumulate((0 if part is None else len(part) for part in parts), initial=0))
         base = np.array([-1 if part is None else end for part, end in zip([*parts, None], ends, strict=True)])
         is_seen_N = base[self.update_N] >= 0
         known_N = np.zeros(len(own), np.bool_)
-        if own.count(None) < len(own):
+        if not _is_void(own):
             known_N[:] = [each is not None for each in own]
         rest_N = known_N & ~is_seen_N
         rest = (own[i] for i in rest_N.nonzero()[0])
@@ -312,7 +342,7 @@ class _Tokens:
 
     def lists(self, own: Sequence[Sequence[float] | None], name: str = "", kind: pa.ListType = NUMBERS) -> pa.Array:
         """A list per row with a number at each sampled token, null for a row without. Arguments as of `values`."""
-        if self.sampled_T is None and not any(name in columns for _, _, columns in self.record.updates):
+        if self.sampled_T is None and not any(name in columns for columns in self.seen):
             return pa.array(own, kind)
         known_N, values_S = self.values(own, name)
         numbers = pa.array(values_S, kind.value_type, safe=False)
@@ -326,17 +356,15 @@ class _Tokens:
 
     def untrained(self, is_kept_N: np.ndarray) -> pa.Array:
         """The reason why each token is not trained on, as a list per row."""
-        rollouts = self.record.rollouts
-        advantages = rollouts["advantage"]
+        advantages = self.advantages
         if self.has_token_advantages:
             has_advantage_N = np.array([any(a) if isinstance(a, tuple) else a != 0 for a in advantages], np.bool_)
         else:
             has_advantage_N = np.array(advantages, np.float64) != 0
-        is_masked_N = np.array(rollouts["is_masked"], np.bool_)
-        reason_N = np.select([~is_kept_N, is_masked_N, ~has_advantage_N], [LEFT_OUT, MASKED, NO_ADVANTAGE], 0)
+        reason_N = np.select([~is_kept_N, self.is_masked_N, ~has_advantage_N], [LEFT_OUT, MASKED, NO_ADVANTAGE], 0)
         reason_S = np.repeat(reason_N, self.num_N)
         is_open_S = reason_S == 0  # by its row, and so by the numbers of each token
-        known_N, rejected_S = self.values(rollouts["rejected"], "rejected")
+        known_N, rejected_S = self.values(self.rejected, "rejected")
         _mark(reason_S, is_open_S, np.repeat(known_N, self.num_N), rejected_S != 0, REJECTED)
         if self.has_token_advantages:
             is_tuple_N = np.array([isinstance(a, tuple) for a in advantages], np.bool_)
@@ -355,10 +383,6 @@ def _mark(reason_S: np.ndarray, is_open_S: np.ndarray, is_known_S: np.ndarray, h
     holds_S = np.zeros(len(reason_S), np.bool_)
     holds_S[is_known_S] = holds
     reason_S[is_open_S & holds_S] = reason
-
-
-def _keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
-    return sorted(set().union(*mappings))
 
 
 def _flat(lists: Iterable[Sequence[Any]], kind: Any) -> np.ndarray:
