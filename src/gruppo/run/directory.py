@@ -258,16 +258,18 @@ class RunDirectory(RunReader):
         # Opened for each line: what was written is on its way to the disk whatever happens next.
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         with self._dropping(name):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            with open(os.open(self.path / name, flags, 0o666), "ab", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
+            file = os.open(f"{self.path}/{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                size = os.fstat(file).st_size
                 try:
-                    if file.write(line) != len(line):
+                    if os.write(file, line) != len(line):
                         raise OSError("the disk took half a line")
                 except OSError:
                     with suppress(OSError):
-                        file.truncate(size)  # half a line would hide all that follow
+                        os.ftruncate(file, size)  # half a line would hide all that follow
                     raise
+            finally:
+                os.close(file)
 
     @contextmanager
     def _needed(self) -> Iterator[None]:
