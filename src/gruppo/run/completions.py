@@ -304,7 +304,9 @@ class _Tokens:
         self.has_token_advantages = tuple in set(map(type, self.advantages))
         self.rejected = record.rollouts.get("rejected", [None] * num)
         self.is_masked_N = np.array(record.rollouts["is_masked"], np.bool_)
-        self.seen = [{name: np.frombuffer(*each[::-1]) for name, each in seen.items()} for _, _, seen in record.updates]
+        self.seen = [
+            {name: np.frombuffer(data, kind) for name, (kind, data) in seen.items()} for _, _, seen in record.updates
+        ]
         """Columns of each update."""
         self.update_N = np.full(num, -1)
         """The last update that trained on each row, and where its tokens begin there."""
@@ -330,8 +332,8 @@ class _Tokens:
         if not _is_void(own):
             known_N[:] = [each is not None for each in own]
         rest_N = known_N & ~is_seen_N
-        rest = (own[i] for i in rest_N.nonzero()[0])
-        flat = [part for part in parts if part is not None] + [_flat(rest, np.float64)]  # pyright: ignore[reportArgumentType]
+        rest = (each for each, is_rest in zip(own, rest_N, strict=True) if is_rest and each is not None)
+        flat = [part for part in parts if part is not None] + [_flat(rest, np.float64)]
         start_N = base[self.update_N] + self.start_N
         start_N[rest_N] = ends[-1] + _offsets(self.num_N[rest_N])[:-1]
         known_N |= is_seen_N
