@@ -14,6 +14,7 @@ every tenth step: the slope of memory and of open files over its steps, with the
 
 import argparse
 import functools
+import gc
 import os
 import signal
 import sys
@@ -141,6 +142,8 @@ def clock() -> None:
         for _ in range(WARMUP):
             trainer._take_step(result)
         trainer.recorder.flush()
+        gc.collect()
+        gc.freeze()  # a collection of everything comes once in 200 steps, and would be counted for one block alone
         for round in range(ROUNDS):
             for title, (every, records) in list(MODES.items())[:: 1 if round % 2 else -1]:
                 trainer.recorder.completions_every = every
@@ -152,6 +155,7 @@ def clock() -> None:
                 trainer.recorder.flush()
                 times[title].append((time.perf_counter() - begun) / BLOCK)
         trainer.close()
+    gc.unfreeze()
     for name, function in recording.items():
         setattr(Recorder, name, function)
     first = times["no record"]

@@ -203,4 +203,4 @@ class Recorder:
             self.flush()
         finally:
             self._writer.close()
-        self.trackers.close()
+            self.trackers.close()

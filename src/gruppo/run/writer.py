@@ -68,18 +68,21 @@ class CompletionsWriter:
                 "is_bound": threading.current_thread() is threading.main_thread(),
                 "folder": str(self.run.path.absolute()),
             }
-            command = [sys.executable, "-c", _CODE, json.dumps(sys.path), json.dumps(facts)]
+            places = [place for place in sys.path if isinstance(place, str)]
+            command = [sys.executable, "-c", _CODE, json.dumps(places), json.dumps(facts)]
             try:
                 self._process = subprocess.Popen(
                     command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
                 )
-            except (OSError, ValueError) as error:  # no memory, no such file; a NUL in a path
+            except (OSError, TypeError, ValueError) as error:  # no memory, no Python to call, a NUL in a path
                 self.problem = f"{_NAME} cannot be started: {error}"
                 return
             self._connection = Connection(ours.detach())
 
     def write(self, record: StepRecord) -> None:
         """Have a record written. The process takes it before it has written the two before."""
+        if self._process is None:
+            self._write_here()
         self.start()
         if self._connection is None:
             self.problem = self.problem or f"{_NAME} was lost {self._starts} times"
@@ -132,6 +135,9 @@ class CompletionsWriter:
                 with suppress(subprocess.TimeoutExpired):
                     self.problem = f"{_NAME} {ending(self._process.wait(_KILL_S))}"
         self.close()
+        self._write_here()
+
+    def _write_here(self) -> None:
         while self._unwritten:
             self.run.write_record(self._unwritten.popleft())
 
@@ -146,8 +152,10 @@ def work() -> None:
     # Of the records that may wait, one is being written, one is here, and one is in the hands of the other thread.
     waiting: Queue[StepRecord | Exception] = Queue(1)
     threading.Thread(target=_receive, args=(connection, facts["parent"], waiting), daemon=True).start()
-    while True:
-        connection.send_bytes(json.dumps(_write(run, waiting.get())).encode())
+    with suppress(OSError):  # the trainer is gone
+        while True:
+            connection.send_bytes(json.dumps(_write(run, waiting.get())).encode())
+    os._exit(0)
 
 
 def _receive(connection: Connection, parent: int, waiting: "Queue[StepRecord | Exception]") -> None:

@@ -138,6 +138,24 @@ def test_where_no_process_can_be_started_the_trainer_writes(
     assert run.completion_steps() == [1] and files() == before
 
 
+def test_a_signal_in_the_middle_of_a_record_costs_no_step(
+    writer: CompletionsWriter, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupts:
+        def __reduce__(self) -> Any:
+            raise KeyboardInterrupt
+
+    writer.write(record(1))
+    broken = record(2)
+    broken.rewards["x"] = [Interrupts()]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(KeyboardInterrupt):
+        writer.write(broken)
+    broken.rewards.clear()
+    writer.write(record(3))
+    writer.finish()
+    assert run.completion_steps() == [1, 2, 3]
+
+
 def test_values_that_only_this_process_has_are_written_as_text(writer: CompletionsWriter, run: RunDirectory) -> None:
     class Local:
         def __str__(self) -> str:
