@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import isfinite
@@ -71,6 +72,8 @@ class StepRecord:
     """Of each group: index, text, tokens and columns of its prompt (or the columns' JSON), status, and size."""
     rollouts: dict[str, list[Any]]
     """Fields of the rollouts and their trajectories by name; one that is None in all of them is absent."""
+    flat: dict[str, list[Any]]
+    """Fields with a value per token that all rollouts have, one rollout after the other: fewer objects to send."""
     rewards: dict[str, list[float | None]]
     extras: dict[str, "list[Any] | pa.Array"]
     """What reward functions logged. Values that are not plain are a column of the table already."""
@@ -103,7 +106,7 @@ def record_of(
     said = [row.trajectory for row in rows]
     fields: dict[str, list[Any]] = {
         # A comprehension each: the interpreter reads a slot faster so than by any function that takes its name.
-        "tokens": [each.tokens for each in said],
+        "lengths": [len(each.tokens) for each in said],
         "sampled": [each.sampled for each in said],
         "logps": [each.logps for each in said],
         "sampler_entropies": [each.entropies for each in said],
@@ -122,6 +125,11 @@ def record_of(
         "rejected": [row.rejected for row in rows],
         "clipped": [row.clipped for row in rows],
     }
+    flat = {"tokens": list(chain.from_iterable([each.tokens for each in said]))}
+    for name in ("logps", "sampler_entropies"):
+        with suppress(TypeError):  # some have none
+            flat[name] = list(chain.from_iterable(fields[name]))
+            del fields[name]
     extras = _by_name([row.extras for row in rows])
     kept = [groups[i] for i in sorted(chosen)]
     columns: list[Any] = [group.prompt.columns for group in kept]
@@ -137,6 +145,7 @@ def record_of(
         rollouts={
             name: values for name, values in fields.items() if not (rows and values[0] is None and _is_void(values))
         },
+        flat=flat,
         rewards=_by_name([row.rewards for row in rows]),
         extras={
             name: values if set(map(type, values)) <= _PLAIN else _logged(values) for name, values in extras.items()
@@ -162,10 +171,9 @@ def record_table(record: StepRecord) -> pa.Table:
     if tokens.has_token_advantages:
         token_advantages = [a if isinstance(a, tuple) else None for a in advantages]
         advantages = [None if isinstance(a, tuple) else a for a in advantages]
-    entropies = rollouts["sampler_entropies"]
+    entropies = tokens.own("sampler_entropies")
     if "entropies" in record.rollouts:
-        each = zip(rollouts["entropies"], entropies, strict=True)
-        entropies = [theirs if own is None else own for own, theirs in each]
+        entropies = tokens.over(tokens.own("entropies"), entropies)
     columns = {
         "step": pa.array(np.full(num, record.step)),
         "prompt_index": pa.array(np.array(indices, np.int64)[owner_N]),
@@ -181,14 +189,14 @@ def record_table(record: StepRecord) -> pa.Table:
         "correct": pa.array(rollouts["correct"], pa.bool_()),
         "shaped": _numbers(rollouts["shaped"]),
         "advantage": _numbers(advantages),
-        "token_advantages": tokens.lists(token_advantages),
-        "tokens": pa.array(rollouts["tokens"], IDS),
+        "token_advantages": tokens.lists(tokens.known(token_advantages)),
+        "tokens": pa.ListArray.from_arrays(tokens.offsets_N, pa.array(record.flat["tokens"], pa.int32())),
         "sampled": pa.array(rollouts["sampled"], SCHEMA.field("sampled").type),
-        "logps": tokens.lists(rollouts["logps"]),
-        **{name: tokens.lists(rollouts[name], name) for name in LOGPS},
+        "logps": tokens.lists(tokens.own("logps")),
+        **{name: tokens.lists(tokens.own(name), name) for name in LOGPS},
         "entropies": tokens.lists(entropies, "entropies"),
         "untrained": tokens.untrained(np.array([status == "kept" for status in statuses], np.bool_)[owner_N]),
-        "clipped": tokens.lists(rollouts["clipped"], "clipped", SCHEMA.field("clipped").type),
+        "clipped": tokens.lists(tokens.own("clipped"), "clipped", SCHEMA.field("clipped").type),
     }
     columns |= {f"reward/{_whole(name)}": _numbers(values) for name, values in record.rewards.items()}
     for name, values in record.extras.items():
@@ -286,23 +294,34 @@ def _by_name(mappings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [each.get(name) for each in mappings] for name in names}
 
 
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Values of the sampled tokens of some rows, one row after the other."""
+
+    known_N: np.ndarray
+    """Which rows."""
+    flat: np.ndarray
+    start_N: np.ndarray
+    """Where those of each row begin."""
+
+
 class _Tokens:
     """The tokens of all rows, one after the other: N rows, T tokens, S of them sampled."""
 
     def __init__(self, record: StepRecord) -> None:
-        tokens, num = record.rollouts["tokens"], record.num_rows
-        self.length_N = np.fromiter(map(len, tokens), np.int64, num)
+        num = record.num_rows
+        self.record = record
+        self.length_N = np.array(record.rollouts["lengths"], np.int64)
         self.offsets_N = _offsets(self.length_N)
         self.num_N = self.length_N
         """Sampled tokens of each row."""
         self.sampled_T: np.ndarray | None = None
         if "sampled" in record.rollouts:
-            flags = zip(record.rollouts["sampled"], tokens, strict=True)
-            self.sampled_T = _flat((each or (True,) * len(row) for each, row in flags), np.bool_)
+            flags = zip(record.rollouts["sampled"], record.rollouts["lengths"], strict=True)
+            self.sampled_T = _flat((each or (True,) * length for each, length in flags), np.bool_)
             self.num_N = np.diff(np.concatenate([[0], self.sampled_T.cumsum()])[self.offsets_N])
         self.advantages = record.rollouts["advantage"]
         self.has_token_advantages = tuple in set(map(type, self.advantages))
-        self.rejected = record.rollouts.get("rejected", [None] * num)
         self.is_masked_N = np.array(record.rollouts["is_masked"], np.bool_)
         self.seen = [
             {name: np.frombuffer(data, kind) for name, (kind, data) in seen.items()} for _, _, seen in record.updates
@@ -318,35 +337,50 @@ class _Tokens:
             self.start_N[row[row >= 0]] = _offsets(np.array(lengths, np.int64))[:-1][row >= 0]
         self.update_N[self.is_masked_N | (self.num_N == 0)] = -1
 
-    def values(self, own: Sequence[Sequence[float] | None], name: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """Rows with a value per sampled token, `[N]` bool, and the values of all of them.
+    def own(self, name: str) -> _Values:
+        """A field of the rollouts."""
+        if name in self.record.flat:
+            values = np.array(self.record.flat[name], np.float64)
+            return _Values(np.ones(len(self.num_N), np.bool_), values, _offsets(self.num_N)[:-1])
+        return self.known(self.record.rollouts.get(name, ()))
 
-        Args:
-            own: values of each row, which stand where no update has a column of this name.
-        """
+    def known(self, lists: Sequence[Sequence[float] | None]) -> _Values:
+        """Values of the rows that have a list."""
+        known_N = np.zeros(len(self.num_N), np.bool_)
+        if not _is_void(lists):
+            known_N[:] = [each is not None for each in lists]
+        flat = _flat((each for each in lists if each is not None), np.float64)
+        return _Values(known_N, flat, _offsets(np.where(known_N, self.num_N, 0))[:-1])
+
+    def over(self, first: _Values, second: _Values) -> _Values:
+        """The values of the first, and of the second where the first has none."""
+        start_N = np.where(first.known_N, first.start_N, len(first.flat) + second.start_N)
+        return _Values(first.known_N | second.known_N, np.concatenate([first.flat, second.flat]), start_N)
+
+    def last(self, own: _Values, name: str) -> _Values:
+        """What the last updates saw, over the values of the rollouts."""
         parts = [columns.get(name) for columns in self.seen]
         ends = list(accumulate((0 if part is None else len(part) for part in parts), initial=0))
         base = np.array([-1 if part is None else end for part, end in zip([*parts, None], ends, strict=True)])
-        is_seen_N = base[self.update_N] >= 0
-        known_N = np.zeros(len(own), np.bool_)
-        if not _is_void(own):
-            known_N[:] = [each is not None for each in own]
-        rest_N = known_N & ~is_seen_N
-        rest = (each for each, is_rest in zip(own, rest_N, strict=True) if is_rest and each is not None)
-        flat = [part for part in parts if part is not None] + [_flat(rest, np.float64)]
-        start_N = base[self.update_N] + self.start_N
-        start_N[rest_N] = ends[-1] + _offsets(self.num_N[rest_N])[:-1]
-        known_N |= is_seen_N
-        num_N = np.where(known_N, self.num_N, 0)
-        offsets_N = _offsets(num_N)
-        at_S = np.repeat(start_N - offsets_N[:-1], num_N) + np.arange(offsets_N[-1])
-        return known_N, np.concatenate(flat)[at_S]
+        base_N = base[self.update_N]
+        seen = np.concatenate([part for part in parts if part is not None])
+        return self.over(_Values(base_N >= 0, seen, base_N + self.start_N), own)
 
-    def lists(self, own: Sequence[Sequence[float] | None], name: str = "", kind: pa.ListType = NUMBERS) -> pa.Array:
-        """A list per row with a number at each sampled token, null for a row without. Arguments as of `values`."""
-        if self.sampled_T is None and not any(name in columns for columns in self.seen):
-            return pa.array(own, kind)
-        known_N, values_S = self.values(own, name)
+    def gathered(self, own: _Values, name: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Rows with a value per sampled token, `[N]` bool, and the values of all of them, in order."""
+        values = self.last(own, name) if any(name in columns for columns in self.seen) else own
+        num_N = np.where(values.known_N, self.num_N, 0)
+        offsets_N = _offsets(num_N)
+        at_S = np.repeat(values.start_N - offsets_N[:-1], num_N) + np.arange(offsets_N[-1])
+        return values.known_N, values.flat[at_S]
+
+    def lists(self, own: _Values, name: str = "", kind: pa.ListType = NUMBERS) -> pa.Array:
+        """A list per row with a number at each sampled token, null for a row without.
+
+        Args:
+            own: values of the rollouts, which stand where no update has a column of this name.
+        """
+        known_N, values_S = self.gathered(own, name)
         numbers = pa.array(values_S, kind.value_type, safe=False)
         if self.sampled_T is not None:
             sampled_T = self.sampled_T[np.repeat(known_N, self.length_N)]
@@ -366,7 +400,7 @@ class _Tokens:
         reason_N = np.select([~is_kept_N, self.is_masked_N, ~has_advantage_N], [LEFT_OUT, MASKED, NO_ADVANTAGE], 0)
         reason_S = np.repeat(reason_N, self.num_N)
         is_open_S = reason_S == 0  # by its row, and so by the numbers of each token
-        known_N, rejected_S = self.values(self.rejected, "rejected")
+        known_N, rejected_S = self.gathered(self.own("rejected"), "rejected")
         _mark(reason_S, is_open_S, np.repeat(known_N, self.num_N), rejected_S != 0, REJECTED)
         if self.has_token_advantages:
             is_tuple_N = np.array([isinstance(a, tuple) for a in advantages], np.bool_)

@@ -139,7 +139,7 @@ class TokenRecord:
 
 def _on_host(column: "Tensor") -> "np.ndarray":
     column = column.float() if column.element_size() == 2 else column  # numpy has no bfloat16
-    return column.cpu().numpy()
+    return column.numpy(force=True)
 
 
 def minibatch_parts(groups: Sequence[Group], minibatches: int) -> list[slice]:
