@@ -131,8 +131,8 @@ def record_of(
             flat[name] = list(chain.from_iterable(fields[name]))
             del fields[name]
     extras = _by_name([row.extras for row in rows])
-    kept = [groups[i] for i in sorted(chosen)]
-    columns: list[Any] = [group.prompt.columns for group in kept]
+    written = [groups[i] for i in sorted(chosen)]
+    columns: list[Any] = [group.prompt.columns for group in written]
     kinds = set(map(type, chain.from_iterable(each.values() for each in columns)))
     if not (kinds <= _PLAIN and set(map(type, columns)) <= {dict}):
         columns = list(map(json_text, columns))
@@ -140,7 +140,7 @@ def record_of(
         step=step,
         groups=[
             (group.prompt.index, group.prompt.text, group.prompt.token_ids, each, group.status, len(group.rollouts))
-            for group, each in zip(kept, columns, strict=True)
+            for group, each in zip(written, columns, strict=True)
         ],
         rollouts={
             name: values for name, values in fields.items() if not (rows and values[0] is None and _is_void(values))

@@ -105,7 +105,7 @@ class Recorder:
         """Wait until the completions of all steps but so many are written."""
         self._writer.finish(unwritten)
         if self._writer.problem:
-            text = f"{self._writer.problem}; the trainer wrote those that were sent to it, and nothing is lost"
+            text = f"{self._writer.problem}; what it had not written was written without it, and nothing is lost"
             self.warned(self._newest, "writer_lost", text)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,8 +1,8 @@
 """CompletionsWriter: a process of its own that writes the completions of a run, so that training does not wait.
 
 In a thread of the trainer the same work would hold the interpreter's lock, for which every call into torch waits.
-Records go to the process as `multiprocessing` sends objects; its answers are JSON. What the process cannot do is done
-in the trainer, by the same functions: no step is lost with it.
+Records go to the process as `multiprocessing` sends objects; its answers are JSON. What a process that was lost had not
+written goes to another, and in the end the trainer writes by the same functions: no step is lost.
 
 Nothing heavy may be imported here: the process needs numpy and pyarrow alone.
 """
@@ -34,7 +34,7 @@ _KILL_S = 5.0
 _PARENT_CHECK_S = 2.0
 _MAX_ANSWER_BYTES = 2**20
 
-_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gruppo.run.writer import work; work()"
+_CODE = "import sys; sys.path[:] = sys.argv[2:]; from gruppo.run.writer import work; work()"
 """Not `multiprocessing.Process`, which would import the script that the user runs, and so run it again."""
 
 
@@ -44,7 +44,7 @@ class CompletionsWriter:
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
         self.problem = ""
-        """Why a record was written in the trainer, the last such reason."""
+        """How a process was lost, or why the trainer wrote itself, the last time."""
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._starts = 0
@@ -69,7 +69,7 @@ class CompletionsWriter:
                 "folder": str(self.run.path.absolute()),
             }
             places = [place for place in sys.path if isinstance(place, str)]
-            command = [sys.executable, "-c", _CODE, json.dumps(places), json.dumps(facts)]
+            command = [sys.executable, "-c", _CODE, json.dumps(facts), *places]
             try:
                 self._process = subprocess.Popen(
                     command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
@@ -81,8 +81,8 @@ class CompletionsWriter:
 
     def write(self, record: StepRecord) -> None:
         """Have a record written. The process takes it before it has written the two before."""
-        if self._process is None:
-            self._write_here()
+        if self._process is None and self._unwritten:
+            self._lose(EOFError())
         self.start()
         if self._connection is None:
             self.problem = self.problem or f"{_NAME} was lost {self._starts} times"
@@ -108,9 +108,9 @@ class CompletionsWriter:
                 if self._connection is None:
                     raise EOFError
                 answer = json.loads(self._connection.recv_bytes(_MAX_ANSWER_BYTES))
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, ValueError) as error:  # the last: a signal came in the middle of an answer
                 self._lose(error)
-                return
+                continue
             record = self._unwritten.popleft()
             if "os_error" in answer:
                 self.run.drop(self.run.completions_file(record.step).name, OSError(*answer["os_error"]))
@@ -119,7 +119,7 @@ class CompletionsWriter:
                 self.run.write_record(record)
 
     def close(self) -> None:
-        """End the process. What it has not written by now, `finish` writes."""
+        """End the process. What it has not written by now, `finish` has written."""
         if self._process is not None and self._connection is not None:
             self._connection.close()
             self._process.kill()
@@ -127,24 +127,22 @@ class CompletionsWriter:
                 self._process.wait(_KILL_S)
         self._process = self._connection = None
 
-    def _lose(self, error: OSError | EOFError) -> None:
-        """Do without the process: end it, and write what it was sent. It may have written some of that already."""
+    def _lose(self, error: Exception) -> None:
+        """End the process, and have another write what it was sent. It may have written some of that already."""
         if self._process is not None:
             self.problem = f"{_NAME} did not answer within {_ANSWER_S} s"
             if not isinstance(error, BlockingIOError):
-                with suppress(subprocess.TimeoutExpired):
+                with suppress(subprocess.TimeoutExpired):  # it runs: the answer could not be read
                     self.problem = f"{_NAME} {ending(self._process.wait(_KILL_S))}"
         self.close()
-        self._write_here()
-
-    def _write_here(self) -> None:
-        while self._unwritten:
-            self.run.write_record(self._unwritten.popleft())
+        sent, self._unwritten = self._unwritten, deque()
+        for record in sent:
+            self.write(record)
 
 
 def work() -> None:
     """Main function of the process: write the records that arrive until the connection is closed."""
-    facts = json.loads(sys.argv[2])
+    facts = json.loads(sys.argv[1])
     if facts["is_bound"]:
         end_with_parent(facts["parent"])
     isolate()
