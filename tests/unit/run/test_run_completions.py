@@ -185,6 +185,11 @@ def test_numbers_of_the_last_update_stand_above_those_of_the_rollout() -> None:
             [1, 2],
             seen(policy_logps=("f4", [-1, -2, -3]), rejected=("?", [1, 0, 1]), clipped=("i1", [1, 0, -1])),
         ),
+        (
+            [1],
+            [2],
+            seen(policy_logps=("f4", [-5, -6])),
+        ),  # masked: what an update saw of it is nothing that it trained on
         ([2], [1], seen(policy_logps=("f8", [-4.5]), rejected=("?", [0]), entropies=("f4", [0.5]))),
     ]
     names = ("old_logps", "policy_logps", "entropies", "clipped", "untrained")
