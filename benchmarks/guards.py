@@ -3,16 +3,18 @@
     OMP_NUM_THREADS=1 python benchmarks/guards.py                    # the shares of a step, then 500 steps
     OMP_NUM_THREADS=1 python benchmarks/guards.py --steps 100
 
-First the share of a step of the demo, with completions written at every step as `gruppo train` does; then that of a
-model of 50 million parameters. Processor time of the training thread counts, so that a busy machine does not; what
-other threads do is shown beside it. A token is recorded at the same price whatever the model, so that price is shown
-too: it can be held against any step. Then a long run
-whose reward workers are killed every tenth step: the slope of memory and of open files over its steps, with the
-standard error of the fit.
+First the clock, on steps of the demo: blocks of steps without any record, with metrics and timings, and with the
+completions of every step too, as `gruppo train` writes them, take turns, and each is compared with the block beside it.
+The figure needs a machine that does nothing else, with a core for the process that writes. Then processor time of the
+training thread, which a busy machine disturbs less: the share of each guard and record, of the demo and of a model of
+50 million parameters; what the other process uses is shown beside it. A token is recorded at the same price whatever
+the model, so that price is shown too: it can be held against any step. Then a long run whose reward workers are killed
+every tenth step: the slope of memory and of open files over its steps, with the standard error of the fit.
 """
 
 import argparse
 import functools
+import gc
 import os
 import signal
 import sys
@@ -22,18 +24,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from timing import settle_allocator
 
 from gruppo.model import optim
 from gruppo.reward import call, scorer
-from gruppo.run.directory import RunDirectory
 from gruppo.run.recorder import Recorder
 from gruppo.run.signals import StopFlag
 from gruppo.trainer import GRPOTrainer, TrainConfig
-from gruppo.trainer.learner import TokenRecord
 from gruppo.trainer.trainer import TrainResult
 
 WARMUP = 20
@@ -46,15 +46,20 @@ GUARDS: dict[str, tuple[Any, str]] = {
     "signal poll": (StopFlag, "poll"),
 }
 RECORDS: dict[str, tuple[Any, str]] = {
-    "warnings, completions handed over": (Recorder, "sampled"),
+    "warnings, completions sent": (Recorder, "sampled"),
     "metrics, to file and trackers": (Recorder, "step"),
     "timings": (Recorder, "timed"),
 }
 NORM = "gradient norm, of the clipping"
-ELSEWHERE: dict[str, tuple[Any, str]] = {
-    "numbers of each token": (TokenRecord, "given_to"),
-    "completions to Parquet": (RunDirectory, "write_completions"),
+
+BLOCK, ROUNDS = 30, 20
+"""Steps of a block on the clock, and rounds of blocks."""
+MODES: dict[str, tuple[int, bool]] = {
+    "no record": (0, False),
+    "metrics and timings": (0, True),
+    "all, completions of every step": (1, True),
 }
+"""`completions_every`, and whether anything is recorded."""
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
@@ -80,7 +85,7 @@ def watched(owner: Any, name: str, spent: dict[str, float], title: str) -> None:
 def watch_all() -> dict[str, float]:
     """Processor time of each guard and record by its title, from now on."""
     spent: dict[str, float] = defaultdict(float)
-    for title, (owner, name) in (GUARDS | RECORDS | ELSEWHERE).items():
+    for title, (owner, name) in (GUARDS | RECORDS).items():
         watched(owner, name, spent, title)
     watched(optim.torch.nn.utils, "get_total_norm", spent, NORM)
     return spent
@@ -96,12 +101,15 @@ def shares(spent: dict[str, float], warmup: int, steps: int, objects: dict[str, 
             trainer._take_step(result)
         trainer.recorder.flush()
         spent.clear()
-        begun = time.thread_time()
+        writer = trainer.recorder._writer._process
+        assert writer is not None
+        begun, elsewhere = time.thread_time(), processor_time(writer.pid)
         for _ in range(steps):
             trainer._take_step(result)
             tokens += sum(len(rollout.trajectory.tokens) for group in trainer.groups for rollout in group.rollouts)
         total = time.thread_time() - begun
         trainer.recorder.flush()
+        elsewhere = processor_time(writer.pid) - elsewhere
         step = median(line["sample"] + line["reward"] + line["train"] for line in trainer.run.timings()[warmup:])
         size, given = sum(p.numel() for p in trainer.model.model.parameters()), trainer.config
         trainer.close()
@@ -111,12 +119,52 @@ def shares(spent: dict[str, float], warmup: int, steps: int, objects: dict[str, 
         print(f"{title:36} {spent[title] / total:7.2%}")
     print(f"{'together':36} {sum(spent[title] for title in (*GUARDS, *RECORDS)) / total:7.2%}")
     print(f"{NORM:36} {spent[NORM] / total:7.2%}")
-    for title in ELSEWHERE:
-        print(f"{title + ', in a thread':36} {spent[title] / total:7.2%}")
-    own, other = (sum(spent[title] for title in group) / tokens for group in (RECORDS, ELSEWHERE))
+    print(f"{'completions to Parquet, elsewhere':36} {elsewhere / total:7.2%}")
+    own, other = sum(spent[title] for title in RECORDS) / tokens, elsewhere / tokens
     print(
-        f"{tokens / steps:.0f} tokens a step, each recorded in {own * 1e6:.2f} us + {other * 1e6:.2f} us in a thread\n"
+        f"{tokens / steps:.0f} tokens a step, each recorded in {own * 1e6:.2f} us, and {other * 1e6:.2f} us elsewhere\n"
     )
+
+
+def processor_time(pid: int) -> float:
+    """Seconds that another process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def clock() -> None:
+    """Print how much longer a step of the demo is with records. The weights stay, so that all steps are alike."""
+    times: dict[str, list[float]] = {title: [] for title in MODES}
+    recording = {name: getattr(Recorder, name) for name in ("sampled", "step", "timed")}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(config(folder, 10**4, lr=1e-12), quiet=True)
+        result = TrainResult(0)
+        for _ in range(WARMUP):
+            trainer._take_step(result)
+        trainer.recorder.flush()
+        gc.collect()
+        gc.freeze()  # a collection of everything comes once in 200 steps, and would be counted for one block alone
+        for round in range(ROUNDS):
+            for title, (every, records) in list(MODES.items())[:: 1 if round % 2 else -1]:
+                trainer.recorder.completions_every = every
+                for name, function in recording.items():
+                    setattr(Recorder, name, function if records else lambda *_, **__: None)
+                begun = time.perf_counter()
+                for _ in range(BLOCK):
+                    trainer._take_step(result)
+                trainer.recorder.flush()
+                times[title].append((time.perf_counter() - begun) / BLOCK)
+        trainer.close()
+    gc.unfreeze()
+    for name, function in recording.items():
+        setattr(Recorder, name, function)
+    first = times["no record"]
+    print(f"on the clock, {ROUNDS} rounds of blocks of {BLOCK} steps (load {os.getloadavg()[0]:.1f} at the end):\n")
+    for title, values in times.items():
+        ratios = [value / beside - 1 for value, beside in zip(values, first, strict=True)]
+        low, middle, high = quantiles(ratios, n=4)
+        print(f"{title:36} {median(values) * 1e3:6.2f} ms {middle:+7.2%} (quartiles {low:+.2%} to {high:+.2%})")
+    print()
 
 
 def real_model() -> dict[str, Any]:
@@ -180,6 +228,7 @@ def main() -> int:
     steps = parser.parse_args().steps
     sys.path.insert(0, str(Path(__file__).parent))  # where the workers find the reward
     settle_allocator()
+    clock()
     spent = watch_all()
     shares(spent, WARMUP, 100, {})
     shares(spent, 1, 3, real_model(), prompts_per_step=4, max_new_tokens=64)

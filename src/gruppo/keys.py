@@ -6,6 +6,7 @@ doctor read it, too. A metric of your own lists its keys in `Metric.keys`; they 
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from typing import Literal
 
@@ -52,6 +53,7 @@ class Key:
         return re.fullmatch(pattern, name) is not None
 
 
+@lru_cache(4096)
 def find(name: str) -> Key | None:
     """The key that a name of a run belongs to.
 

@@ -95,7 +95,7 @@ def test_the_package_runs_nothing_that_it_reads():
 
 
 def test_pickling_is_for_our_own_workers_alone():
-    """`multiprocessing` pickles what it sends: only reward objects, to processes that we start."""
+    """`multiprocessing` pickles what it sends: reward objects and records of steps, to processes that we start."""
     found = {}
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

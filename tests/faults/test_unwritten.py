@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,23 +17,34 @@ pytestmark = pytest.mark.slow
 Flags = Callable[..., list[str]]
 
 
-def on_a_slow_disk(arguments: Sequence[str], kill_at: int) -> None:
-    """The command line with completions that take a quarter of a second each; SIGKILL once a checkpoint is there."""
-    from gruppo.run import directory
+def with_a_slow_writer(arguments: Sequence[str], kill_at: int) -> None:
+    """The command line with a writer that is stopped for a quarter of a second, again and again; SIGKILL once a
+    checkpoint is there."""
     from gruppo.run.checkpoints import Checkpoints
+    from gruppo.run.writer import CompletionsWriter
 
-    replace, save = directory._replace, Checkpoints.save
+    start, save = CompletionsWriter.start, Checkpoints.save
+    slowed: set[int] = set()
 
-    def slow(path: Path, content: bytes, **options: Any) -> None:
-        time.sleep(0.25 if path.parent.name == "completions" else 0)
-        replace(path, content, **options)
+    def start_slow(self: CompletionsWriter) -> None:
+        start(self)
+        if self._process is not None and self._process.pid not in slowed:
+            slowed.add(self._process.pid)
+            threading.Thread(target=slow_down, args=(self._process.pid,), daemon=True).start()
+
+    def slow_down(writer: int) -> None:
+        while True:
+            os.kill(writer, signal.SIGSTOP)
+            time.sleep(0.25)
+            os.kill(writer, signal.SIGCONT)
+            time.sleep(0.01)
 
     def save_and_fall(self: Checkpoints, step: int, *rest: Any) -> None:
         save(self, step, *rest)
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    directory._replace, Checkpoints.save = slow, save_and_fall
+    CompletionsWriter.start, Checkpoints.save = start_slow, save_and_fall
     gruppo(arguments)
 
 
@@ -41,7 +53,7 @@ def test_a_run_killed_right_after_a_checkpoint_has_the_completions_of_an_undistu
 ) -> None:
     options = {"completions_every": 1, "save_every": 4, "steps": 8, "eval_prompts": 0}
     words = ["train", *flags(tmp_path / "killed", **options)]
-    killed = WarmProcess(tmp_path / "killed.log", on_a_slow_disk, words, 4)
+    killed = WarmProcess(tmp_path / "killed.log", with_a_slow_writer, words, 4)
     assert killed.wait() == -signal.SIGKILL, killed.output
     written = sorted(path.name for path in (tmp_path / "killed" / "completions").iterdir())
     assert written == [f"step-{step:06d}.parquet" for step in range(1, 5)]

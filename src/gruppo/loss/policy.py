@@ -358,6 +358,8 @@ class PolicyLoss:
         for a loss that clips nothing. Tokens of a sequence that is clipped as a whole all are."""
         if self.clip_range is None:
             return None
+        if inputs.on_policy:  # the ratio is 1
+            return torch.zeros_like(inputs.logps, dtype=torch.int8)
         low, high = self.clip_range
         log_ratio_T, advantages_T, segments = token_level(inputs), inputs.advantages, inputs.segments
         if self.has_sequence_ratio:

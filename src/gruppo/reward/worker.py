@@ -7,28 +7,20 @@ a watchdog that does not need the interpreter lock.
 Nothing heavy may be imported here: a worker starts again whenever one had to be killed.
 """
 
-import contextlib
-import ctypes
 import faulthandler
 import json
 import os
 import random
-import resource
-import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from gruppo.child import end_with_parent, isolate
 from gruppo.errors import GruppoError
 from gruppo.imports import import_object
-from gruppo.output import Output, printable
 from gruppo.reward.call import Call, CallResult, call_reward, short_traceback
 
-STACK_SIGNAL = signal.SIGUSR2
-"""Makes a worker write its Python stack to stderr, even in the middle of a C call."""
-
-_PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 2.0
 _IDLE_DEADLINE_S = 5.0
 _RECEIVE_DEADLINE_S = 60.0
@@ -41,8 +33,8 @@ def work(connection: Connection, parent: int, is_bound: bool) -> None:
     `is_bound`: the kernel kills the process when the thread that started it ends.
     """
     if is_bound:
-        _end_with_parent(parent)
-    _isolate()
+        end_with_parent(parent)
+    isolate()
     home = os.getcwd()
     try:
         given: dict[str, str | Callable[..., Any]] = connection.recv()
@@ -71,41 +63,6 @@ def work(connection: Connection, parent: int, is_bound: bool) -> None:
         return
     except BaseException as error:
         _send(connection, {"failed": str(error) if isinstance(error, GruppoError) else short_traceback(error)})
-
-
-class _Prints(Output):
-    """What reward functions print, which may quote a model: without control characters."""
-
-    def write(self, text: str, /) -> int:
-        super().write(printable(text))
-        return len(text)
-
-
-def _isolate() -> None:
-    """Own session, no terminal, stdout to stderr: prints and signals of a reward stay away from the trainer."""
-    os.setsid()
-    try:
-        os.fstat(2)
-    except OSError:  # a daemon without stderr
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.dup2(2, 1)
-    if sys.stderr is not None:
-        sys.stderr = _Prints(sys.stderr)  # a print that nobody reads must not cost a reward its deadline
-    sys.stdout = sys.stderr
-    # The trainer decides what a signal to the whole job means. A handler rather than SIG_IGN, because an ignored
-    # signal stays ignored in programs that a reward function starts.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)
-    faulthandler.register(STACK_SIGNAL, file=2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected here and needs no core file
-
-
-def _end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process with its parent, in the middle of whatever call. Linux alone can."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)
 
 
 def _next_call(connection: Connection, parent: int) -> Call | None:

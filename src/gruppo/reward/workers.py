@@ -24,11 +24,12 @@ from collections.abc import Callable, Generator, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
+from gruppo.child import STACK_SIGNAL, ending
 from gruppo.errors import InputError, RewardError
 from gruppo.output import printable
 from gruppo.reward.call import Call, CallResult
 from gruppo.reward.load import is_in_main
-from gruppo.reward.worker import STACK_SIGNAL, work
+from gruppo.reward.worker import work
 
 _log = logging.getLogger(__name__)
 
@@ -233,12 +234,7 @@ class WorkerHandle:
         self.connection.close()
         if self._process.exitcode is not None:
             self._process.close()
-        if code is None:
-            return "stopped answering"
-        if code >= 0:
-            return f"ended with exit code {code}"
-        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        return f"was killed by {name}"
+        return "stopped answering" if code is None else ending(code)
 
 
 def _read_result(fields: object, num: int) -> CallResult | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gruppo import __version__
 from gruppo.errors import InputError
@@ -18,6 +18,9 @@ from gruppo.run.lock import NAME, give_back_lock, take_lock
 from gruppo.run.reader import RunReader, numbered, read_lines
 from gruppo.types import Group, Prompt
 from gruppo.weights.files import remove, remove_temporary, temporary
+
+if TYPE_CHECKING:
+    from gruppo.run.completions import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -232,29 +235,41 @@ class RunDirectory(RunReader):
 
     def write_completions(self, step: int, groups: Sequence[Group], limit: int | None = None) -> int:
         """The rollouts of a step, at most `limit` of them; returns how many were left out."""
-        from gruppo.run.completions import ROWS_LEFT_OUT, completions_table, parquet_bytes
+        from gruppo.run.completions import record_of
 
-        table = completions_table(step, groups, limit)
-        file = self.path / "completions" / f"step-{step:06d}.parquet"
-        with self._dropping(file.name):
-            file.parent.mkdir(exist_ok=True)
-            _replace(file, parquet_bytes(table))
-        return int(table.schema.metadata[ROWS_LEFT_OUT])
+        return self.write_record(record_of(step, groups, limit))
+
+    def write_record(self, record: "StepRecord") -> int:
+        """The rollouts of a step; returns how many were left out."""
+        with self._dropping(self.completions_file(record.step).name):
+            self.put_record(record)
+        return record.left_out
+
+    def put_record(self, record: "StepRecord") -> None:
+        """Write the file of a step's rollouts, whole or not at all."""
+        from gruppo.run.completions import parquet_bytes, record_table
+
+        content = parquet_bytes(record_table(record))
+        file = self.completions_file(record.step)
+        file.parent.mkdir(exist_ok=True)
+        _replace(file, content)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         # Opened for each line: what was written is on its way to the disk whatever happens next.
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         with self._dropping(name):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            with open(os.open(self.path / name, flags, 0o666), "ab", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
+            file = os.open(f"{self.path}/{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                size = os.fstat(file).st_size
                 try:
-                    if file.write(line) != len(line):
+                    if os.write(file, line) != len(line):
                         raise OSError("the disk took half a line")
                 except OSError:
                     with suppress(OSError):
-                        file.truncate(size)  # half a line would hide all that follow
+                        os.ftruncate(file, size)  # half a line would hide all that follow
                     raise
+            finally:
+                os.close(file)
 
     @contextmanager
     def _needed(self) -> Iterator[None]:
@@ -266,13 +281,17 @@ class RunDirectory(RunReader):
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
-        """A record that cannot be written is counted and dropped, with one warning."""
+        """A record that cannot be written is dropped."""
         try:
             yield
         except OSError as error:
-            if not self.dropped:
-                logger.warning("%s cannot be written (%s); the run goes on without such records", name, error)
-            self.dropped += 1
+            self.drop(name, error)
+
+    def drop(self, name: str, error: OSError) -> None:
+        """Count a record that cannot be written, with one warning."""
+        if not self.dropped:
+            logger.warning("%s cannot be written (%s); the run goes on without such records", name, error)
+        self.dropped += 1
 
 
 def current_environment() -> dict[str, Any]:

@@ -95,12 +95,15 @@ class RunReader:
         """The steps whose completions were written."""
         return sorted(numbered(self.path / "completions"))
 
+    def completions_file(self, step: int) -> Path:
+        return self.path / "completions" / f"step-{step:06d}.parquet"
+
     def completions(self, step: int, columns: Sequence[str] | None = None) -> "pa.Table":
         """The rollouts of a step, with the columns of `gruppo.run.completions`, or with these of them."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        file = self.path / "completions" / f"step-{step:06d}.parquet"
+        file = self.completions_file(step)
         if not file.exists():
             raise InputError(f"{self.path} has no completions of step {step}; it has {self.completion_steps()}")
         try:

@@ -3,21 +3,22 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
 from typing import Any
 
 from gruppo.output import printable
+from gruppo.run.completions import Update, record_of
 from gruppo.run.console import RunConsole
 from gruppo.run.directory import RunDirectory
 from gruppo.run.trackers import Trackers
+from gruppo.run.writer import CompletionsWriter
 from gruppo.types import Group, Rollout
 
 logger = logging.getLogger(__name__)
 
-Complete = Callable[[Sequence[Group]], Sequence[Group]]
-"""Gives groups what is only put together when it is written."""
+Updates = Callable[[], Sequence[Update]]
+"""What the updates of a step saw of its tokens."""
 
 ADVICE_EVERY = 20
 """Steps after which the numbers of as many steps are looked at."""
@@ -40,7 +41,7 @@ class Recorder:
     `timed`.
 
     The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
-    Completions are written in a thread, which `flush` waits for.
+    Completions are sent to a process that writes them; `flush` waits for it.
     """
 
     run: RunDirectory
@@ -58,14 +59,20 @@ class Recorder:
     _recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
     _kept: list[Group] = field(default_factory=list)
     _has_said_limit: bool = False
-    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "gruppo-completions"))
-    _unwritten: deque[tuple[int, Future[int]]] = field(default_factory=deque)
+    _writer: CompletionsWriter = field(init=False)
+    _newest: int = 0
+    """The last step whose completions were sent."""
     _warned: set[tuple[str, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._writer = CompletionsWriter(self.run)
 
     def started(self, step: int, **facts: str) -> None:
         """The run begins, or goes on, after `step`; `facts` go to the event."""
         self.run.set_status("running", step)
         self.run.log_event("start", step=step, **facts)
+        if self.completions_every:
+            self._writer.start()  # its imports take as long as some steps
         if not self.quiet:
             self._console = RunConsole(self.steps, first_step=step, stage=lambda: self.stage)
 
@@ -78,29 +85,28 @@ class Recorder:
         """Whether the completions of a step go to a file."""
         return bool(self.completions_every) and step % self.completions_every == 0
 
-    def sampled(self, step: int, groups: Sequence[Group], complete: Complete | None = None) -> None:
-        """All groups of a step, with what it made of them; `complete` gives them the numbers of its updates."""
+    def sampled(self, step: int, groups: Sequence[Group], updates: Updates | None = None) -> None:
+        """All groups of a step, with what it made of them; `updates` gives the numbers of its updates."""
         self._check_rewards(step, [rollout for group in groups for rollout in group.rollouts])
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
         if self.writes_completions(step):
-            self._unwritten.append((step, self._writer.submit(self._write_completions, step, groups, complete)))
+            self._newest = step
+            record = record_of(step, groups, self.completions_limit, () if updates is None else updates())
+            self._writer.write(record)
             self.flush(MOST_UNWRITTEN)
-
-    def _write_completions(self, step: int, groups: Sequence[Group], complete: Complete | None) -> int:
-        whole = groups if complete is None else complete(groups)
-        return self.run.write_completions(step, whole, self.completions_limit)
+            if record.left_out and not self._has_said_limit:
+                self._has_said_limit = True
+                limit = f"completions_limit={self.completions_limit}"
+                text = f"{limit} leaves {record.left_out} rollouts out of the file of a step"
+                self.run.log_event("completions_limit", step=step, rows_left_out=record.left_out, text=text)
 
     def flush(self, unwritten: int = 0) -> None:
         """Wait until the completions of all steps but so many are written."""
-        while len(self._unwritten) > unwritten:
-            step, write = self._unwritten.popleft()
-            left_out = write.result()
-            if left_out and not self._has_said_limit:
-                self._has_said_limit = True
-                limit = f"completions_limit={self.completions_limit}"
-                text = f"{limit} leaves {left_out} rollouts out of the file of a step"
-                self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
+        self._writer.finish(unwritten)
+        if self._writer.problem:
+            text = f"{self._writer.problem}; what it had not written was written without it, and nothing is lost"
+            self.warned(self._newest, "writer_lost", text)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The score of the weights before the first step."""
@@ -193,5 +199,8 @@ class Recorder:
     def close(self) -> None:
         if self._console is not None:
             self._console.close()
-        self._writer.shutdown()
-        self.trackers.close()
+        try:
+            self.flush()
+        finally:
+            self._writer.close()
+            self.trackers.close()

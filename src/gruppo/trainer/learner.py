@@ -10,10 +10,12 @@ from gruppo.errors import NumericError
 from gruppo.types import Group, Rollout
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from gruppo.model import TransformersModel
     from gruppo.model.transformers_model import Record
+    from gruppo.run.completions import Update
 
 MAX_SKIPPED = 3
 """Optimizer steps in a row whose gradient was not finite before the run stops."""
@@ -110,23 +112,34 @@ class TokenRecord:
 
         return note
 
+    def last(self) -> "list[Update]":
+        """What the last update of each rollout saw, on the host. Updates that later ones repeat are left out."""
+        done, found = set[int](), []
+        for indices, lengths, columns in reversed(self.seen):
+            if not done.issuperset(indices):
+                done.update(indices)
+                found.append((indices, lengths, {name: _on_host(column) for name, column in columns.items()}))
+        return found[::-1]
+
     def given_to(self, groups: Sequence[Group]) -> list[Group]:
         """The groups of the step with what the last update of each rollout saw. What was not scored stays as it is."""
-        made = iter(self._with_numbers([rollout for g in groups if g.status == "kept" for rollout in g.rollouts]))
-        return [replace(g, rollouts=tuple(next(made) for _ in g.rollouts)) if g.status == "kept" else g for g in groups]
-
-    def _with_numbers(self, rollouts: list[Rollout]) -> list[Rollout]:
-        made, done = list(rollouts), set[int]()
-        for indices, lengths, columns in reversed(self.seen):
-            if done.issuperset(indices):
-                continue  # an earlier update of the same rollouts
+        rollouts = [rollout for group in groups if group.status == "kept" for rollout in group.rollouts]
+        made = list(rollouts)
+        for indices, lengths, columns in self.last():
             values = {name: column.tolist() for name, column in columns.items()}
             for i, length, end in zip(indices, lengths, accumulate(lengths), strict=True):
-                if i not in done and rollouts[i].num_scored:
+                if rollouts[i].num_scored:
                     seen = {name: tuple(each[end - length : end]) for name, each in values.items()}
                     made[i] = replace(rollouts[i], **seen)
-            done.update(indices)
-        return made
+        given = iter(made)
+        return [
+            replace(g, rollouts=tuple(next(given) for _ in g.rollouts)) if g.status == "kept" else g for g in groups
+        ]
+
+
+def _on_host(column: "Tensor") -> "np.ndarray":
+    column = column.float() if column.element_size() == 2 else column  # numpy has no bfloat16
+    return column.numpy(force=True)
 
 
 def minibatch_parts(groups: Sequence[Group], minibatches: int) -> list[slice]:

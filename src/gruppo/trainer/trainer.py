@@ -355,7 +355,7 @@ class GRPOTrainer:
         if self.unfinished is None:
             self.unfinished = self.step(record=recorder.writes_completions(self.step_number + 1))
             with self._timed("write"):
-                recorder.sampled(self.step_number, self.groups, self._tokens and self._tokens.given_to)
+                recorder.sampled(self.step_number, self.groups, self._tokens and self._tokens.last)
         metrics, number = dict(self.unfinished), self.step_number
         is_last = number == config.steps
         if is_last or (config.eval_every and number % config.eval_every == 0):

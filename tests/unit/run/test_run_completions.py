@@ -9,11 +9,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gruppo.run.completions import ROWS_LEFT_OUT, SCHEMA, UNTRAINED, completions_table
+from gruppo.run.completions import ROWS_LEFT_OUT, SCHEMA, UNTRAINED, completions_table, record_of, record_table
 from gruppo.run.directory import RunDirectory
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
@@ -160,6 +161,61 @@ def test_tokens_of_others_hold_no_numbers_and_shift_none() -> None:
     assert first["old_logps"] is None and second["old_logps"] == [-3.0, -4.0]
     assert first["untrained"] == ["", "other", "other", ""] and second["untrained"] == ["", ""]
     assert first["clipped"] == [-1, None, None, 1] and second["clipped"] is None
+
+
+# --- what updates saw -------------------------------------------------------------------------------------------------
+
+
+def seen(**columns: tuple[str, list[float]]) -> dict[str, np.ndarray]:
+    return {name: np.array(values, kind) for name, (kind, values) in columns.items()}
+
+
+def test_numbers_of_the_last_update_stand_above_those_of_the_rollout() -> None:
+    """Two groups that are trained on, with one between them that is not; a second epoch without the first rollout."""
+    mixed = trajectory(tokens=(8, 90, 2), sampled=(True, False, True))
+    left = Rollout(trajectory=trajectory(), advantage=1.0, old_logps=(-9.0, -9.5))
+    groups = [
+        group(Rollout(trajectory=mixed, advantage=1.0), Rollout(trajectory=trajectory(), is_masked=True)),
+        group(left, status="no_signal"),
+        group(Rollout(trajectory=trajectory(tokens=(7,), logps=None, entropies=None), advantage=-1.0, clipped=(0,))),
+    ]
+    updates = [
+        (
+            [2, 0],
+            [1, 2],
+            seen(policy_logps=("f4", [-1, -2, -3]), rejected=("?", [1, 0, 1]), clipped=("i1", [1, 0, -1])),
+        ),
+        (
+            [1],
+            [2],
+            seen(policy_logps=("f4", [-5, -6])),
+        ),  # masked: what an update saw of it is nothing that it trained on
+        ([2], [1], seen(policy_logps=("f8", [-4.5]), rejected=("?", [0]), entropies=("f4", [0.5]))),
+    ]
+    names = ("old_logps", "policy_logps", "entropies", "clipped", "untrained")
+    first, masked, other, last = record_table(record_of(1, groups, None, updates)).to_pylist()
+    assert [first[name] for name in names] == [
+        None,
+        [-2.0, None, -3.0],
+        [0.3, None, 0.7],
+        [0, None, -1],
+        ["", "other", "rejected"],
+    ]
+    assert [masked[name] for name in names] == [None, None, [0.3, 0.7], None, ["masked"] * 2]
+    assert [other[name] for name in names] == [[-9.0, -9.5], None, [0.3, 0.7], None, ["left_out"] * 2]
+    assert [last[name] for name in names] == [None, [-4.5], [0.5], [0], [""]]
+    assert [first["policy_logps"], last["policy_logps"]] == [
+        row["policy_logps"] for row in record_table(record_of(1, groups, 3, updates)).to_pylist() if row["policy_logps"]
+    ]
+
+
+def test_rollouts_beyond_the_limit_do_not_shift_what_updates_saw() -> None:
+    one = Rollout(trajectory=trajectory(tokens=(7,), logps=None, entropies=None), advantage=1.0)
+    groups = [group(one, one, status="no_signal"), group(one, one, one), group(one, one)]
+    updates = [([0, 3, 4, 1], [1] * 4, seen(policy_logps=("f4", [-10, -13, -14, -11])))]
+    whole, limited = (record_table(record_of(1, groups, limit, updates)) for limit in (None, 3))
+    assert whole["policy_logps"].to_pylist() == [None, None, [-10.0], [-11.0], None, [-13.0], [-14.0]]
+    assert limited["policy_logps"].to_pylist() == [[-10.0], [-11.0], None]
 
 
 # --- why a token is not trained on ------------------------------------------------------------------------------------

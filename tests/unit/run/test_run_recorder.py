@@ -1,6 +1,6 @@
 """Recorder: what each moment of a run leaves in its files, its boards and on the terminal."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,12 +33,17 @@ def board() -> Board:
 
 
 @pytest.fixture
-def make(tmp_path: Path, board: Board) -> Callable[..., Recorder]:
+def make(tmp_path: Path, board: Board) -> Iterator[Callable[..., Recorder]]:
+    made: list[Recorder] = []
+
     def recorder(**options: Any) -> Recorder:
         run = RunDirectory.create(str(tmp_path / "run"), "steps: 8\n")
-        return Recorder(run, cast("Trackers", board), **{"steps": 8, "quiet": True, **options})
+        made.append(Recorder(run, cast("Trackers", board), **{"steps": 8, "quiet": True, **options}))
+        return made[-1]
 
-    return recorder
+    yield recorder
+    for each in made:
+        each.close()
 
 
 def group(status: GroupStatus = "kept", text: str = "a") -> Group:

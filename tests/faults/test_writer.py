@@ -1,0 +1,112 @@
+"""The process that writes completions, in real runs: it dies, its trainer dies, a script has no main guard."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import product
+from warm_process import WarmProcess
+
+from gruppo.trainer import GRPOTrainer, TrainConfig
+
+pytestmark = pytest.mark.slow
+
+Options = Callable[..., dict[str, Any]]
+Start = Callable[..., WarmProcess]
+EACH = {"completions_every": 1, "steps": 8, "save_every": 4, "eval_prompts": 0}
+
+
+def writers(parent: int) -> list[int]:
+    """Processes that write completions for another, zombies included."""
+    children = (
+        int(n) for task in Path(f"/proc/{parent}/task").iterdir() for n in (task / "children").read_text().split()
+    )
+    return [child for child in children if b"gruppo.run.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_a_writer_that_is_killed_during_a_run_costs_no_file(short_run: Options, tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kill(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        if step in (2, 5):
+            (writer,) = writers(os.getpid())
+            os.kill(writer, signal.SIGKILL)
+            killed.append(writer)
+
+    GRPOTrainer(TrainConfig(**short_run(tmp_path / "whole", **EACH)), quiet=True).train()
+    trainer = GRPOTrainer(TrainConfig(**short_run(tmp_path / "killed", **EACH)), quiet=True, callbacks=[kill])
+    trainer.train()
+    assert len(set(killed)) == 2 and writers(os.getpid()) == []
+    assert product(tmp_path / "killed") == product(tmp_path / "whole")
+    assert trainer.run.completion_steps() == list(range(1, 9)) and trainer.run.dropped == 0
+    (event,) = [event for event in trainer.run.events() if event["event"] == "writer_lost"]
+    assert event["step"] == 3 and "was killed by SIGKILL" in event["text"]
+
+
+@pytest.mark.row("R-39", "kill -9 of the trainer while completions are written")
+def test_no_writer_outlives_a_trainer_that_is_killed(
+    start: Start, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(["train", *flags(run, **EACH | {"steps": 10000, "save_every": 10000})])
+    process.wait_until(lambda: len(list((run / "completions").glob("step-*"))) > 3 if run.exists() else False)
+    (writer,) = writers(process.process.pid or 0)
+    process.kill()
+    ends = time.monotonic() + 1.0
+    while Path(f"/proc/{writer}").exists() and b"gruppo" in Path(f"/proc/{writer}/cmdline").read_bytes():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+SCRIPT = """
+import sys
+from gruppo.trainer import GRPOTrainer, TrainConfig
+
+with open(sys.argv[1] + ".ran", "a") as file:
+    file.write("once\\n")
+print(GRPOTrainer(TrainConfig(**{options}), quiet=True).train().status)
+"""
+
+
+def test_a_script_without_a_main_guard_runs_once(short_run: Options, tmp_path: Path) -> None:
+    options = short_run(tmp_path / "run", **EACH | {"steps": 3, "save_every": 3})
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(options=options))
+    done = subprocess.run([sys.executable, script, script], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.split() == ["done"], done.stderr
+    assert (tmp_path / "script.py.ran").read_text() == "once\n"
+    assert [path.name for path in sorted((tmp_path / "run" / "completions").iterdir())] == [
+        f"step-{step:06d}.parquet" for step in (1, 2, 3)
+    ]
+    assert "writer_lost" not in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_a_run_without_completions_starts_no_process_and_several_leave_none(short_run: Options, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def look(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        seen.append(len(writers(os.getpid())))
+        if step == 2 and str(trainer.run.path).endswith("raises"):
+            raise RuntimeError("a callback that fails")
+
+    few = EACH | {"steps": 2}
+    GRPOTrainer(
+        TrainConfig(**short_run(tmp_path / "none", **few | {"completions_every": 0})), quiet=True, callbacks=[look]
+    ).train()
+    assert seen == [0, 0]
+    open_before = len(os.listdir("/proc/self/fd"))
+    for name in ("one", "two", "raises"):
+        trainer = GRPOTrainer(TrainConfig(**short_run(tmp_path / name, **few)), quiet=True, callbacks=[look])
+        if name == "raises":
+            with pytest.raises(RuntimeError, match="a callback that fails"):
+                trainer.train()
+        else:
+            trainer.train()
+        assert writers(os.getpid()) == [] and trainer.run.completion_steps() == [1, 2]
+    assert seen == [0, 0] + [1] * 6 and len(os.listdir("/proc/self/fd")) == open_before
