@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/guards.py                    # the shares of a step, then 500 steps
     OMP_NUM_THREADS=1 python benchmarks/guards.py --steps 100
 
-First the clock, on steps of the demo: blocks of steps without any record, with metrics and timings, and with the
-completions of every step too, as `gruppo train` writes them, take turns, and each is compared with the block beside it.
+First the clock, on steps of the demo: blocks of steps without any record, with those of `gruppo demo`, which writes
+completions at every tenth step, and with completions of every step, as `gruppo train` writes them, take turns in any
+order, and each is compared with the block beside it.
 The figure needs a machine that does nothing else, with a core for the process that writes. Then processor time of the
 training thread, which a busy machine disturbs less: the share of each guard and record, of the demo and of a model of
 50 million parameters; what the other process uses is shown beside it. A token is recorded at the same price whatever
@@ -16,6 +17,7 @@ import argparse
 import functools
 import gc
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -29,6 +31,7 @@ from typing import Any
 
 from timing import settle_allocator
 
+from gruppo.cli import demo
 from gruppo.model import optim
 from gruppo.reward import call, scorer
 from gruppo.run.recorder import Recorder
@@ -52,12 +55,12 @@ RECORDS: dict[str, tuple[Any, str]] = {
 }
 NORM = "gradient norm, of the clipping"
 
-BLOCK, ROUNDS = 30, 20
+BLOCK, ROUNDS = 10, 80
 """Steps of a block on the clock, and rounds of blocks."""
 MODES: dict[str, tuple[int, bool]] = {
     "no record": (0, False),
-    "metrics and timings": (0, True),
-    "all, completions of every step": (1, True),
+    "as the demo records": (demo.PRESET["completions_every"], True),
+    "completions of every step": (1, True),
 }
 """`completions_every`, and whether anything is recorded."""
 
@@ -144,16 +147,17 @@ def clock() -> None:
         trainer.recorder.flush()
         gc.collect()
         gc.freeze()  # a collection of everything comes once in 200 steps, and would be counted for one block alone
-        for round in range(ROUNDS):
-            for title, (every, records) in list(MODES.items())[:: 1 if round % 2 else -1]:
+        draw = random.Random(0)
+        for _ in range(ROUNDS):
+            for title, (every, records) in draw.sample(list(MODES.items()), len(MODES)):
                 trainer.recorder.completions_every = every
                 for name, function in recording.items():
                     setattr(Recorder, name, function if records else lambda *_, **__: None)
                 begun = time.perf_counter()
                 for _ in range(BLOCK):
                     trainer._take_step(result)
-                trainer.recorder.flush()
                 times[title].append((time.perf_counter() - begun) / BLOCK)
+                trainer.recorder.flush()  # what a run waits for at a checkpoint: at most two steps
         trainer.close()
     gc.unfreeze()
     for name, function in recording.items():
@@ -163,7 +167,8 @@ def clock() -> None:
     for title, values in times.items():
         ratios = [value / beside - 1 for value, beside in zip(values, first, strict=True)]
         low, middle, high = quantiles(ratios, n=4)
-        print(f"{title:36} {median(values) * 1e3:6.2f} ms {middle:+7.2%} (quartiles {low:+.2%} to {high:+.2%})")
+        error = 0.93 * (high - low) / len(ratios) ** 0.5  # of a median, by the spread of its quartiles
+        print(f"{title:36} {median(values) * 1e3:6.2f} ms {middle:+7.2%} +- {error:.2%}")
     print()
 
 

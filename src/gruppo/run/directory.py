@@ -48,6 +48,8 @@ class RunDirectory(RunReader):
         self._has_begun = True
         self._made: list[Path] = []
         """Folders that were not there before the run, the innermost first."""
+        self._files: dict[str, tuple[int, os.stat_result]] = {}
+        """Open files of lines: descriptors, and which files they are."""
 
     @classmethod
     def create(cls, output: str, config: str, *, overwrite: bool = False) -> Self:
@@ -106,6 +108,7 @@ class RunDirectory(RunReader):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close_files()
         is_void = error is not None and not self._has_begun  # left there, it would stop the next try
         if is_void:
             with suppress(OSError):
@@ -115,6 +118,12 @@ class RunDirectory(RunReader):
             for folder in self._made:
                 with suppress(OSError):  # not empty: it has files that are not the run's
                     folder.rmdir()
+
+    def _close_files(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1][0])
+
+    __del__ = _close_files
 
     def _check_kinds(self) -> None:
         """Refuse a folder in the place of a file, and the reverse: a run could not keep its records."""
@@ -255,21 +264,32 @@ class RunDirectory(RunReader):
         _replace(file, content)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        # Opened for each line: what was written is on its way to the disk whatever happens next.
-        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        """Append a line to a file, all of it or nothing; it is on its way to the disk whatever happens next."""
+        line = _ENCODER.encode(record).encode() + b"\n"
         with self._dropping(name):
-            file = os.open(f"{self.path}/{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            file = self._file(name)
+            written = 0
             try:
-                size = os.fstat(file).st_size
-                try:
-                    if os.write(file, line) != len(line):
-                        raise OSError("the disk took half a line")
-                except OSError:
-                    with suppress(OSError):
-                        os.ftruncate(file, size)  # half a line would hide all that follow
-                    raise
-            finally:
-                os.close(file)
+                written = os.write(file, line)
+                if written != len(line):
+                    raise OSError("the disk took half a line")
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(file, os.fstat(file).st_size - written)  # half a line would hide all that follow
+                raise
+
+    def _file(self, name: str) -> int:
+        """The descriptor of a file of lines. It stays open: opening costs several times what writing does."""
+        path = f"{self.path}/{name}"
+        if name in self._files:
+            file, known = self._files[name]
+            with suppress(OSError):
+                if os.path.samestat(known, os.lstat(path)):
+                    return file
+            os.close(self._files.pop(name)[0])  # it was moved, removed or replaced
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._files[name] = file, os.fstat(file)
+        return file
 
     @contextmanager
     def _needed(self) -> Iterator[None]:
@@ -306,6 +326,9 @@ def current_environment() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cores": os.cpu_count(),
     }
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def _check_name(name: str, output: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from gruppo.errors import InputError
 from gruppo.run.directory import RunDirectory
 from gruppo.run.lock import drop_lock, take_lock
+from gruppo.run.reader import read_lines
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 CONFIG = "steps: 3\nstop: [END]\n"
@@ -228,6 +229,26 @@ def test_metrics_are_one_sorted_line_per_step(run: RunDirectory) -> None:
     run.log_metrics(1, {"b": 0.1, "a": 2.0})
     run.log_metrics(2, {"a": 3.0})
     assert (run.path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0, "b": 0.1}\n{"step": 2, "a": 3.0}\n'
+
+
+def test_lines_follow_a_file_that_was_replaced_and_files_close_with_the_run(tmp_path: Path) -> None:
+    def open_files() -> set[str]:
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return {os.readlink(link) for link in links if os.path.islink(link)}
+
+    path = tmp_path / "run" / "metrics.jsonl"
+    with RunDirectory.create(str(tmp_path / "run"), "steps: 3\n") as run:
+        run.set_status("running", 0)
+        run.log_metrics(1, {"a": 1.0})
+        run.log_metrics(2, {"a": 2.0})
+        assert str(path) in open_files()
+        path.rename(tmp_path / "moved")
+        run.log_metrics(3, {"a": 3.0})
+        path.unlink()
+        run.log_metrics(4, {"a": 4.0})
+    assert [line["step"] for line in read_lines(tmp_path / "moved")] == [1, 2]
+    assert [line["step"] for line in read_lines(path)] == [4]
+    assert str(path) not in open_files()
 
 
 def test_forgetting_keeps_the_bytes_of_what_stays(run: RunDirectory) -> None:
