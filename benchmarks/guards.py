@@ -34,6 +34,7 @@ from timing import settle_allocator
 from gruppo.cli import demo
 from gruppo.model import optim
 from gruppo.reward import call, scorer
+from gruppo.run import recorder
 from gruppo.run.recorder import Recorder
 from gruppo.run.signals import StopFlag
 from gruppo.trainer import GRPOTrainer, TrainConfig
@@ -233,6 +234,7 @@ def main() -> int:
     steps = parser.parse_args().steps
     sys.path.insert(0, str(Path(__file__).parent))  # where the workers find the reward
     settle_allocator()
+    recorder.WRITER_WRITES = 1  # as in a run that has lasted a while
     clock()
     spent = watch_all()
     shares(spent, WARMUP, 100, {})

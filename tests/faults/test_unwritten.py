@@ -20,6 +20,7 @@ Flags = Callable[..., list[str]]
 def with_a_slow_writer(arguments: Sequence[str], kill_at: int) -> None:
     """The command line with a writer that is stopped for a quarter of a second, again and again; SIGKILL once a
     checkpoint is there."""
+    from gruppo.run import recorder
     from gruppo.run.checkpoints import Checkpoints
     from gruppo.run.writer import CompletionsWriter
 
@@ -44,7 +45,7 @@ def with_a_slow_writer(arguments: Sequence[str], kill_at: int) -> None:
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    CompletionsWriter.start, Checkpoints.save = start_slow, save_and_fall
+    CompletionsWriter.start, Checkpoints.save, recorder.WRITER_WRITES = start_slow, save_and_fall, 1
     gruppo(arguments)
 
 

@@ -13,6 +13,7 @@ import pytest
 from test_resume import product
 from warm_process import WarmProcess
 
+from gruppo.run import recorder
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
 pytestmark = pytest.mark.slow
@@ -20,6 +21,11 @@ pytestmark = pytest.mark.slow
 Options = Callable[..., dict[str, Any]]
 Start = Callable[..., WarmProcess]
 EACH = {"completions_every": 1, "steps": 8, "save_every": 4, "eval_prompts": 0}
+
+
+@pytest.fixture
+def from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "WRITER_WRITES", 1)
 
 
 def writers(parent: int) -> list[int]:
@@ -30,6 +36,7 @@ def writers(parent: int) -> list[int]:
     return [child for child in children if b"gruppo.run.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
+@pytest.mark.usefixtures("from_the_first_step")
 def test_a_writer_that_is_killed_during_a_run_costs_no_file(short_run: Options, tmp_path: Path) -> None:
     killed: list[int] = []
 
@@ -55,7 +62,7 @@ def test_no_writer_outlives_a_trainer_that_is_killed(
 ) -> None:
     run = tmp_path / "run"
     process = start(["train", *flags(run, **EACH | {"steps": 10000, "save_every": 10000})])
-    process.wait_until(lambda: len(list((run / "completions").glob("step-*"))) > 3 if run.exists() else False)
+    process.wait_until(lambda: len(list((run / "completions").glob("step-*"))) > 45 if run.exists() else False)
     (writer,) = writers(process.process.pid or 0)
     process.kill()
     ends = time.monotonic() + 1.0
@@ -66,8 +73,10 @@ def test_no_writer_outlives_a_trainer_that_is_killed(
 
 SCRIPT = """
 import sys
+from gruppo.run import recorder
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
+recorder.WRITER_WRITES = 1
 with open(sys.argv[1] + ".ran", "a") as file:
     file.write("once\\n")
 print(GRPOTrainer(TrainConfig(**{options}), quiet=True).train().status)
@@ -87,6 +96,7 @@ def test_a_script_without_a_main_guard_runs_once(short_run: Options, tmp_path: P
     assert "writer_lost" not in (tmp_path / "run" / "events.jsonl").read_text()
 
 
+@pytest.mark.usefixtures("from_the_first_step")
 def test_a_run_without_completions_starts_no_process_and_several_leave_none(short_run: Options, tmp_path: Path) -> None:
     seen: list[int] = []
 
@@ -110,3 +120,22 @@ def test_a_run_without_completions_starts_no_process_and_several_leave_none(shor
             trainer.train()
         assert writers(os.getpid()) == [] and trainer.run.completion_steps() == [1, 2]
     assert seen == [0, 0] + [1] * 6 and len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_a_short_run_starts_no_process_and_a_longer_one_writes_the_same_files(
+    short_run: Options, tmp_path: Path
+) -> None:
+    seen: dict[int, int] = {}
+
+    def look(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        seen[step] = len(writers(os.getpid()))
+
+    steps = recorder.WRITER_WRITES + 3
+    options = short_run(tmp_path / "run", **EACH | {"steps": steps, "save_every": 100})
+    trainer = GRPOTrainer(TrainConfig(**options), quiet=True, callbacks=[look])
+    trainer.train()
+    assert [seen[step] for step in (1, 9, 10, steps)] == [0, 0, 1, 1]
+    assert trainer.run.completion_steps() == list(range(1, steps + 1)) and writers(os.getpid()) == []
+    assert "writer_lost" not in [event["event"] for event in trainer.run.events()]
+    here, there = (trainer.run.completions(step) for step in (39, 40))  # written by the trainer, and by the process
+    assert here.schema.equals(there.schema, check_metadata=True) and len(here) == len(there) > 0

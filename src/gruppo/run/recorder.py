@@ -23,6 +23,9 @@ Updates = Callable[[], Sequence[Update]]
 ADVICE_EVERY = 20
 """Steps after which the numbers of as many steps are looked at."""
 
+WRITER_STARTS, WRITER_WRITES = 10, 40
+"""Steps with completions at which the process that writes them is started, and from which it writes: a short run does
+without, and no step waits until the process has imported what it needs."""
 MOST_UNWRITTEN = 2
 """Steps whose completions may wait to be written while the run goes on."""
 
@@ -41,7 +44,7 @@ class Recorder:
     `timed`.
 
     The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
-    Completions are sent to a process that writes them; `flush` waits for it.
+    Completions of a run of more than a few steps are sent to a process that writes them; `flush` waits for it.
     """
 
     run: RunDirectory
@@ -61,7 +64,9 @@ class Recorder:
     _has_said_limit: bool = False
     _writer: CompletionsWriter = field(init=False)
     _newest: int = 0
-    """The last step whose completions were sent."""
+    """The last step with completions."""
+    _num_records: int = 0
+    """Steps with completions."""
     _warned: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -71,8 +76,6 @@ class Recorder:
         """The run begins, or goes on, after `step`; `facts` go to the event."""
         self.run.set_status("running", step)
         self.run.log_event("start", step=step, **facts)
-        if self.completions_every:
-            self._writer.start()  # its imports take as long as some steps
         if not self.quiet:
             self._console = RunConsole(self.steps, first_step=step, stage=lambda: self.stage)
 
@@ -91,10 +94,15 @@ class Recorder:
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
         if self.writes_completions(step):
-            self._newest = step
+            self._newest, self._num_records = step, self._num_records + 1
             record = record_of(step, groups, self.completions_limit, () if updates is None else updates())
-            self._writer.write(record)
-            self.flush(MOST_UNWRITTEN)
+            if self._num_records < WRITER_WRITES:
+                self.run.write_record(record)
+            else:
+                self._writer.write(record)
+                self.flush(MOST_UNWRITTEN)
+            if self._num_records == WRITER_STARTS:
+                self._writer.start()
             if record.left_out and not self._has_said_limit:
                 self._has_said_limit = True
                 limit = f"completions_limit={self.completions_limit}"

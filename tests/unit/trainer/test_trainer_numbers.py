@@ -323,6 +323,7 @@ def test_the_plan_counts_a_shared_prompt_once(monkeypatch: pytest.MonkeyPatch) -
     """2 prompts of 1000 tokens, 8 completions of 500: 24,000 tokens repeated, 10,000 shared."""
     monkeypatch.setattr("gruppo.trainer.plan.bytes_per_token", lambda *_, **__: 1.0)  # measured on a GPU only
     monkeypatch.setattr("gruppo.trainer.plan.refusal", lambda _: None)
+    monkeypatch.setattr("gruppo.trainer.plan._kept_cache", lambda *_: 0)
     config = TrainConfig(prompts_per_step=2, group_size=8, max_new_tokens=500, tokens_per_microbatch=6000)
     given = PLAN | {"mean_prompt_tokens": 1000.0, "hidden_size": 1024, "is_cuda": True}
     plan = plan_of(config, **given)
