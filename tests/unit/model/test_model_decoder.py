@@ -9,7 +9,7 @@ from gruppo.model import TransformersModel, decoder
 from gruppo.model.decoder import Decoded, GraphDecoder, Shape
 
 PROMPTS, OWNER = [(3, 5, 7), (2,), (9, 8, 1, 4)], [0, 0, 1, 1, 2, 2, 0]
-STOP_IDS, TEMPERATURE, ROOM = [6, 1, 12, 15], 0.9, 9
+STOP_IDS, TEMPERATURE, ROOM = [6, 1, 12, 15], 0.9, 7
 
 
 class EagerDecoder(GraphDecoder):
@@ -30,7 +30,7 @@ def test_rows_that_replace_others_draw_what_they_draw_alone(monkeypatch: pytest.
     monkeypatch.setattr(decoder, "CHECK_EVERY", 2)
     monkeypatch.setattr(decoder, "GRAPH_OF_PROMPTS", 0)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Qwen3Config(**sizes, num_key_value_heads=1, head_dim=16, vocab_size=24, initializer_range=0.3)
     model = TransformersModel(Qwen3ForCausalLM(config).eval(), device="cpu", compile=False, layout="padded")
     uniforms = torch.rand(len(OWNER), ROOM, generator=torch.Generator().manual_seed(1))

@@ -104,13 +104,13 @@ def test_a_process_that_is_killed_costs_no_step_and_is_started_again(
 
 
 def test_a_process_that_hangs_is_given_up(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ANSWER_S", 5)
+    monkeypatch.setattr(module, "_ANSWER_S", 2)
     writer = CompletionsWriter(run)
     put(writer, record(1))
     hung = pid(writer)
     os.kill(hung, signal.SIGSTOP)
     put(writer, record(2))
-    assert writer.problem == "the process that writes completions did not answer within 5 s"
+    assert writer.problem == "the process that writes completions did not answer within 2 s"
     assert run.completion_steps() == [1, 2] and not is_running(hung)
     writer.close()
 
