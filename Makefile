@@ -23,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick fuzz test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
+.PHONY: demo test quick fuzz test-commands test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -51,6 +51,9 @@ test-install: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m row --rows all tests
+
+test-commands: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m commands tests
 
 test-learning: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m learning tests/integration

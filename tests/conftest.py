@@ -27,6 +27,7 @@ settings.load_profile("fixed")
 
 ON_DEMAND = {
     "clock": "compares times; `make test-ranks` runs it",
+    "commands": "starts commands that run for some time; `make test-commands` runs it",
     "doctor": "trains some thirty runs; `make test-doctor` runs it",
     "install": "fetches packages; `make test-install` runs it",
     "learning": "trains some twenty runs; `make test-learning` runs it",
@@ -39,7 +40,7 @@ ON_DEMAND = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = set(re.findall(r"\w+", config.option.markexpr))
     if "row" in named:
-        named.add("ranks")  # the fault matrix has rows of ranks
+        named |= {"commands", "ranks"}  # the fault matrix has rows of them
     for item in items:
         for mark in ON_DEMAND.keys() - named:
             if item.get_closest_marker(mark):  # keywords would have the names of folders too

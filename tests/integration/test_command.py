@@ -75,6 +75,7 @@ def test_a_closed_output_is_no_error() -> None:
 TINY = "--prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-prompts 4 --no-tensorboard --threads 1"
 
 
+@pytest.mark.commands
 @pytest.mark.row("R-51", "LC_ALL=C, 20 columns")
 def test_a_narrow_terminal_in_the_c_locale_sees_the_whole_run(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -108,6 +109,7 @@ def ended(run: Path) -> dict[str, Any]:
     return json.loads((run / "status.json").read_text())
 
 
+@pytest.mark.commands
 @pytest.mark.row("R-51", "a reader that leaves")
 def test_a_run_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -119,6 +121,7 @@ def test_a_run_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     assert ended(run) == {"status": "done", "step": 60} and (run / "model").is_dir()
 
 
+@pytest.mark.commands
 def test_a_run_in_python_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     program = (
@@ -131,6 +134,7 @@ def test_a_run_in_python_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) 
     assert ended(run) == {"status": "done", "step": 60}
 
 
+@pytest.mark.commands
 @pytest.mark.row("R-51", "stdout on /dev/full")
 def test_a_run_whose_log_is_on_a_full_disk_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -159,6 +163,7 @@ def unread(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]
     os.close(writer)
 
 
+@pytest.mark.commands
 @pytest.mark.row("R-51", "a pipe that nobody reads")
 def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -166,6 +171,7 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Callable[...
     assert ended(run) == {"status": "done", "step": 60}
 
 
+@pytest.mark.commands
 def test_a_signal_stops_and_saves_a_run_whose_output_nobody_reads(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = unread("train", "--steps", "100000", *TINY.split(), "--output", str(run))
@@ -179,6 +185,7 @@ def test_a_signal_stops_and_saves_a_run_whose_output_nobody_reads(unread: Callab
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
+@pytest.mark.commands
 def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "talking.py").write_text(
@@ -192,6 +199,7 @@ def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., 
     assert all(line["reward/mean"] >= 1 for line in lines[1:])
 
 
+@pytest.mark.commands
 @pytest.mark.row("R-11", "SIGTERM while loading")
 def test_a_signal_while_a_run_is_made_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"

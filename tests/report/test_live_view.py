@@ -73,6 +73,7 @@ def train_command(output: Path) -> list[str]:
     return [sys.executable, "-m", "gruppo", "train", "--view", *SIZES.split(), "--output", str(output)]
 
 
+@pytest.mark.commands
 def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
     with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -88,6 +89,7 @@ def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
         urllib.request.urlopen(address, timeout=5)
 
 
+@pytest.mark.commands
 def test_the_page_of_a_run_that_is_killed_ends_too(tmp_path):
     with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
