@@ -8,6 +8,7 @@
 # make test-faults  run the tests of the fault matrix, and print what each row of it was shown by
 # make test-doctor  train runs with real faults and healthy ones, and print what the doctor says of each
 # make campaign  kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
+# make test-commands  run commands that run for some time; part of CI
 # make test-learning  train the embedded model with each estimator, and see that it learns
 # make test-ranks  run on 1 to 4 ranks, resume on another number, kill, hang and stop ranks, and time rollouts ahead
 # make test-ray  run on a Ray cluster of this machine, and kill ranks, samplers and a node of it
