@@ -142,7 +142,8 @@ class GraphDecoder:
         self.ids_PL = made(shape.prompts, shape.width, dtype=torch.int64)
         self.place_PL = torch.arange(shape.width, device=self.device).expand(shape.prompts, -1)
         self.lengths_P = made(shape.prompts)
-        self.first_PV = made(shape.prompts, scorer.base.get_output_embeddings().out_features, dtype=torch.float32)  # type: ignore[operator, union-attr]
+        assert scorer.head is not None
+        self.first_PV = made(shape.prompts, scorer.head.out_features, dtype=torch.float32)
         config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
         heads, size = config.num_key_value_heads, head_size(scorer)
         arrived = made(shape.tiles, heads)
