@@ -1,5 +1,5 @@
 # make demo   set up, then train the embedded model for about a minute
-# make test   set up, then run all tests
+# make test   set up, then run the tests but those of targets of their own
 # make lint   format, lint, types
 # make check  both: lint and test
 # make test-browser  run the tests of the report in Chromium

@@ -73,6 +73,11 @@ class Shape:
     stop_ids: tuple[int, ...]
     """Tokens that end a row."""
 
+    @property
+    def slots(self) -> int:
+        """Keys and values of a layer that the cache has room for."""
+        return self.places * self.room + self.prompts * self.width
+
 
 def decode(
     scorer: "Scorer",
@@ -108,7 +113,7 @@ def decode(
         del decoder  # its memory first
         decoder = GraphDecoder(scorer, shape)
     found = decoder.run(prompts, prompt_of, uniforms, poll)
-    if bytes_to_keep(scorer, shape.places * shape.room + shape.prompts * shape.width):
+    if bytes_to_keep(scorer, shape.slots):
         scorer.decoder = decoder
     return found
 
@@ -144,7 +149,7 @@ class GraphDecoder:
         self.lengths_P = made(shape.prompts)
         assert scorer.head is not None
         self.first_PV = made(shape.prompts, scorer.head.out_features, dtype=torch.float32)
-        config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
+        config = _config(scorer)
         heads, size = config.num_key_value_heads, head_size(scorer)
         arrived = made(shape.tiles, heads)
         self.layers: list[tuple[Tensor, ...]] = []
@@ -152,7 +157,6 @@ class GraphDecoder:
             shapes = [(num, heads, room, size)] * 2 + [(shape.prompts, heads, shape.width, size)] * 2
             kept = (torch.empty(s, dtype=next(scorer.base.parameters()).dtype, device=self.device) for s in shapes)
             self.layers.append((*kept, self.tiles, self.tile_of, self.lengths_P, self.count, arrived))
-        self.num_bytes = sum(kept.nbytes for kept in self.layers[0][:4]) * len(self.layers)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_of_prompts: torch.cuda.CUDAGraph | None = None
         self.weights: list[int] = []
@@ -338,26 +342,30 @@ def can_decode(scorer: "Scorer") -> bool:
     weight = next(scorer.model.parameters())
     if not weight.is_cuda or weight.element_size() != 2 or scorer.head is None or refusal(scorer.base) is not None:
         return False
-    config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
+    config = _config(scorer)
     has_window = bool(config.to_dict().get("sliding_window"))
     return set(getattr(config, "layer_types", None) or ()) <= {"full_attention"} and not has_window
 
 
+def _config(scorer: "Scorer") -> Any:
+    return scorer.base.config.get_text_config()  # type: ignore[union-attr]
+
+
 def heads_that_share(scorer: "Scorer") -> int:
     """Query heads that share a key head."""
-    config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
+    config = _config(scorer)
     return config.num_attention_heads // config.num_key_value_heads
 
 
 def head_size(scorer: "Scorer") -> int:
     """Numbers of a key."""
-    config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
+    config = _config(scorer)
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def bytes_of_token(scorer: "Scorer") -> int:
     """Bytes of the keys and values of a token."""
-    config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
+    config = _config(scorer)
     return config.num_hidden_layers * config.num_key_value_heads * head_size(scorer) * 2 * 2
 
 
@@ -370,9 +378,9 @@ def bytes_to_keep(scorer: "Scorer", tokens: int) -> int:
 
 def rows_that_fit(scorer: "Scorer", max_new_tokens: int) -> int:
     """Rows of the cache that the free memory has room for."""
-    config = scorer.base.config.get_text_config()  # type: ignore[union-attr]
+    config = _config(scorer)
     per_row = bytes_of_token(scorer) * max_new_tokens
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    free += 0 if scorer.decoder is None else scorer.decoder.num_bytes
+    free += 0 if scorer.decoder is None else bytes_of_token(scorer) * scorer.decoder.shape.slots
     return max(int(free * SHARE_OF_MEMORY) // (per_row + 12 * config.vocab_size), 1)

@@ -163,7 +163,7 @@ class Recorder:
     def _check_gradient(self, step: int, norm: float) -> None:
         """Warn of a gradient that is far larger than those of recent steps; it was clipped to max_grad_norm."""
         norms = [seen["optim/grad_norm"] for seen in self._recent if "optim/grad_norm" in seen]
-        if len(norms) < FEWEST_NORMS or norm <= SPIKE * min(norms) or norm <= SPIKE * median(norms):
+        if len(norms) < FEWEST_NORMS or norm <= SPIKE * median(norms):
             return
         text = (
             f"the gradient norm is {norm:.3g}, {norm / max(median(norms), 1e-30):,.0f} times the median of the last "

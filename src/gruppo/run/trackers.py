@@ -20,7 +20,7 @@ from gruppo.output import printable
 logger = logging.getLogger(__name__)
 
 HELD = 1000
-"""Most calls that wait for a board."""
+"""Most records that wait for a board."""
 EVERY_S = 2.0
 """Seconds between two calls of the boards. Each wakes a thread, for which training waits: short steps share one."""
 
@@ -51,13 +51,13 @@ class Trackers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._boards:
             self._waiting.append((step, dict(metrics)))
-        if time.monotonic() - self._last_call >= EVERY_S:
+        if time.monotonic() - self._last_call >= EVERY_S or len(self._waiting) >= HELD // 10:
             self._hand_over()
 
     def _hand_over(self) -> None:
         records, self._waiting, self._last_call = self._waiting, [], time.monotonic()
         for name, board in list(self._boards.items()):
-            if trouble := board.log(records):
+            if trouble := next(filter(None, (board.log(*record) for record in records)), ""):
                 self._switch_off(name, trouble)
 
     def close(self) -> None:
@@ -82,24 +82,24 @@ class _Board:
     def __init__(self, name: str, make: Callable[[], Any], deadline_s: float) -> None:
         self._make = make
         self._deadline_s = deadline_s
-        self._records: queue.Queue[Sequence[tuple[int, dict[str, float]]] | None] = queue.Queue(HELD)
+        self._records: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(HELD)
         self._call: tuple[str, float] | None = ("init", time.monotonic())
         """The call that runs now, and when it began."""
         self._error = ""
         self._thread = threading.Thread(target=self._run, name=f"gruppo-{name}", daemon=True)
         self._thread.start()
 
-    def log(self, records: Sequence[tuple[int, dict[str, float]]]) -> str:
-        """Hand records over; the reason if the tracker is to be given up."""
+    def log(self, step: int, metrics: dict[str, float]) -> str:
+        """Hand a record over; the reason if the tracker is to be given up."""
         call = self._call
         if self._error:
             return self._error
         if call is not None and time.monotonic() - call[1] > self._deadline_s:
             return f"{call[0]} took longer than tracker_deadline={self._deadline_s:g} s"
         try:
-            self._records.put_nowait(records)
+            self._records.put_nowait((step, metrics))
         except queue.Full:
-            return f"it is {HELD} calls behind"
+            return f"it is {HELD} records behind"
         return ""
 
     def finish(self) -> None:
@@ -119,13 +119,11 @@ class _Board:
             tracker = self._make()
             while True:
                 self._call = None
-                records = self._records.get()
-                if records is None:
-                    self._call = ("finish", time.monotonic())
+                record = self._records.get()
+                self._call = ("finish" if record is None else "log", time.monotonic())
+                if record is None:
                     return tracker.close()
-                for record in records:
-                    self._call = ("log", time.monotonic())
-                    tracker.log(*record)
+                tracker.log(*record)
         except BaseException as error:  # a board must never stop a run, `sys.exit()` included
             doing = self._call[0] if self._call else "log"
             self._error = f"{doing} raised {type(error).__name__}: {error}"

@@ -22,15 +22,13 @@ def test_steps_of_one_call_are_in_the_file_of_tensorboard_one_by_one(tmp_path: P
 
 
 def test_a_board_is_called_once_for_the_steps_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(
-        "gruppo.run.trackers._Board.log", lambda board, records: calls.append(tuple(n for n, _ in records)) or ""
-    )
+    calls: list[tuple[float, int]] = []
     now = 100.0
+    monkeypatch.setattr("gruppo.run.trackers._Board.log", lambda board, step, _: calls.append((now, step)) or "")
     monkeypatch.setattr(time, "monotonic", lambda: now)
     trackers = Trackers(["tensorboard"], tmp_path, {}, deadline_s=60.0)
     for step, now in enumerate((100.0, 100.5, 101.9, 102.0, 103.0), 1):  # noqa: B007  # read by the clock
         trackers.log(step, {})
     monkeypatch.undo()
-    assert calls == [(1,), (2, 3, 4)]
+    assert calls == [(100.0, 1), (102.0, 2), (102.0, 3), (102.0, 4)]
     trackers.close()
