@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from gruppo.child import ending, start
 from gruppo.errors import require
 from gruppo.output import printable
 
@@ -72,7 +73,7 @@ class Trackers:
         self._boards.clear()
 
     def _switch_off(self, name: str, trouble: str) -> None:
-        del self._boards[name]
+        self._boards.pop(name).finish()  # one that was only late ends, too
         logger.warning("%s failed and is switched off: %s", name, printable(trouble))
 
 
@@ -126,23 +127,44 @@ class _Board:
                 tracker.log(*record)
         except BaseException as error:  # a board must never stop a run, `sys.exit()` included
             doing = self._call[0] if self._call else "log"
-            self._error = f"{doing} raised {type(error).__name__}: {error}"
+            what = str(error) if isinstance(error, _BoardError) else f"raised {type(error).__name__}: {error}"
+            self._error = f"{doing} {what}"
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    """TensorBoard's files, written by a process of their own (`gruppo.run.tensorboard`): each event takes checksums in
+    Python, for which training would wait. An answer is empty, or says what failed."""
 
-        self.writer = EventFileWriter(str(folder / "tensorboard"))
-        self.close = self.writer.close
+    def __init__(self, folder: Path) -> None:
+        place = str((folder / "tensorboard").absolute())
+        self._process, self._connection = start("gruppo.run.tensorboard", is_bound=True, folder=place)
+        self._answer()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Generated modules, whose names no type checker sees
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            self._connection.send((time.time(), step, dict(metrics)))
+        except OSError:  # it has failed, and left the reason
+            self._answer()
+            raise
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self.writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+    def close(self) -> None:
+        with suppress(OSError):
+            self._connection.send(None)
+        self._answer()
+        self._connection.close()
+        self._process.wait()
+
+    def _answer(self) -> None:
+        try:
+            text = self._connection.recv_bytes().decode()
+        except (EOFError, OSError):
+            text = f"found that its process {ending(self._process.wait())}"
+        if text:
+            raise _BoardError(text)
+
+
+class _BoardError(Exception):
+    """What happened in another process, with the name of its exception."""
 
 
 class _Module:

@@ -9,10 +9,7 @@ Nothing heavy may be imported here: the process needs numpy and pyarrow alone.
 
 import json
 import os
-import socket
-import struct
 import subprocess
-import sys
 import threading
 from collections import deque
 from contextlib import suppress
@@ -20,7 +17,7 @@ from multiprocessing.connection import Connection
 from queue import Queue
 from typing import Any
 
-from gruppo.child import end_with_parent, ending, isolate
+from gruppo.child import begin, ending, start, wait_for_parent
 from gruppo.run.completions import StepRecord
 from gruppo.run.directory import RunDirectory
 
@@ -31,11 +28,7 @@ _NAME = "the process that writes completions"
 _ANSWER_S = 120
 """Seconds without a sign of life from the process after which it is given up."""
 _KILL_S = 5.0
-_PARENT_CHECK_S = 2.0
 _MAX_ANSWER_BYTES = 2**20
-
-_CODE = "import sys; sys.path[:] = sys.argv[2:]; from gruppo.run.writer import work; work()"
-"""Not `multiprocessing.Process`, which would import the script that the user runs, and so run it again."""
 
 
 class CompletionsWriter:
@@ -56,28 +49,12 @@ class CompletionsWriter:
         if self._process is not None or self._starts >= MOST_STARTS:
             return
         self._starts += 1
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            limit = struct.pack("ll", _ANSWER_S, 0)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            # The kernel ends a child together with the thread that started it, which must be the one that lasts.
-            facts = {
-                "descriptor": theirs.fileno(),
-                "parent": os.getpid(),
-                "is_bound": threading.current_thread() is threading.main_thread(),
-                "folder": str(self.run.path.absolute()),
-            }
-            places = [place for place in sys.path if isinstance(place, str)]
-            command = [sys.executable, "-c", _CODE, json.dumps(facts), *places]
-            try:
-                self._process = subprocess.Popen(
-                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
-                )
-            except (OSError, TypeError, ValueError) as error:  # no memory, no Python to call, a NUL in a path
-                self.problem = f"{_NAME} cannot be started: {error}"
-                return
-            self._connection = Connection(ours.detach())
+        is_bound = threading.current_thread() is threading.main_thread()  # another may end before the run does
+        folder = str(self.run.path.absolute())
+        try:
+            self._process, self._connection = start(__name__, is_bound=is_bound, answer_s=_ANSWER_S, folder=folder)
+        except (OSError, TypeError, ValueError) as error:
+            self.problem = f"{_NAME} cannot be started: {error}"
 
     def write(self, record: StepRecord) -> None:
         """Have a record written. The process takes it before it has written the two before."""
@@ -142,11 +119,8 @@ class CompletionsWriter:
 
 def work() -> None:
     """Main function of the process: write the records that arrive until the connection is closed."""
-    facts = json.loads(sys.argv[1])
-    if facts["is_bound"]:
-        end_with_parent(facts["parent"])
-    isolate()
-    connection, run = Connection(facts["descriptor"]), RunDirectory(facts["folder"])
+    connection, facts = begin()
+    run = RunDirectory(facts["folder"])
     # Of the records that may wait, one is being written, one is here, and one is in the hands of the other thread.
     waiting: Queue[StepRecord | Exception] = Queue(1)
     threading.Thread(target=_receive, args=(connection, facts["parent"], waiting), daemon=True).start()
@@ -160,9 +134,7 @@ def _receive(connection: Connection, parent: int, waiting: "Queue[StepRecord | E
     """Take records from the trainer, which does not wait for the disk."""
     try:
         while True:
-            while not connection.poll(_PARENT_CHECK_S):
-                if os.getppid() != parent:  # a fork of it may hold its end open
-                    os._exit(0)
+            wait_for_parent(connection, parent)
             try:
                 waiting.put(connection.recv())
             except (EOFError, OSError):
