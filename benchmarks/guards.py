@@ -7,8 +7,8 @@ First the clock, on steps of the demo: blocks of steps without any record, with 
 completions at every tenth step, and with completions of every step, as `gruppo train` writes them, take turns in any
 order, and each is compared with the block beside it.
 The figure needs a machine that does nothing else, with a core for the process that writes. Then processor time of the
-training thread, which a busy machine disturbs less: the share of each guard and record, of the demo and of a model of
-50 million parameters; what the other process uses is shown beside it. A token is recorded at the same price whatever
+training thread, which a busy machine disturbs less: the share of each guard and record, of the demo as it records and
+of a model of 50 million parameters with completions of every step; what the other process uses is shown beside it. A token is recorded at the same price whatever
 the model, so that price is shown too: it can be held against any step. Then a long run whose reward workers are killed
 every tenth step: the slope of memory and of open files over its steps, with the standard error of the fit.
 """
@@ -237,7 +237,7 @@ def main() -> int:
     recorder.WRITER_WRITES = 1  # as in a run that has lasted a while
     clock()
     spent = watch_all()
-    shares(spent, WARMUP, 100, {})
+    shares(spent, WARMUP, 100, {}, completions_every=demo.PRESET["completions_every"])
     shares(spent, 1, 3, real_model(), prompts_per_step=4, max_new_tokens=64)
     return 0 if slopes(steps) else 1
 

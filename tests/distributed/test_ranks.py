@@ -134,6 +134,7 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process(world: int, one_proce
 
 
 @pytest.mark.slow
+@pytest.mark.commands
 @pytest.mark.timeout(300)
 def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     for world in (1, 2):
