@@ -6,11 +6,13 @@
 First the clock, on steps of the demo: blocks of steps without any record, with those of `gruppo demo`, which writes
 completions at every tenth step, and with completions of every step, as `gruppo train` writes them, take turns in any
 order, and each is compared with the block beside it.
-The figure needs a machine that does nothing else, with a core for the process that writes. Then processor time of the
-training thread, which a busy machine disturbs less: the share of each guard and record, of the demo as it records and
-of a model of 50 million parameters with completions of every step; what the other process uses is shown beside it. A token is recorded at the same price whatever
-the model, so that price is shown too: it can be held against any step. Then a long run whose reward workers are killed
-every tenth step: the slope of memory and of open files over its steps, with the standard error of the fit.
+The figure needs a machine that does nothing else, with a core for the process that writes.
+
+Then processor time of the training thread, which a busy machine disturbs less: the share of each guard and record, of
+the demo as it records and of a model of 50 million parameters with completions of every step; what the other process
+uses is shown beside it. A token is recorded at the same price whatever the model, so that price is shown too: it can be
+held against any step. Then a long run whose reward workers are killed every tenth step: the slope of memory and of open
+files over its steps, with the standard error of the fit.
 """
 
 import argparse
@@ -234,7 +236,7 @@ def main() -> int:
     steps = parser.parse_args().steps
     sys.path.insert(0, str(Path(__file__).parent))  # where the workers find the reward
     settle_allocator()
-    recorder.WRITER_WRITES = 1  # as in a run that has lasted a while
+    recorder.WRITER_AFTER_S = -1.0  # as in a run that has lasted a while
     clock()
     spent = watch_all()
     shares(spent, WARMUP, 100, {}, completions_every=demo.PRESET["completions_every"])

@@ -45,7 +45,7 @@ def with_a_slow_writer(arguments: Sequence[str], kill_at: int) -> None:
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    CompletionsWriter.start, Checkpoints.save, recorder.WRITER_WRITES = start_slow, save_and_fall, 1
+    CompletionsWriter.start, Checkpoints.save, recorder.WRITER_AFTER_S = start_slow, save_and_fall, -1.0
     gruppo(arguments)
 
 

@@ -14,6 +14,7 @@ from test_resume import product
 from warm_process import WarmProcess
 
 from gruppo.run import recorder
+from gruppo.run.writer import CompletionsWriter
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
 pytestmark = pytest.mark.slow
@@ -25,7 +26,7 @@ EACH = {"completions_every": 1, "steps": 8, "save_every": 4, "eval_prompts": 0}
 
 @pytest.fixture
 def from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "WRITER_WRITES", 1)
+    monkeypatch.setattr(recorder, "WRITER_AFTER_S", -1.0)
 
 
 def writers(parent: int) -> list[int]:
@@ -62,7 +63,7 @@ def test_no_writer_outlives_a_trainer_that_is_killed(
 ) -> None:
     run = tmp_path / "run"
     process = start(["train", *flags(run, **EACH | {"steps": 10000, "save_every": 10000})])
-    process.wait_until(lambda: len(list((run / "completions").glob("step-*"))) > 45 if run.exists() else False)
+    process.wait_until(lambda: run.exists() and writers(process.process.pid or 0) != [])
     (writer,) = writers(process.process.pid or 0)
     process.kill()
     ends = time.monotonic() + 1.0
@@ -76,7 +77,7 @@ import sys
 from gruppo.run import recorder
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
-recorder.WRITER_WRITES = 1
+recorder.WRITER_AFTER_S = -1.0
 with open(sys.argv[1] + ".ran", "a") as file:
     file.write("once\\n")
 print(GRPOTrainer(TrainConfig(**{options}), quiet=True).train().status)
@@ -122,18 +123,26 @@ def test_a_run_without_completions_starts_no_process_and_several_leave_none(shor
     assert seen == [0, 0] + [1] * 6 and len(os.listdir("/proc/self/fd")) == open_before
 
 
-def test_a_short_run_starts_no_process_and_a_longer_one_does(short_run: Options, tmp_path: Path) -> None:
-    seen: dict[int, int] = {}
+def test_a_short_run_starts_no_process_and_a_longer_one_does(
+    short_run: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, seen, by_process = 1000.0, [], []
+    monkeypatch.setattr(recorder.time, "monotonic", lambda: now)
+    write = CompletionsWriter.write
+    monkeypatch.setattr(
+        CompletionsWriter, "write", lambda self, record: (by_process.append(record.step), write(self, record))
+    )
 
     def look(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
-        seen[step] = len(writers(os.getpid()))
+        nonlocal now
+        now += 2.0
+        seen.append(len(writers(os.getpid())))
 
-    steps = recorder.WRITER_WRITES + 3
-    options = short_run(tmp_path / "run", **EACH | {"steps": steps, "save_every": 100})
-    trainer = GRPOTrainer(TrainConfig(**options), quiet=True, callbacks=[look])
+    trainer = GRPOTrainer(TrainConfig(**short_run(tmp_path / "run", **EACH)), quiet=True, callbacks=[look])
     trainer.train()
-    assert [seen[step] for step in (1, 9, steps)] == [0, 0, 1]
-    assert trainer.run.completion_steps() == list(range(1, steps + 1)) and writers(os.getpid()) == []
+    # Step 4 is 6 s after the beginning, and step 7 6 s after that.
+    assert seen == [0, 0, 0, 1, 1, 1, 1, 1] and by_process == [7, 8]
+    assert trainer.run.completion_steps() == list(range(1, 9)) and writers(os.getpid()) == []
     assert "writer_lost" not in [event["event"] for event in trainer.run.events()]
-    here, there = (trainer.run.completions(step) for step in (39, 40))  # written by the trainer, and by the process
+    here, there = (trainer.run.completions(step) for step in (6, 7))  # written by the trainer, and by the process
     assert here.schema.equals(there.schema, check_metadata=True) and len(here) == len(there) > 0

@@ -1,6 +1,7 @@
 """Recorder: the records of a run, for its directory, the trackers and the terminal."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -23,9 +24,9 @@ Updates = Callable[[], Sequence[Update]]
 ADVICE_EVERY = 20
 """Steps after which the numbers of as many steps are looked at."""
 
-WRITER_STARTS, WRITER_WRITES = 10, 40
-"""Steps with completions at which the process that writes them is started, and from which it writes: a short run does
-without, and no step waits until the process has imported what it needs."""
+WRITER_AFTER_S = 5.0
+"""Seconds of a run after which the process that writes completions is started, and of that process after which it is
+given some: a short run does without, and no step waits until the process has imported what it needs."""
 MOST_UNWRITTEN = 2
 """Steps whose completions may wait to be written while the run goes on."""
 
@@ -44,7 +45,7 @@ class Recorder:
     `timed`.
 
     The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
-    Completions of a run of more than a few steps are sent to a process that writes them; `flush` waits for it.
+    Completions of a run of more than a few seconds are sent to a process that writes them; `flush` waits for it.
     """
 
     run: RunDirectory
@@ -65,12 +66,11 @@ class Recorder:
     _writer: CompletionsWriter = field(init=False)
     _newest: int = 0
     """The last step with completions."""
-    _num_records: int = 0
-    """Steps with completions."""
+    _began: float = field(init=False)
     _warned: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._writer = CompletionsWriter(self.run)
+        self._writer, self._began = CompletionsWriter(self.run), time.monotonic()
 
     def started(self, step: int, **facts: str) -> None:
         """The run begins, or goes on, after `step`; `facts` go to the event."""
@@ -94,15 +94,16 @@ class Recorder:
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
         if self.writes_completions(step):
-            self._newest, self._num_records = step, self._num_records + 1
+            self._newest = step
             record = record_of(step, groups, self.completions_limit, () if updates is None else updates())
-            if self._num_records < WRITER_WRITES:
-                self.run.write_record(record)
-            else:
+            now = time.monotonic()
+            if now - self._began > WRITER_AFTER_S:
+                self._writer.start()
+            if now - self._writer.first_start > WRITER_AFTER_S:
                 self._writer.write(record)
                 self.flush(MOST_UNWRITTEN)
-            if self._num_records == WRITER_STARTS:
-                self._writer.start()
+            else:
+                self.run.write_record(record)
             if record.left_out and not self._has_said_limit:
                 self._has_said_limit = True
                 limit = f"completions_limit={self.completions_limit}"

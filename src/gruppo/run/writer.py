@@ -11,8 +11,10 @@ import json
 import os
 import subprocess
 import threading
+import time
 from collections import deque
 from contextlib import suppress
+from math import inf
 from multiprocessing.connection import Connection
 from queue import Queue
 from typing import Any
@@ -38,6 +40,8 @@ class CompletionsWriter:
         self.run = run
         self.problem = ""
         """How a process was lost, or why the trainer wrote itself, the last time."""
+        self.first_start = inf
+        """When a process was started first, by `time.monotonic`."""
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._starts = 0
@@ -49,6 +53,7 @@ class CompletionsWriter:
         if self._process is not None or self._starts >= MOST_STARTS:
             return
         self._starts += 1
+        self.first_start = min(self.first_start, time.monotonic())
         is_bound = threading.current_thread() is threading.main_thread()  # another may end before the run does
         folder = str(self.run.path.absolute())
         try:
