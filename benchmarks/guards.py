@@ -58,7 +58,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
 }
 NORM = "gradient norm, of the clipping"
 
-BLOCK, ROUNDS = 10, 80
+BLOCK, ROUNDS = 10, 150
 """Steps of a block on the clock, and rounds of blocks."""
 MODES: dict[str, tuple[int, bool]] = {
     "no record": (0, False),
