@@ -223,8 +223,10 @@ def digest(path: Path) -> str:
 
 def recorded_steps(run: Path) -> list[int]:
     """Steps of metrics.jsonl, without a last line that is cut off."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:  # none yet, or removed by a run that starts over
+        lines = []
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
 

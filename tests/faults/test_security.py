@@ -366,7 +366,7 @@ def stand_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.row("R-50", "the vLLM server of a run: a socket of its user alone, with a key; there is no viewer")
+@pytest.mark.row("R-50", "the vLLM server of a run: a socket of its user alone, with a key")
 def test_the_server_of_a_run_is_reached_by_its_user_alone(stand_in_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     process = ServerProcess({"model": "m"})

@@ -131,7 +131,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+    def do_POST(self) -> None:
+        self.close_connection = True  # what came with it is not read
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", "this server only shows a run", Allow="GET, HEAD")
+
+    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_POST
+
+    def _send(self, status: HTTPStatus, kind: str, text: str, **more: str) -> None:
         content = text.encode("utf-8", "backslashreplace")
         self.send_response(status)
         headers = {
@@ -142,6 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Frame-Options": "DENY",
             "Referrer-Policy": "no-referrer",
             "Cross-Origin-Resource-Policy": "same-origin",
+            **more,
         }
         for name, value in headers.items():
             self.send_header(name, value)
