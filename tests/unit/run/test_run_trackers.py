@@ -64,6 +64,7 @@ def test_the_process_of_tensorboard_is_gone_after_close(tmp_path: Path) -> None:
     assert writers(os.getpid()) == []
 
 
+@pytest.mark.row("R-43", "SIGKILL of the process that writes for TensorBoard")
 def test_tensorboard_without_its_process_is_switched_off_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +93,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.row("R-39", "SIGKILL of a trainer with a process that writes for TensorBoard")
 def test_the_trainer_loads_no_tensorboard_and_a_killed_one_leaves_no_process(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline() == "False\n"
