@@ -1,18 +1,20 @@
 """What guards and records cost, and what a long run leaves behind.
 
-    OMP_NUM_THREADS=1 python benchmarks/guards.py                    # the shares of a step, then 500 steps
+    OMP_NUM_THREADS=1 python benchmarks/guards.py                    # 500 steps, then the shares of a step
     OMP_NUM_THREADS=1 python benchmarks/guards.py --steps 100
 
-First the clock, on steps of the demo: blocks of steps without any record, with those of `gruppo demo`, which writes
+First a long run whose reward workers are killed every tenth step: the slope of memory and of open files over its
+steps, with the standard error of the fit. It is first because the allocator would give it what the others left.
+
+Then the clock, on steps of the demo: blocks of steps without any record, with those of `gruppo demo`, which writes
 completions at every tenth step, and with completions of every step, as `gruppo train` writes them, take turns in any
-order, and each is compared with the block beside it.
-The figure needs a machine that does nothing else, with a core for the process that writes.
+order, and each is compared with the block beside it. The figure needs a machine that does nothing else, with a core for
+the process that writes.
 
 Then processor time of the training thread, which a busy machine disturbs less: the share of each guard and record, of
 the demo as it records and of a model of 50 million parameters with completions of every step; what the other process
 uses is shown beside it. A token is recorded at the same price whatever the model, so that price is shown too: it can be
-held against any step. Then a long run whose reward workers are killed every tenth step: the slope of memory and of open
-files over its steps, with the standard error of the fit.
+held against any step.
 """
 
 import argparse
@@ -203,7 +205,7 @@ def slopes(steps: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         changes = {"rewards": "guards:length", "save_every": 50}
         GRPOTrainer(config(folder, steps, **changes), quiet=True, callbacks=[look]).train()
-    print(f"\n{steps} steps, {killed} reward workers killed, {threading.active_count()} threads left")
+    print(f"{steps} steps, {killed} reward workers killed, {threading.active_count()} threads left")
     is_flat = True
     for title, unit, values in (("memory", "kB", memory), ("open files", "files", files)):
         # The first fifth fills caches.
@@ -213,6 +215,7 @@ def slopes(steps: int) -> bool:
         is_within = slope <= 3 * error or grew < 0.01 * settled[0]
         is_flat = is_flat and is_within
         print(f"{title}: {settled[0]:.0f} -> {settled[-1]:.0f} {unit}, {slope:+.4f} +- {error:.4f} {unit} per step")
+    print()
     return is_flat
 
 
@@ -237,11 +240,12 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # where the workers find the reward
     settle_allocator()
     recorder.WRITER_AFTER_S = -1.0  # as in a run that has lasted a while
+    is_flat = slopes(steps)
     clock()
     spent = watch_all()
     shares(spent, WARMUP, 100, {}, completions_every=demo.PRESET["completions_every"])
     shares(spent, 1, 3, real_model(), prompts_per_step=4, max_new_tokens=64)
-    return 0 if slopes(steps) else 1
+    return 0 if is_flat else 1
 
 
 if __name__ == "__main__":
