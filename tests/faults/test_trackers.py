@@ -92,12 +92,25 @@ def test_a_tracker_in_trouble_is_dropped_with_one_line(
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_tensorboard_in_trouble_is_dropped_with_one_line(fault: str, run: Callable[..., str], tmp_path: Path) -> None:
-    folder = tmp_path / "tensorboard" / "summary" / "writer"
-    folder.mkdir(parents=True)
-    for package in (folder, *folder.parents[:2]):
-        (package / "__init__.py").touch()
-    (folder / "event_file_writer.py").write_text(WRITER.format(fault=FAULTS[fault]))
-    assert run(tensorboard=True, tracker_deadline=0.5).count("tensorboard failed and is switched off: init ") == 1
+    files = {
+        "summary/writer/event_file_writer.py": WRITER.format(fault=FAULTS[fault]),
+        "compat/proto/event_pb2.py": "Event = None",
+        "compat/proto/summary_pb2.py": "Summary = None",
+    }
+    for name, text in files.items():
+        file = tmp_path / "tensorboard" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        for package in file.parents[:3]:
+            (package / "__init__.py").touch()
+    text = run(tensorboard=True, tracker_deadline=0.5 if fault == "blocks" else 60)
+    (line,) = [line for line in text.splitlines() if "tensorboard failed and is switched off: " in line]
+    reasons = {
+        "blocks": ("init took longer than tracker_deadline=0.5 s", "init did not end within tracker_deadline=0.5 s"),
+        "raises": (r"init raised ConnectionError: not logged in \x1b[2J",),
+        "exits": ("init raised SystemExit: 0",),
+    }
+    assert line.partition("switched off: ")[2] in reasons[fault]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
