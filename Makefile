@@ -48,7 +48,7 @@ test-lowest:
 	.venv-lowest/bin/python -m pytest -W default -n 2 tests/unit tests/golden tests/api
 
 test-install: $(INSTALLED)
-	$(BIN)/python -m pytest -m install tests/install
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m install tests/install
 
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m row --rows all tests

@@ -24,6 +24,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 CONSTRAINED = ["--constraint", str(ROOT / "constraints.txt")]
 PIP = ["-m", "pip", "--disable-pip-version-check", "--quiet"]
+in_one_environment = pytest.mark.xdist_group("installed")
+"""Tests that share the environment of the wheel, which takes a minute to make."""
+
 BROUGHT = {
     "train": "transformers",
     "math": "math-verify",
@@ -80,6 +83,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     assert {"gruppo/recipes/book.yaml", "gruppo/task/builtin_model/model.safetensors", "gruppo/py.typed"} <= files
 
 
+@in_one_environment
 def test_the_wheel_from_nothing_runs_the_demo(installed: Path, tmp_path: Path) -> None:
     said = run([installed / "gruppo", "demo"], tmp_path)
     before, after = map(float, re.findall(r"never trained on: (\S+) -> (\S+)", said)[0])
@@ -105,6 +109,7 @@ def test_an_extra_resolves_in_an_empty_environment(extra: str, wheel: Path, tmp_
     assert {"gruppo", "torch", BROUGHT[extra]} <= names
 
 
+@in_one_environment
 @pytest.mark.parametrize("extra", ["math", "vllm", "modelscope", "wandb"])
 def test_the_command_that_an_error_prints_works_where_gruppo_is_installed(
     extra: str, installed: Path, tmp_path: Path
@@ -119,6 +124,7 @@ def test_the_command_that_an_error_prints_works_where_gruppo_is_installed(
     assert BROUGHT[extra] in names and "gruppo" not in names  # the one that is there stays
 
 
+@in_one_environment
 def test_a_base_in_4_bits_trains_with_the_extra_installed(installed: Path, tmp_path: Path) -> None:
     tools = ["pytest", "pytest-timeout", "hypothesis"]
     run([installed / "python", *PIP, "install", *CONSTRAINED, "gruppo[qlora]", *tools], tmp_path)
