@@ -30,7 +30,7 @@ ON_DEMAND = {
     "commands": "starts commands that run for some time; `make test-commands` runs it",
     "doctor": "trains some thirty runs; `make test-doctor` runs it",
     "install": "fetches packages; `make test-install` runs it",
-    "learning": "trains some twenty runs; `make test-learning` runs it",
+    "learning": "trains some thirty runs; `make test-learning` runs it",
     "ranks": "takes minutes; `make test-ranks` runs it",
     "ray": "takes minutes; `make test-ray` runs it",
 }
