@@ -91,6 +91,7 @@ def test_a_run_that_ignores_its_terminal_goes_on(flags: Flags, tmp_path: Path) -
     assert json.loads((run / "status.json").read_text()) == {"status": "done", "step": 40}
 
 
+@pytest.mark.commands
 @pytest.mark.row("R-51", "Ctrl-C typed into a pseudo-terminal")
 def test_ctrl_c_on_a_terminal_saves_without_a_traceback(flags: Flags, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -120,6 +121,7 @@ def test_ctrl_c_on_a_terminal_saves_without_a_traceback(flags: Flags, tmp_path: 
     assert json.loads((run / "status.json").read_text())["status"] == "stopped"
 
 
+@pytest.mark.commands
 @pytest.mark.row("R-01", "GRUPPO_FAULTS in a real process: SIGKILL after a step")
 def test_a_plan_in_the_environment_reaches_a_real_process(flags: Flags, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -84,6 +84,7 @@ print(GRPOTrainer(TrainConfig(**{options}), quiet=True).train().status)
 """
 
 
+@pytest.mark.commands
 def test_a_script_without_a_main_guard_runs_once(short_run: Options, tmp_path: Path) -> None:
     options = short_run(tmp_path / "run", **EACH | {"steps": 3, "save_every": 3})
     script = tmp_path / "script.py"

@@ -214,6 +214,7 @@ def test_a_signal_while_a_run_is_made_leaves_nothing(tmp_path: Path) -> None:
     assert not run.exists()
 
 
+@pytest.mark.commands
 def test_a_bare_train_runs(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*GRUPPO, "train"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
