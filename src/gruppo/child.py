@@ -51,9 +51,7 @@ def start(
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        limit = struct.pack("ll", answer_s, 0)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        limit_waits(ours, answer_s)
         known = {"descriptor": theirs.fileno(), "parent": os.getpid(), "is_bound": is_bound, **facts}
         places = [place for place in sys.path if isinstance(place, str)]
         command = [sys.executable, "-c", _CODE, module, json.dumps(known), *places]
@@ -61,6 +59,13 @@ def start(
             command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
         )
         return process, Connection(ours.detach())
+
+
+def limit_waits(end: socket.socket, seconds: int) -> None:
+    """Have calls to a socket that wait longer than so many seconds raise BlockingIOError; 0 for no limit."""
+    limit = struct.pack("ll", seconds, 0)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def begin() -> tuple[Connection, dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import is_running
 
 from gruppo.errors import InputError, RewardError
 from gruppo.reward import RewardScorer, load_reward, workers
@@ -33,13 +34,6 @@ def hostile(monkeypatch):
 def scorer(*names, **kwargs):
     settings = {"workers": 1, "deadline_s": 0.8, "failure_score": -1.0, **kwargs}
     return RewardScorer([f"hostile_rewards:{name}" for name in names], **settings)
-
-
-def is_running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def wait_until_gone(pids, seconds):

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import children_in, is_running, wait_until
 from test_resume import product
 from warm_process import WarmProcess
 
@@ -30,11 +30,8 @@ def from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def writers(parent: int) -> list[int]:
-    """Processes that write completions for another, zombies included."""
-    children = (
-        int(n) for task in Path(f"/proc/{parent}/task").iterdir() for n in (task / "children").read_text().split()
-    )
-    return [child for child in children if b"gruppo.run.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    """Processes that write completions for another."""
+    return children_in("gruppo.run.writer", parent)
 
 
 @pytest.mark.usefixtures("from_the_first_step")
@@ -66,10 +63,7 @@ def test_no_writer_outlives_a_trainer_that_is_killed(
     process.wait_until(lambda: run.exists() and writers(process.process.pid or 0) != [])
     (writer,) = writers(process.process.pid or 0)
     process.kill()
-    ends = time.monotonic() + 1.0
-    while Path(f"/proc/{writer}").exists() and b"gruppo" in Path(f"/proc/{writer}/cmdline").read_bytes():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(writer), seconds=1.0)
 
 
 SCRIPT = """

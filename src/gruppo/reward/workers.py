@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from collections.abc import Callable, Generator, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
-from gruppo.child import STACK_SIGNAL, ending
+from gruppo.child import STACK_SIGNAL, ending, limit_waits
 from gruppo.errors import InputError, RewardError
 from gruppo.output import printable
 from gruppo.reward.call import Call, CallResult
@@ -194,10 +193,8 @@ class WorkerHandle:
         self.pid = self._process.pid
         theirs.close()
         # A worker whose stray thread holds the interpreter lock never reads; a write must not wait for it.
-        limit = struct.pack("ll", _PIPE_STALL_S, 0)
         with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as view:
-            view.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            limit_waits(view, _PIPE_STALL_S)
         self.call: Call | None = None
         self.is_ready = False
         self.expires = time.monotonic() + start_s

@@ -1,14 +1,57 @@
-"""The process that writes TensorBoard's files: metrics arrive from the trainer, as `trackers.py` sends them."""
+"""TensorBoard: its files, written by a process of their own. Each event takes checksums in Python, for which training
+would wait.
+
+The process gets time, step and metrics as `multiprocessing` sends objects. It answers when it is ready and when it
+ends: with nothing, or with what failed.
+"""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
-from gruppo.child import begin, wait_for_parent
+from gruppo.child import begin, ending, start, wait_for_parent
+
+
+class FailedElsewhere(Exception):
+    """What happened in the process, with the name of its exception."""
+
+
+class TensorBoard:
+    """The process, seen from the trainer."""
+
+    def __init__(self, folder: Path) -> None:
+        place = str((folder / "tensorboard").absolute())
+        self._process, self._connection = start(__name__, is_bound=True, folder=place)
+        self._read_answer()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            self._connection.send((time.time(), step, dict(metrics)))
+        except OSError:  # it has failed, and left the reason
+            self._read_answer()
+            raise
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._connection.send(None)
+        self._read_answer()
+        self._connection.close()
+        self._process.wait()
+
+    def _read_answer(self) -> None:
+        try:
+            text = self._connection.recv_bytes().decode()
+        except (EOFError, OSError):
+            text = f"found that its process {ending(self._process.wait())}"
+        if text:
+            raise FailedElsewhere(text)
 
 
 def work() -> None:
-    """Main function of the process: write the metrics that arrive; say that it is ready, then how it ended."""
+    """Main function of the process: write the metrics that arrive."""
     connection, facts = begin()
     answer = ""
     try:

@@ -14,9 +14,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from gruppo.child import ending, start
 from gruppo.errors import require
 from gruppo.output import printable
+from gruppo.run.tensorboard import FailedElsewhere, TensorBoard
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Trackers:
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._last_call = -inf
         for name in names:
-            make = partial(_TensorBoard, folder) if name == "tensorboard" else partial(_Module, name, folder, config)
+            make = partial(TensorBoard, folder) if name == "tensorboard" else partial(_Module, name, folder, config)
             self._boards[name] = _Board(name, make, deadline_s)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -127,44 +127,8 @@ class _Board:
                 tracker.log(*record)
         except BaseException as error:  # a board must never stop a run, `sys.exit()` included
             doing = self._call[0] if self._call else "log"
-            what = str(error) if isinstance(error, _BoardError) else f"raised {type(error).__name__}: {error}"
+            what = str(error) if isinstance(error, FailedElsewhere) else f"raised {type(error).__name__}: {error}"
             self._error = f"{doing} {what}"
-
-
-class _TensorBoard:
-    """TensorBoard's files, written by a process of their own (`gruppo.run.tensorboard`): each event takes checksums in
-    Python, for which training would wait. An answer is empty, or says what failed."""
-
-    def __init__(self, folder: Path) -> None:
-        place = str((folder / "tensorboard").absolute())
-        self._process, self._connection = start("gruppo.run.tensorboard", is_bound=True, folder=place)
-        self._answer()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            self._connection.send((time.time(), step, dict(metrics)))
-        except OSError:  # it has failed, and left the reason
-            self._answer()
-            raise
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._connection.send(None)
-        self._answer()
-        self._connection.close()
-        self._process.wait()
-
-    def _answer(self) -> None:
-        try:
-            text = self._connection.recv_bytes().decode()
-        except (EOFError, OSError):
-            text = f"found that its process {ending(self._process.wait())}"
-        if text:
-            raise _BoardError(text)
-
-
-class _BoardError(Exception):
-    """What happened in another process, with the name of its exception."""
 
 
 class _Module:

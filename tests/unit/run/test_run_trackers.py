@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import children_in, is_running, wait_until
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from gruppo.run.trackers import Trackers
+
+PROCESS = "gruppo.run.tensorboard"
 
 
 def test_steps_of_one_call_are_in_the_file_of_tensorboard_one_by_one(tmp_path: Path) -> None:
@@ -36,32 +38,16 @@ def test_a_board_is_called_once_for_the_steps_in_between(tmp_path: Path, monkeyp
         trackers.log(step, {})
     monkeypatch.undo()
     assert calls == [(100.0, 1), (102.0, 2), (102.0, 3), (102.0, 4)]
-    wait_until(lambda: writers(os.getpid()))
+    wait_until(lambda: children_in(PROCESS, os.getpid()), 30)
     trackers.close()  # it is switched off: the call of its init seems older than the deadline
-    wait_until(lambda: not writers(os.getpid()))
-
-
-def writers(parent: int) -> list[int]:
-    """Processes that write for TensorBoard."""
-    threads = Path(f"/proc/{parent}/task").iterdir()
-    found = [number for thread in threads for number in (thread / "children").read_text().split()]
-    return [
-        int(number) for number in found if b"gruppo.run.tensorboard" in Path(f"/proc/{number}/cmdline").read_bytes()
-    ]
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    ends = time.monotonic() + 30
-    while not is_true():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    wait_until(lambda: not children_in(PROCESS, os.getpid()), 30)
 
 
 def test_the_process_of_tensorboard_is_gone_after_close(tmp_path: Path) -> None:
     trackers = Trackers(["tensorboard"], tmp_path, {}, deadline_s=60.0)
-    wait_until(lambda: writers(os.getpid()))
+    wait_until(lambda: children_in(PROCESS, os.getpid()), 30)
     trackers.close()
-    assert writers(os.getpid()) == []
+    assert children_in(PROCESS, os.getpid()) == []
 
 
 @pytest.mark.row("R-43", "SIGKILL of the process that writes for TensorBoard")
@@ -69,8 +55,8 @@ def test_tensorboard_without_its_process_is_switched_off_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trackers = Trackers(["tensorboard"], tmp_path, {}, deadline_s=60.0)
-    wait_until(lambda: (tmp_path / "tensorboard").exists() and list((tmp_path / "tensorboard").iterdir()))
-    (number,) = writers(os.getpid())
+    wait_until(lambda: (tmp_path / "tensorboard").exists() and list((tmp_path / "tensorboard").iterdir()), 30)
+    (number,) = children_in(PROCESS, os.getpid())
     os.kill(number, signal.SIGKILL)
     for step in range(1, 4):
         trackers.log(step, {"reward/mean": 0.5})
@@ -97,6 +83,6 @@ time.sleep(60)
 def test_the_trainer_loads_no_tensorboard_and_a_killed_one_leaves_no_process(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline() == "False\n"
-        (number,) = writers(trainer.pid)
+        (number,) = children_in(PROCESS, trainer.pid)
         trainer.kill()
-    wait_until(lambda: not Path(f"/proc/{number}").exists() or ") Z" in Path(f"/proc/{number}/stat").read_text())
+    wait_until(lambda: not is_running(number), 30)

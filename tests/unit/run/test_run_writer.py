@@ -5,12 +5,12 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import is_running, wait_until
 
 from gruppo.run import writer as module
 from gruppo.run.completions import StepRecord, record_of
@@ -52,20 +52,6 @@ def pid(writer: CompletionsWriter) -> int:
     return writer._process.pid
 
 
-def is_running(number: int) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = 10.0) -> None:
-    ends = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-
-
 def files() -> list[str]:
     return sorted(os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if is_open(name))
 
@@ -96,7 +82,7 @@ def test_a_process_that_is_killed_costs_no_step_and_is_started_again(
         if step == 1:
             pids.append(pid(writer))
             os.kill(pid(writer), signal.SIGKILL)
-            wait_until(lambda: not is_running(pids[0]))
+            wait_until(lambda: not is_running(pids[0]), seconds=10.0)
     assert problems == ["", "the process that writes completions was killed by SIGKILL", "", ""]
     assert pid(writer) != pids[0] and is_running(pid(writer))
     assert run.completion_steps() == [1, 2, 3, 4]
