@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -77,20 +78,25 @@ def writers_of(trajectory: Trajectory, models: dict[int, Any]) -> list[int]:
 
 
 def test_a_completion_in_flight_is_written_by_one_policy_after_the_other(tmp_path: Path) -> None:
-    actor = TransformersModel(long_winded(tmp_path / "model", less_likely=0.8), device="cpu")
-    folder = str(tmp_path / "model")
-    with closing(vLLMSampler(folder, servers=("start",), max_model_len=512, at_once=2)) as sampler:
+    actor = TransformersModel(long_winded(tmp_path / "model", less_likely=20.0), device="cpu")
+    # 32 completions of 480 tokens, 4 at a time: seconds, in which some completion is always half written.
+    engine = {"servers": ("start",), "max_model_len": 512, "options": {"max_num_seqs": 4}}
+    with closing(vLLMSampler(str(tmp_path / "model"), **engine, at_once=2)) as sampler:
         store = WeightStore(tmp_path / "sync", sampler.canary_rows)
         models = {0: copy.deepcopy(actor.model)}
-        for attempt in range(1, 6):  # on a busy machine an update may come after the last token
+        for attempt in range(1, 6):
+            update(actor)  # beforehand: on few cores an update may last as long as all the completions
+            models[actor.version] = copy.deepcopy(actor.model)
+            published = store.publish(actor)
             params = SamplingParams(max_new_tokens=480, seed=1, step=attempt)
-            (future,) = sampler.submit(sampler.requests(["47+85="], 4, params), params)
-            while not future.done() and actor.version < 6 * attempt:
-                update(actor)
-                models[actor.version] = copy.deepcopy(actor.model)
-                sampler.load(store.publish(actor))
-            writers = [writers_of(t, models) for t in future.result(timeout=300)]
+            (future,) = sampler.submit(sampler.requests(["47+85="], 32, params), params)
+            time.sleep(0.3 * attempt)  # the first token is drawn; the wait grows, should a machine be slower than that
+            sampler.load(published)
+            found = future.result(timeout=300)
+            writers = [writers_of(t, models) for t in found]
+            assert [len(each) for each in writers] == [480] * 32
             assert all(each == sorted(each) for each in writers)
+            assert {t.versions for t in found} == {(attempt - 1, attempt)}
             if max(len(set(each)) for each in writers) > 1:
                 return
     pytest.fail("no completion was in flight while weights were loaded")
