@@ -18,6 +18,8 @@ from gruppo.batch.segments import IGNORE_INDEX, Segments
 from gruppo.errors import InputError
 from gruppo.types import InputFeature, Rollout
 
+PerSequence = Tensor | Sequence[Any]
+"""One value per sequence, or one list of values per scored token of each."""
 Count = int | float | Tensor  # a 0-d tensor where the labels live on a GPU: counting must not make the host wait
 
 
@@ -210,6 +212,49 @@ def as_rollouts(inputs: Sequence[Any]) -> list[Rollout]:
         if not isinstance(each, Rollout | InputFeature):
             raise InputError(f"inputs[{i}] must be a Rollout or an InputFeature, got {type(each).__name__}")
     return [each if isinstance(each, Rollout) else each.rollout() for each in inputs]
+
+
+def with_given(inputs: Sequence[Any], given: dict[str, PerSequence | None]) -> list[Rollout]:
+    """Rollouts of sequences whose advantages and log-probs were given beside them."""
+    rollouts = as_rollouts(inputs)
+    columns: dict[str, list[Any]] = {}
+    for name, values in given.items():
+        if values is None:
+            continue
+        title = {"advantage": "advantages", "logps": "sampler_logps"}.get(name, name)
+        if len(values) != len(rollouts):
+            raise InputError(f"{title} has {len(values)} entries for {len(rollouts)} sequences; give one per sequence")
+        columns[name] = [_plain(title, i, v, r) for i, (v, r) in enumerate(zip(_listed(values), rollouts, strict=True))]
+    if not columns:
+        return rollouts
+    made = []
+    for i, rollout in enumerate(rollouts):
+        fields = {name: values[i] for name, values in columns.items()}
+        if "logps" in fields:
+            fields["trajectory"] = replace(rollout.trajectory, logps=fields.pop("logps"))
+        made.append(replace(rollout, **fields))
+    return made
+
+
+def _listed(values: PerSequence) -> Sequence[Any]:
+    return values.tolist() if isinstance(values, Tensor) else values
+
+
+def _plain(title: str, index: int, value: Any, rollout: Rollout) -> float | tuple[float, ...]:
+    """A number, or one per scored token, as plain Python."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, int | float):
+        if title != "advantages":
+            raise InputError(f"{title}[{index}] must hold one number per scored token, got {value!r}")
+        return float(value)
+    row = tuple(float(x) for x in value)
+    if len(row) != rollout.trajectory.num_sampled:
+        raise InputError(
+            f"{title} of sequence {index} has {len(row)} entries for {rollout.trajectory.num_sampled} scored tokens; "
+            "give exactly one value per token whose label is not masked"
+        )
+    return row
 
 
 def pack_rows(values_BL: Tensor, attention_BL: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gruppo.doctor.rules import FEWEST_STEPS, SURE, Change, Finding, applied
+from gruppo.doctor.finding import FEWEST_STEPS, SURE, Change, Finding
+from gruppo.doctor.rules import applied
 from gruppo.doctor.table import Points, Table
 from gruppo.errors import InputError
 from gruppo.output import printable

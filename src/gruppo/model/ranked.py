@@ -25,9 +25,10 @@ from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.metric import Metric
 from gruppo.model.optim import MasterWeights, StepReport
 from gruppo.model.plan import StepPlan
+from gruppo.model.precision import half_or_float, in_precision
 from gruppo.model.sharding import OrderedSum, RankWeights, ReplicatedWeights, ShardedWeights, shard, whole
 from gruppo.model.shards import read_weights
-from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch, in_precision
+from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import Prompt, Rollout, Trajectory
 from gruppo.weights.empty import NotByRows, load_empty
@@ -321,12 +322,6 @@ class RankedModel(TransformersModel):
                 super().load_state(Path(folder))
             else:
                 load_shards(self.weights, self.optimizer, Path(folder))
-
-
-def half_or_float(dtype: str) -> torch.dtype:
-    """In which a model on ranks computes, by the option: bfloat16 on a GPU that has it, unless another is named."""
-    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and has_bf16) else torch.float32
 
 
 def packed(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.batch import PackedBatch, Totals, pack
-from gruppo.batch.packed import as_rollouts
+from gruppo.batch.packed import PerSequence, as_rollouts, with_given
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
@@ -21,6 +21,7 @@ from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.offload import HostInputs
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.plan import Layout, Planner, StepPlan
+from gruppo.model.precision import DTYPES, frozen_first, in_precision, switch_off_dropout
 from gruppo.model.reference import Reference, frozen_copy
 from gruppo.model.scorer import HeadChoice, Scorer
 from gruppo.parallel.ranks import Ranks
@@ -37,14 +38,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Sequences = Sequence[Rollout | InputFeature]
-PerSequence = Tensor | Sequence[Any]
 Watch = Callable[[PackedBatch, LossInputs], None]
 """Is given a micro-batch and what its loss was computed on."""
 Record = Callable[[tuple[int, ...], Sequence[int], dict[str, Tensor]], None]
 """Is given the sequences of a micro-batch, how many scored tokens each has, and columns of numbers per token."""
 KEEP = 0.9
 """Share of activations that is kept: all that come from a product, and not what is computed from them in one pass."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TransformersModel:
@@ -158,12 +157,12 @@ class TransformersModel:
             # of its own.
             embedding = model.get_input_embeddings()  # type: ignore[operator]  # transformers'
             embedding.register_forward_hook(lambda _m, _i, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
-        _switch_off_dropout(model)
+        switch_off_dropout(model)
         if any(parameter.is_meta for parameter in model.parameters()):
             model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
         else:
             nn.Module.to(model, self.device)
-        self.dtype = compute or _frozen_first(model).dtype
+        self.dtype = compute or frozen_first(model).dtype
         """In which the model computes."""
         self._weights = in_precision(model, self.dtype, self._make_weights)
         self.model = model.train(gradient_checkpointing)  # transformers checkpoints in train mode only
@@ -375,7 +374,7 @@ class TransformersModel:
         A loss that looks at the whole step (`loss.surveys`) scores all sequences once more before the first backward.
         """
         given = {"advantage": advantages, "old_logps": old_logps, "ref_logps": ref_logps, "logps": sampler_logps}
-        return self.run(self.plan(_with(inputs, given), totals))
+        return self.run(self.plan(with_given(inputs, given), totals))
 
     def plan(self, rollouts: Sequence[Rollout], totals: Totals | None = None) -> StepPlan:
         """What a step over these rollouts will compute. Arguments as for `forward_backward`."""
@@ -536,85 +535,3 @@ def _check_quantize(model_id: str, quantize: Any, lora: LoraSpec | None, process
         raise InputError(f"quantize={quantize!r} needs an adapter, since 4-bit weights do not train; switch lora on")
     if quantize is not None and process_group is not None:
         raise InputError(f"quantize={quantize!r} is for one process: 4-bit weights cannot be sharded over ranks")
-
-
-def _with(inputs: Sequences, given: dict[str, PerSequence | None]) -> list[Rollout]:
-    """Rollouts of sequences whose advantages and log-probs were given beside them."""
-    rollouts = as_rollouts(inputs)
-    columns: dict[str, list[Any]] = {}
-    for name, values in given.items():
-        if values is None:
-            continue
-        title = {"advantage": "advantages", "logps": "sampler_logps"}.get(name, name)
-        if len(values) != len(rollouts):
-            raise InputError(f"{title} has {len(values)} entries for {len(rollouts)} sequences; give one per sequence")
-        columns[name] = [_plain(title, i, v, r) for i, (v, r) in enumerate(zip(_listed(values), rollouts, strict=True))]
-    if not columns:
-        return rollouts
-    made = []
-    for i, rollout in enumerate(rollouts):
-        fields = {name: values[i] for name, values in columns.items()}
-        if "logps" in fields:
-            fields["trajectory"] = replace(rollout.trajectory, logps=fields.pop("logps"))
-        made.append(replace(rollout, **fields))
-    return made
-
-
-def _listed(values: PerSequence) -> Sequence[Any]:
-    return values.tolist() if isinstance(values, Tensor) else values
-
-
-def _plain(title: str, index: int, value: Any, rollout: Rollout) -> float | tuple[float, ...]:
-    """A number, or one per scored token, as plain Python."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, int | float):
-        if title != "advantages":
-            raise InputError(f"{title}[{index}] must hold one number per scored token, got {value!r}")
-        return float(value)
-    row = tuple(float(x) for x in value)
-    if len(row) != rollout.trajectory.num_sampled:
-        raise InputError(
-            f"{title} of sequence {index} has {len(row)} entries for {rollout.trajectory.num_sampled} scored tokens; "
-            "give exactly one value per token whose label is not masked"
-        )
-    return row
-
-
-def in_precision(
-    model: nn.Module, compute: torch.dtype, make: Callable[..., MasterWeights] = MasterWeights
-) -> MasterWeights | None:
-    """Bring parameters to the precision in which the model computes; masters of those that train and had more.
-
-    Parameters that a model keeps in float32 beside half-precision ones stay as they are; an adapter's do not.
-    """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
-    kept = tuple(getattr(inner, "_keep_in_fp32_modules", None) or ())
-    base = _frozen_first(model).dtype
-    halved = set()
-    for name, parameter in model.named_parameters():
-        is_chosen = parameter.dtype == base or ".lora_" in name or ".modules_to_save." in name
-        if parameter.dtype == compute or not is_chosen or any(part in name for part in kept):
-            continue
-        if parameter.requires_grad and compute.itemsize < 4:
-            halved.add(name)
-        else:
-            parameter.data = parameter.data.to(compute)
-    return make(model, halved, compute) if halved else None
-
-
-def _frozen_first(model: nn.Module) -> nn.Parameter:
-    """A parameter of the base model: one that does not train if there is any, as beside an adapter. Not a 4-bit one."""
-    return min(model.parameters(), key=lambda p: (not p.is_floating_point(), p.requires_grad))
-
-
-def _switch_off_dropout(model: nn.Module) -> None:
-    """Dropout, and kernels for scoring only, make the same weights score the same tokens differently: the ratio would
-    not be 1 on-policy."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers score in bf16 by it, and train in float32
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

@@ -16,6 +16,7 @@ from gruppo.errors import InputError
 from gruppo.kernel.head import memory_estimate
 from gruppo.model.attention_hook import refusal
 from gruppo.model.plan import WORTH_IT, plan_rows
+from gruppo.model.precision import half_or_float
 from gruppo.model.scorer import SMALL_LOGITS
 from gruppo.parallel.ranks import Ranks
 from gruppo.trainer.config import TrainConfig
@@ -255,8 +256,6 @@ def replicates(config: TrainConfig, model_id: Any, ranks: Ranks) -> bool:
     """Whether every rank keeps all weights, by `shard`; auto is one decision of all ranks."""
     if config.shard != "auto":
         return config.shard == "none"
-    from gruppo.model.ranked import half_or_float  # brings FSDP
-
     parameters = sum(parameter.numel() for parameter in outline(model_id).parameters())
     is_adapter = config.lora or holds_adapter(model_id)
     trainable = parameters // ADAPTER_SHARE if is_adapter else parameters

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gruppo.doctor import RULES, Table, advice
-from gruppo.doctor.rules import Change, Finding, applied, beyond
+from gruppo.doctor.finding import Change, Finding, beyond
+from gruppo.doctor.rules import applied
 from gruppo.doctor.table import Rollouts, Updates
 from gruppo.keys import KEYS
 

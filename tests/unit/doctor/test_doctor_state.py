@@ -146,11 +146,11 @@ def test_the_rules_page_names_every_finding() -> None:
     """Names are read from the source: a finding is made where one is found."""
     import re
 
-    from gruppo.doctor import rules
+    from gruppo.doctor import completion_rules, metric_rules
 
     root = Path(__file__).parents[3]
-    source = Path(rules.__file__).read_text(encoding="utf-8")
-    names = set(re.findall(r'rule="(\w+)"', source)) | {rule for rule, _ in rules.RANGES.values()}
+    source = "".join(Path(m.__file__).read_text(encoding="utf-8") for m in (metric_rules, completion_rules))
+    names = set(re.findall(r'rule="(\w+)"', source)) | {rule for rule, _ in metric_rules.RANGES.values()}
     names |= set(re.findall(r'_dead\(\s*"(\w+)"', source))
     page = (root / "docs" / "doctor.md").read_text(encoding="utf-8")
     table = page.split("| finding |")[1].split("\n\n")[0]

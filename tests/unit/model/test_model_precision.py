@@ -9,7 +9,7 @@ from tiny_models import actor, random_features, tiny_model
 from gruppo.errors import InputError
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.model.checkpoint import load_training_state, save_training_state
-from gruppo.model.transformers_model import in_precision
+from gruppo.model.precision import in_precision
 
 FEATURES = random_features(num=6, seed=3)
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0]

@@ -1,0 +1,191 @@
+"""Rules over completions: each looks for one fault in what was sampled. Thresholds stand above their rule."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gruppo.doctor.finding import CORRECT, LENGTH, Change, Finding, beyond, departure
+from gruppo.doctor.table import Points, Rollouts, Table
+from gruppo.output import printable
+
+FEWEST_GROUPS = 10
+"""Groups that must have what a rule compares within groups: fewer are noise."""
+CONTRADICTED = 0.5
+"""Share of groups with right and wrong answers in which wrong ones earn more. A reward that has nothing to do with
+correctness reaches a half; one that serves it stays near 0."""
+
+
+def contradicted_reward(table: Table) -> Iterator[Finding]:
+    """Wrong answers earn more than right ones."""
+    differences = []
+    for rollouts in table.rollouts:
+        for rows in _groups(rollouts):
+            reward, correct = rollouts.reward_N[rows], rollouts.correct_N[rows]
+            right, wrong = reward[correct == 1], reward[correct == 0]
+            if len(right) and len(wrong):
+                differences.append(float(np.nanmean(right) - np.nanmean(wrong)))
+    against = sum(difference < 0 for difference in differences)
+    if len(differences) >= FEWEST_GROUPS and against > CONTRADICTED * len(differences):
+        yield Finding(
+            rule="contradicted_reward",
+            severity="problem",
+            step=table.rollouts[0].step,
+            text="the sum of the rewards pays wrong answers more than right ones",
+            evidence=f"in {against} of {len(differences)} groups with right and wrong answers the wrong ones earn "
+            f"more, by {-sum(differences) / len(differences):.3g} on average over all of them",
+            remedy="mend the rewards, or their reward_weights; correct_by names the one that decides what is right",
+            metric=CORRECT,
+        )
+
+
+def _groups(rollouts: Rollouts) -> Iterator[np.ndarray]:
+    """Rows of each group whose rewards are known."""
+    for number in np.unique(rollouts.group_N):
+        rows = np.flatnonzero((rollouts.group_N == number) & np.isfinite(rollouts.reward_N))
+        if len(rows) > 1:
+            yield rows
+
+
+LONGER = 1.5
+"""Growth of the mean length that is worth a look."""
+PAID_BY_LENGTH = 0.8
+"""Correlation of reward and length within groups at which the reward is little else than the length."""
+FAVOURED_LENGTH = 0.3
+"""Correlation at which longer completions clearly earn more."""
+
+
+def length_exploitation(table: Table) -> Iterator[Finding]:
+    """Completions grow because length pays, and not because answers get better."""
+    length, correct = (Change.of(table.series(name)) for name in (LENGTH, CORRECT))
+    if length is None or not length.rises((LONGER - 1) * length.first):
+        return
+    correlation = _length_correlation(table.rollouts)
+    is_better = correct is not None and correct.rises()
+    if correlation is None or correlation < (PAID_BY_LENGTH if is_better else FAVOURED_LENGTH):
+        return
+    answers = "" if correct is None else f", {CORRECT} {correct}"
+    yield Finding(
+        rule="length_exploitation",
+        severity="problem",
+        step=departure(table.series(LENGTH), LONGER * length.first, above=True),
+        text="completions grow because length pays",
+        evidence=f"{LENGTH} {length}, correlation of length and reward within groups {correlation:.2f}{answers}",
+        remedy="take length out of the rewards, penalise it with overlong_cache, or lower max_new_tokens; with a "
+        "reward that has no part in it, loss=drgrpo",
+        metric=LENGTH,
+    )
+
+
+def _length_correlation(all_rollouts: Sequence[Rollouts]) -> float | None:
+    """Correlation of length and reward, both centred in their groups; None where too few groups have both."""
+    lengths, rewards = [], []
+    for rollouts in all_rollouts:
+        for rows in _groups(rollouts):
+            length, reward = rollouts.length_N[rows].astype(float), rollouts.reward_N[rows]
+            if length.std() > 0 and reward.std() > 0:
+                lengths.append(length - length.mean())
+                rewards.append(reward - reward.mean())
+    if len(lengths) < FEWEST_GROUPS:
+        return None
+    x, y = np.concatenate(lengths), np.concatenate(rewards)
+    return float((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()))
+
+
+REPEATS = 0.5
+"""Distinct pieces of 4 tokens over all of them. Prose is above 0.9, long derivations above 0.7."""
+LONG = 16
+"""Tokens below which a text is too short to tell."""
+MANY = 0.25
+"""Share of completions that repeat themselves."""
+
+
+def repetition(table: Table) -> Iterator[Finding]:
+    """Completions repeat themselves."""
+    points: Points = []
+    for rollouts in table.rollouts:
+        is_repeating_N = (rollouts.length_N >= LONG) & (rollouts.distinct_N < REPEATS)
+        points.append((rollouts.step, float(is_repeating_N.mean()) if len(is_repeating_N) else 0.0))
+    found = beyond(points, MANY)
+    if found is not None and found.is_now:
+        yield Finding(
+            rule="repetition",
+            severity="problem",
+            step=found.begin,
+            text="completions repeat themselves",
+            evidence=f"{found.worst:.0%} of the completions have at least {LONG} tokens, and more than half of their "
+            f"4-token pieces come again, {found.when}",
+            remedy="lower lr, lower max_new_tokens, raise beta, or a stop text; look whether a reward pays for length",
+            metric=LENGTH,
+        )
+
+
+DOMINATES = 0.25
+"""Share of all credit that one prompt may have."""
+UNFAIR = 5.0
+"""Times an equal share, for data of few prompts."""
+
+
+def dominating_prompt(table: Table) -> Iterator[Finding]:
+    """One prompt has much of the credit: its row is there many times, or its rewards are far off."""
+    credit: dict[str, float] = defaultdict(float)
+    groups: dict[str, int] = defaultdict(int)
+    for rollouts in table.rollouts:
+        for number in np.unique(rollouts.group_N):
+            rows = np.flatnonzero(rollouts.group_N == number)
+            credit[rollouts.prompts[rows[0]]] += float(rollouts.credit_N[rows].sum())
+            groups[rollouts.prompts[rows[0]]] += 1
+    total = sum(credit.values())
+    if not total or sum(value > 0 for value in credit.values()) < FEWEST_GROUPS:
+        return
+    prompt = max(credit, key=lambda text: credit[text])
+    share = credit[prompt] / total
+    if share > DOMINATES and share > UNFAIR / len(credit):
+        yield Finding(
+            rule="dominating_prompt",
+            severity="warning",
+            step=None,
+            text=f"one prompt dominates: {printable(prompt[:80])!r}",
+            evidence=f"it has {share:.0%} of the credit (|advantage| x tokens) with {groups[prompt]} of "
+            f"{sum(groups.values())} groups; there are {len(credit)} prompts",
+            remedy="take its copies out of data, or mend the reward if its values are far from the others'; "
+            "`gruppo data check` counts equal rows",
+            metric=None,
+        )
+
+
+MANY_LEAKED = 0.05
+"""Share of held-out prompts among the training prompts above which the score is not to be trusted."""
+LONG_ENOUGH = 16
+"""Characters of a message that make it more than a coincidence inside a rendered prompt."""
+
+
+def leaking_evaluation(table: Table) -> Iterator[Finding]:
+    """Held-out prompts are among those that were trained on."""
+    seen: dict[str, set[str]] = defaultdict(set)
+    for rollouts in table.rollouts:
+        for prompt, columns in zip(rollouts.prompts, rollouts.columns, strict=True):
+            seen[columns].add(prompt)
+    everything = set().union(*seen.values()) if seen else set()
+    leaked = []
+    for row in table.held_out:
+        prompt = row.get("prompt")
+        text = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
+        if not isinstance(text, str):
+            continue
+        others = seen.get(json.dumps({k: v for k, v in row.items() if k != "prompt"}, ensure_ascii=False), set())
+        if text in everything or (len(text) >= LONG_ENOUGH and any(text in other for other in others)):
+            leaked.append(text)
+    if leaked:
+        share = len(leaked) / len(table.held_out)
+        yield Finding(
+            rule="leaking_evaluation",
+            severity="problem" if share > MANY_LEAKED else "warning",
+            step=None,
+            text="the evaluation leaks: held-out prompts were trained on",
+            evidence=f"{len(leaked)} of {len(table.held_out)} held-out prompts are among the training prompts that the "
+            f"completions show, such as {printable(leaked[0][:80])!r}",
+            remedy="take equal rows out of data and eval_data; `gruppo data check` counts them",
+            metric="eval/accuracy",
+        )

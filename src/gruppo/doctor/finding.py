@@ -1,0 +1,135 @@
+"""Finding: a likely fault of a run; and the windows over its steps by which one is found."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from gruppo.doctor.table import Points
+
+FEWEST_STEPS = 5
+"""Steps below which nothing is judged: fewer are noise."""
+WINDOW = 20
+"""Steps over which a number is averaged before it is judged: one bad step is no fault."""
+
+REWARD, CORRECT, LENGTH = "reward/mean", "reward/correct_frac", "completion/len_mean"
+ENTROPY, NORM, SKIPPED, DEAD_FRAC = "rollout/entropy", "optim/grad_norm", "optim/skipped", "group/dead_frac"
+
+Severity = Literal["problem", "warning"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A likely fault of a run."""
+
+    rule: str
+    severity: Severity
+    """`problem`: the run does not learn what it should; `warning`: it may, at a price."""
+    step: int | None
+    """Where it began; None: it holds for the whole run."""
+    text: str
+    """What is likely wrong."""
+    evidence: str
+    remedy: str
+    metric: str | None = None
+    """Key of the chart that shows it."""
+
+    def __str__(self) -> str:
+        return f"{self.evidence}: {self.remedy}"
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Steps in which the mean of a window was beyond a bound."""
+
+    begin: int
+    last: int
+    worst: float
+    """The mean that is farthest from the bound."""
+    is_now: bool
+    """Whether the last window is among them."""
+
+    @property
+    def when(self) -> str:
+        return f"since step {self.begin}" if self.is_now else f"in steps {self.begin} to {self.last}"
+
+
+def means_of(points: Points) -> tuple[int, list[float]]:
+    """Length of the windows, and the mean of each; none for too few points."""
+    width = min(WINDOW, len(points))
+    if len(points) < FEWEST_STEPS:
+        return width, []
+    sums = np.concatenate([[0.0], np.cumsum([value for _, value in points])])
+    return width, ((sums[width:] - sums[:-width]) / width).tolist()
+
+
+def beyond(points: Points, bound: float, *, above: bool = True) -> Stretch | None:
+    """The windows whose mean is above (or below) a bound, up to the last of them; None if there are none."""
+    width, means = means_of(points)
+    sign = 1 if above else -1
+    out = [i for i, mean in enumerate(means) if sign * mean > sign * bound]
+    if not out:
+        return None
+    first, last = out[0], out[-1]
+    inside = [step for step, value in points[first : first + width] if sign * value > sign * bound]
+    worst = max((means[i] for i in out), key=lambda mean: sign * mean)
+    return Stretch(inside[0], points[last + width - 1][0], worst, last == len(means) - 1)
+
+
+SURE = 2.0
+"""Standard errors that a change must have to be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A value at both ends of a run: means over the first and the last window, which share no step."""
+
+    first: float
+    last: float
+    best: float
+    """The highest mean of any window."""
+    error: float
+    """Standard error of the difference, from the spread within the windows."""
+
+    @classmethod
+    def of(cls, points: Points) -> "Change | None":
+        """None for fewer points than two windows of `FEWEST_STEPS`.
+
+        >>> Change.of([(step, float(step > 5)) for step in range(1, 11)])
+        Change(first=0.0, last=1.0, best=1.0, error=0.0)
+        """
+        values = np.array([value for _, value in points], float)
+        width = min(WINDOW, len(values) // 2)
+        if width < FEWEST_STEPS:
+            return None
+        first, last = values[:width], values[-width:]
+        means = np.convolve(values, np.ones(width) / width, "valid")
+        error = float(np.sqrt((first.var(ddof=1) + last.var(ddof=1)) / width))
+        return cls(float(first.mean()), float(last.mean()), float(means.max()), error)
+
+    def rises(self, by: float = 0.0) -> bool:
+        return self.last - self.first > max(SURE * self.error, by)
+
+    def falls(self, by: float = 0.0) -> bool:
+        return self.first - self.last > max(SURE * self.error, by)
+
+    def __str__(self) -> str:
+        return f"{self.first:.3g} -> {self.last:.3g}"
+
+
+def last_mean(points: Points) -> float | None:
+    """Mean of the last window."""
+    _, means = means_of(points)
+    return means[-1] if means else None
+
+
+def departure(points: Points, bound: float, *, above: bool = False) -> int | None:
+    """The step after which a value stayed beyond a bound."""
+    last = None
+    for step, value in points:
+        is_out = value > bound if above else value < bound
+        last = (step if last is None else last) if is_out else None
+    return last

@@ -1,0 +1,329 @@
+"""Rules over metrics: each looks for one fault in the numbers of the steps. Thresholds stand above their rule."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gruppo.doctor.finding import (
+    CORRECT,
+    DEAD_FRAC,
+    ENTROPY,
+    FEWEST_STEPS,
+    NORM,
+    REWARD,
+    SKIPPED,
+    Change,
+    Finding,
+    Severity,
+    Stretch,
+    beyond,
+    departure,
+    last_mean,
+)
+from gruppo.doctor.table import Table
+from gruppo.keys import find
+from gruppo.output import printable
+
+# --- ranges of the registry -------------------------------------------------------------------------------------------
+
+RANGES = {
+    "live/approx_kl": ("kl_blow_up", "the policy leaves the one that sampled within a step"),
+    "policy/kl": ("kl_blow_up", "the policy has left the reference"),
+    "reward/<name>/error_frac": ("reward_fails", "a reward function fails"),
+    "completion/truncated_frac": ("truncation", "most completions are cut off before they end"),
+    "completion/empty_frac": ("empty_completions", "most completions are blank"),
+}
+"""Name and cause of a number that leaves its healthy range of `gruppo.keys`, which has the bounds and remedies;
+causes before what follows from them."""
+
+
+def out_of_range(table: Table) -> Iterator[Finding]:
+    """Keys whose mean leaves the healthy range of the registry."""
+    keys = [(name, key) for name in table.keys if (key := find(name)) is not None and key.name in RANGES]
+    for name, key in sorted(keys, key=lambda pair: list(RANGES).index(pair[1].name)):
+        assert key.healthy is not None
+        low, high = key.healthy
+        rule, text = RANGES[key.name]
+        for bound, above in ((high, True), (low, False)):
+            found = beyond(table.series(name), bound, above=above)
+            if found is None:
+                continue
+            yield Finding(
+                rule=rule,
+                severity="problem" if found.is_now else "warning",
+                step=found.begin,
+                text=text + _failure(table, name),
+                evidence=f"{name} is {found.worst:.3g}, {'above' if above else 'below'} {bound:g}",
+                remedy=key.remedy,
+                metric=name,
+            )
+
+
+def _failure(table: Table, name: str) -> str:
+    """The first failure of a reward function, from the completions."""
+    reward = name.split("/")[1]
+    texts = [rollouts.errors[reward] for rollouts in table.rollouts if reward in rollouts.errors]
+    last_line = printable(texts[0].rstrip().rpartition("\n")[2])[:200] if texts else ""
+    return f": {last_line}" if name.endswith("/error_frac") and last_line else ""
+
+
+# --- sampler and precision --------------------------------------------------------------------------------------------
+
+MEAN_GAP = 0.1
+"""Mean distance of log-probs, in nats. bf16 engines of the same weights stay below 0.02, with experts below 0.05."""
+GROWTH = 3.0
+"""A gap that grew by this factor came with the updates; one that was there from the start did not."""
+
+
+def stale_sampler(table: Table) -> Iterator[Finding]:
+    """Completions were not sampled from the weights that train."""
+    key = find("sampler/logp_gap_max")
+    assert key is not None and key.healthy is not None
+    for name, bound in (("sampler/logp_gap_mean", MEAN_GAP), (key.name, key.healthy[1])):
+        points = table.series(name)
+        found = beyond(points, bound)
+        if found is None:
+            continue
+        grew = points[0][1] * GROWTH < points[-1][1]
+        is_meant = bool(table.config.get("max_staleness"))
+        text = "the sampler does not have the weights that train: " + (
+            "the gap grows with the updates, so new weights do not arrive"
+            if grew
+            else "the gap is there from the start, so it has another model, chat template or number format"
+        )
+        remedy = key.remedy
+        if is_meant:
+            text, remedy = "rollouts are too old for the weights that train on them", "lower max_staleness, or lr"
+        yield Finding(
+            rule="stale_sampler",
+            severity="warning" if is_meant else "problem",
+            step=found.begin,
+            text=text,
+            evidence=f"{name} is {found.worst:.3g}, above {bound:g}",
+            remedy=remedy,
+            metric=name,
+        )
+        return
+
+
+LOST = 0.5
+"""Share of updates that change nothing. Rounding to the nearest number loses an update of less than half the distance
+to it; up to half of them is what rows with a gradient near 0 make in sound runs."""
+
+
+def precision_lost(table: Table) -> Iterator[Finding]:
+    """Updates are too small for the numbers that hold the weights."""
+    updates = table.updates
+    if updates is None or not len(updates.spacing):
+        return
+    spacing = np.sort(updates.spacing)
+    # Weights and updates are not paired in a checkpoint, so each update is compared with all weights.
+    below = 1 - np.searchsorted(spacing, 2 * updates.update, side="right") / len(spacing)
+    lost = float(below.mean())
+    if lost > LOST:
+        yield Finding(
+            rule="precision_lost",
+            severity="problem",
+            step=None,
+            text="updates are smaller than what the weights can hold, so most of them are rounded away",
+            evidence=f"{lost:.0%} of the updates of step {updates.step} are less than half the distance to the next "
+            f"float32 number: medians {np.median(updates.update):.1g} and {np.median(spacing) / 2:.1g}",
+            remedy="raise lr",
+            metric="optim/lr",
+        )
+
+
+# --- groups and rewards -----------------------------------------------------------------------------------------------
+
+DEAD = 0.8
+"""Share of groups without signal: above it four of five samples are wasted."""
+ALL_DEAD = 0.95
+"""Share at which nothing is learned at all."""
+MOSTLY = 0.5
+"""Share of all groups that must be all right, or all wrong, for that to be the cause."""
+
+
+def dead_groups(table: Table) -> Iterator[Finding]:
+    """Completions of a group all earn the same: the task is too easy, too hard, or the policy is too sure."""
+    found = beyond(table.series(DEAD_FRAC), DEAD)
+    if found is None or not found.is_now or _is_constant(table) or not table.series(REWARD):
+        return
+    share = f"{found.worst:.0%} of the groups are dead {found.when}"
+    right, wrong, reward = (
+        last_mean(table.series(name)) for name in ("group/all_right_frac", "group/all_wrong_frac", REWARD)
+    )
+    if found.worst > ALL_DEAD and reward is not None and reward <= 0:
+        yield _dead(
+            "too_hard",
+            found,
+            "no completion earns anything, so nothing can be learned",
+            f"all groups are dead at reward {reward:g}, {found.when}",
+            "if the reward was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task "
+            "is too hard as it is, or the reward does not read the form of the completions: try `gruppo reward check`",
+        )
+    elif right is not None and right >= MOSTLY:
+        began = table.steps[0] == 1 and found.begin == 1
+        if began:  # later, it is what learning comes to
+            yield _dead(
+                "too_easy",
+                found,
+                "the task is too easy: most groups are all right from the start",
+                f"{share}, {right:.0%} all right",
+                "harder prompts, retire_solved, or dynamic_sampling to fill steps with other groups",
+            )
+    elif wrong is not None and wrong >= MOSTLY:
+        yield _dead(
+            "too_hard",
+            found,
+            "the task is too hard: most groups are all wrong",
+            f"{share}, {wrong:.0%} all wrong",
+            "raise group_size or temperature, easier prompts, or dynamic_sampling",
+        )
+    else:
+        yield _dead(
+            "no_signal",
+            found,
+            "most groups have no signal: their completions all earn the same",
+            share,
+            "raise group_size or temperature",
+        )
+
+
+def _dead(rule: str, found: Stretch, text: str, evidence: str, remedy: str) -> Finding:
+    severity: Severity = "problem" if rule == "too_hard" else "warning"
+    metric = DEAD_FRAC
+    return Finding(
+        rule=rule, severity=severity, step=found.begin, text=text, evidence=evidence, remedy=remedy, metric=metric
+    )
+
+
+def _is_constant(table: Table) -> bool:
+    """Whether all completions of all steps earned one value other than 0, which is a task that is too hard."""
+    spread, mean = table.series("reward/std"), table.series(REWARD)
+    return (
+        len(spread) >= FEWEST_STEPS
+        and not any(value > 1e-9 for _, value in spread)
+        and max(value for _, value in mean) - min(value for _, value in mean) < 1e-9
+        and mean[0][1] != 0
+    )
+
+
+def constant_reward(table: Table) -> Iterator[Finding]:
+    """The reward does not depend on the completion, or there is none."""
+    if not table.series(REWARD):
+        yield Finding(
+            rule="no_reward",
+            severity="problem",
+            step=table.steps[0],
+            text="no completion has a reward",
+            evidence="no reward function has scored a completion",
+            remedy="all of them abstain (None); check their columns with `gruppo reward check`",
+            metric=REWARD,
+        )
+    elif _is_constant(table):
+        value = table.series(REWARD)[0][1]
+        yield Finding(
+            rule="constant_reward",
+            severity="problem",
+            step=table.steps[0],
+            text="the reward gives every completion the same, so there is nothing to compare",
+            evidence=f"all completions of {len(table.steps)} steps earned {value:g}",
+            remedy="mend the function in rewards: try `gruppo reward check`; if all answers are right, harder prompts",
+            metric="reward/std",
+        )
+
+
+CORRECT_FALLS = 0.05
+"""Fall of the share of right answers that is more than noise over a window of steps."""
+REWARD_RISES = 0.1
+"""Rise of the reward that counts, in spreads of the reward at the start."""
+
+
+def reward_hacking(table: Table) -> Iterator[Finding]:
+    """The sum of the rewards rises while fewer answers are right: one part is being exploited."""
+    parts = {name.split("/")[1] for name in table.keys if name.startswith("reward/") and name.endswith("/abstain_frac")}
+    total, correct, spread = (Change.of(table.series(name)) for name in (REWARD, CORRECT, "reward/std"))
+    if len(parts) < 2 or total is None or correct is None or spread is None:
+        return
+    if not total.rises(REWARD_RISES * spread.first) or not correct.falls(CORRECT_FALLS):
+        return
+    changes = {part: Change.of(table.series(f"reward/{part}/mean")) for part in sorted(parts)}
+    rises = {part: change.last - change.first for part, change in changes.items() if change is not None}
+    if not rises:
+        return
+    part = max(rises, key=lambda name: rises[name])
+    metric = f"reward/{part}/mean"
+    yield Finding(
+        rule="reward_hacking",
+        severity="problem",
+        step=departure(table.series(CORRECT), correct.first - CORRECT_FALLS),
+        text=f"reward {printable(part)!r} is exploited: it rises while fewer answers are right",
+        evidence=f"{REWARD} {total}, {CORRECT} {correct}, {printable(metric)} {changes[part]}",
+        remedy="give it less weight in reward_weights, or none; read the completions that it pays",
+        metric=metric,
+    )
+
+
+# --- policy -----------------------------------------------------------------------------------------------------------
+
+ENTROPY_LEFT = 0.2
+"""Share of the entropy at the start below which a policy has stopped to explore."""
+SOLVED = 0.9
+"""Share of right answers at which being sure is what was wanted."""
+
+
+def entropy_collapse(table: Table) -> Iterator[Finding]:
+    """The policy is sure of its answers, and they are not right."""
+    points = table.series(ENTROPY)
+    entropy, correct = Change.of(points), Change.of(table.series(CORRECT))
+    if entropy is None:
+        return
+    start = max(entropy.first, points[0][1])  # a fast collapse is over within the first window
+    if entropy.last >= ENTROPY_LEFT * start or (correct is not None and correct.last >= SOLVED):
+        return
+    right = "" if correct is None else f", {CORRECT} {correct}"
+    yield Finding(
+        rule="entropy_collapse",
+        severity="problem",
+        step=departure(points, ENTROPY_LEFT * start),
+        text="the policy has stopped to explore before its answers are right",
+        evidence=f"{ENTROPY} {start:.3g} -> {entropy.last:.3g}{right}",
+        remedy="lower lr, widen clip_range above (0.2 0.28), or set entropy_target",
+        metric=ENTROPY,
+    )
+
+
+SPIKE = 10.0
+"""Gradient norm over the median of the run that is no ordinary noise: norms of sound runs stay within a factor of 4."""
+
+
+def gradient_spike(table: Table) -> Iterator[Finding]:
+    """Single steps have gradients far beyond the others, or none that is finite."""
+    skipped = [(step, value) for step, value in table.series(SKIPPED) if value]
+    if skipped:
+        yield Finding(
+            rule="gradient_not_finite",
+            severity="problem",
+            step=skipped[0][0],
+            text="updates were left out, since their gradient was not finite",
+            evidence=f"{sum(value for _, value in skipped):g} updates in {len(skipped)} steps, first in step "
+            f"{skipped[0][0]}",
+            remedy="lower lr; dtype=float32 shows whether it is precision",
+            metric=SKIPPED,
+        )
+    norms = table.series(NORM)
+    limit = table.config.get("max_grad_norm", 1.0)
+    median = float(np.median([value for _, value in norms])) if norms else 0.0
+    spikes = [(step, value) for step, value in norms if value > SPIKE * median and value > limit]
+    if spikes and len(norms) >= FEWEST_STEPS:
+        worst = max(spikes, key=lambda spike: spike[1])
+        yield Finding(
+            rule="gradient_spike",
+            severity="warning",
+            step=spikes[0][0],
+            text="single steps have gradients far beyond the others",
+            evidence=f"{len(spikes)} of {len(norms)} steps; {NORM} is {worst[1]:.3g} in step {worst[0]}, the "
+            f"median is {median:.3g}",
+            remedy="look at the rewards of that step for values far off; lower max_grad_norm, or lr",
+            metric=NORM,
+        )
