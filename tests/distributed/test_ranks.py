@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -324,6 +325,25 @@ class TestFaults:
         assert "resuming after step" in done.stdout
         assert finish(start(train_command(whole), 1))[0][0] == 0
         assert_same_run(whole, run)
+
+    def test_torchrun_starts_again_without_touching_a_run_that_was_there_before(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        assert finish(start(train_command(run, steps=2), 1))[0][0] == 0
+        before = (run / "metrics.jsonl").read_bytes()
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
+        quiet = {"capture_output": True, "text": True, "timeout": 200}
+        done = subprocess.run([*launcher, *train_command(run, steps=4)[1:]], **quiet)
+        assert done.returncode == 1 and done.stderr.count("exists already; nothing was touched") == 2, done.stderr
+        assert (run / "metrics.jsonl").read_bytes() == before
+        # The first start ends before the run begins; the second one overwrites, as it was told.
+        script = tmp_path / "sitecustomize.py"
+        script.write_text("import os\nif os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0': os._exit(9)\n")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        command = [*launcher, *train_command(run, steps=3, seed=5)[1:], "--overwrite"]
+        done = subprocess.run(command, env=environment, **quiet)
+        assert done.returncode == 0 and "resuming" not in done.stdout, done.stderr
+        assert yaml.safe_load((run / "config.yaml").read_text())["seed"] == 5
+        assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3]
 
     def test_a_nan_on_one_rank_is_one_decision_and_names_the_parameter(self, tmp_path: Path) -> None:
         port = str(free_port())

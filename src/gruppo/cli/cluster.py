@@ -190,7 +190,6 @@ class ClusterRun:
         """Samplers that were started so far."""
         self.first: tuple[int, str] | None = None
         """Process and host of the first rank."""
-        self._before = self._config_time()
         self._has_stopped = False
 
     def run(self) -> int:
@@ -218,10 +217,6 @@ class ClusterRun:
         self._end_ranks()
         self._remove_group()
 
-    def _config_time(self) -> int | None:
-        file = self.folder / "config.yaml"
-        return file.stat().st_mtime_ns if file.is_file() else None
-
     def _place(self) -> None:
         self.group = place(self.options, self.needs, self.stop)
         for i in range(self.options.samplers):
@@ -240,10 +235,8 @@ class ClusterRun:
         for member, (node, address, _) in zip(self.ranks, places, strict=True):
             member.node, member.address = node, address
         rendezvous = {"MASTER_ADDR": places[0][1], "MASTER_PORT": str(places[0][2])}
-        # A run directory from before this command is not this run's.
-        has_begun = self.losses > 0 and self._config_time() != self._before
         shared = {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "RAY_USAGE_STATS_ENABLED": "0"} | rendezvous
-        shared |= {"TORCHELASTIC_RESTART_COUNT": str(self.losses if has_begun else 0)}
+        shared |= {"TORCHELASTIC_RESTART_COUNT": str(self.losses), "GRUPPO_LAUNCH": self.namespace}
         shared |= {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ}
         if self.samplers:
             facts = {"address": self.gcs, "namespace": self.namespace, "names": [m.name for m in self.samplers]}

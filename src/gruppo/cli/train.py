@@ -18,6 +18,7 @@ from gruppo.cli.options import parse, parse_run, take_flag, unset
 from gruppo.cli.ray import RayOptions, launch
 from gruppo.errors import InputError, RankError, Terminated
 from gruppo.output import unhindered
+from gruppo.run.lock import started
 from gruppo.run.reader import RunReader
 from gruppo.run.signals import STOPPED
 from gruppo.trainer.config import TrainConfig
@@ -147,8 +148,8 @@ def run(
     launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile."""
     from gruppo.parallel.ranks import join, leave, world_of_launcher
 
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and Path(config.output, "config.yaml").exists():
-        resume, overwrite = True, False  # torchrun --max-restarts: the run goes on
+    if _began_before(config.output):
+        resume, overwrite = True, False
     options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "overwrite": overwrite}
     train_alone = partial(_run, config, **options, view=view, opening=opening, show=show)
     if world_of_launcher() == 1:
@@ -171,6 +172,20 @@ def run(
     return code
 
 
+def _launch() -> str | None:
+    """Name of the launch of this process, the same when its launcher starts it again; None: it was started alone."""
+    name = os.environ.get("GRUPPO_LAUNCH") or os.environ.get("TORCHELASTIC_RUN_ID")
+    return started(os.getppid()) if name == "none" else name  # what torchrun has without --rdzv-id or --standalone
+
+
+def _began_before(output: str) -> bool:
+    """Whether a launcher starts the ranks again, and they had begun this run, not one that was there already."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    launches = [event.get("name") for event in RunReader(output).events() if event.get("event") == "launch"]
+    return launches[-1:] == [_launch()]
+
+
 def _run(
     config: TrainConfig,
     *,
@@ -190,6 +205,8 @@ def _run(
         if opening:
             console.print(opening, soft_wrap=False)
         trainer = GRPOTrainer(config, resume=resume, accept_changes=accept_changes, overwrite=overwrite, ranks=ranks)
+        if (name := _launch()) is not None:
+            trainer.run.log_event("launch", step=trainer.step_number, name=name)
         with _viewed(trainer.run.path, console) if view else nullcontext():
             result = trainer.train()
         if result.status == "stopped":

@@ -80,7 +80,7 @@ def _guarded(folder: Path) -> Iterator[bool]:
 
 
 def _me() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": started(os.getpid())}
 
 
 def _owner(lock: Path) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _is_cut(lock: Path) -> bool:
 
 def _is_gone(owner: dict[str, Any]) -> bool:
     """Whether the owner is a process of this machine that has ended. Ids are used again, in containers soon."""
-    pid, started = owner.get("pid"), owner.get("started")
+    pid, then = owner.get("pid"), owner.get("started")
     if owner.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
         return False
     try:
@@ -112,10 +112,10 @@ def _is_gone(owner: dict[str, Any]) -> bool:
         return True
     except PermissionError:
         return False
-    return started is not None and started != _started(pid)
+    return then is not None and then != started(pid)
 
 
-def _started(pid: int) -> str | None:
+def started(pid: int) -> str | None:
     """Start of a process, as the kernel counts: boot and tick. None if it has ended, and where there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
