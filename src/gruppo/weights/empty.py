@@ -5,16 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import GruppoError
 from gruppo.weights.files import read_header
-from gruppo.weights.source import (
-    check_floating,
-    check_whole,
-    holds_adapter,
-    load_config,
-    name_source,
-    pin,
-    read_object,
-    resolve,
-)
+from gruppo.weights.folder import check_floating, check_whole, read_object
+from gruppo.weights.source import holds_adapter, load_config, name_source, pin, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

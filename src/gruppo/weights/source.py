@@ -1,11 +1,10 @@
-"""Model ids: the folder or hub repository behind one, its tokenizer and config, and which are refused.
+"""Model ids: the folder or hub repository behind one, its model, tokenizer and config.
 
 A model id is a local folder, a run directory, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`;
 `@revision` after a hub id is a commit, tag or branch of it. Code from a model repository is never run and pickled
 weights are never read: both can do anything to the machine. docs/security.md lists what is refused.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,19 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gruppo.errors import CheckpointError, GruppoError, InputError, require
-from gruppo.weights.files import MANIFEST, digest_tensors, read_manifest
+from gruppo.errors import GruppoError, InputError, require
+from gruppo.weights.files import MANIFEST, digest_tensors
+from gruppo.weights.folder import ADAPTER, check_floating, check_folder, check_whole, cut, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BUILTIN = "builtin"
-ADAPTER = "adapter_config.json"
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files that hold a tokenizer, of all families."""
-
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-
 
 _HUB_ID = re.compile(r"(?P<hub>hf://|ms://|)(?P<name>\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(?P<revision>.*))?", re.ASCII | re.S)
 _REVISION = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)*", re.ASCII)
@@ -69,7 +65,7 @@ def _local_folder(model_id: str) -> Path | None:
         folder = Path(model_id).expanduser()
         return folder if model_id and folder.is_dir() else None
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a home that does not exist
-        raise InputError(f"model {_cut(model_id)!r} is not a usable path: {_cut(str(error))}; give a folder") from error
+        raise InputError(f"model {cut(model_id)!r} is not a usable path: {cut(str(error))}; give a folder") from error
 
 
 def _hub_parts(model_id: str) -> tuple[str, str, str | None]:
@@ -77,12 +73,12 @@ def _hub_parts(model_id: str) -> tuple[str, str, str | None]:
     match = _HUB_ID.fullmatch(model_id)
     if match is None or (not match["hub"] and "/" not in match["name"]) or ".." in match["name"]:
         raise InputError(
-            f"model {_cut(model_id)!r} is neither a folder nor a hub id; give a folder with config.json and "
+            f"model {cut(model_id)!r} is neither a folder nor a hub id; give a folder with config.json and "
             "*.safetensors, a hub id like org/name, or 'builtin'"
         )
     revision = match["revision"]
     if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
-        raise InputError(f"revision={_cut(revision)!r} of model {match['name']!r} must be a commit, tag or branch")
+        raise InputError(f"revision={cut(revision)!r} of model {match['name']!r} must be a commit, tag or branch")
     return match["hub"], match["name"], revision
 
 
@@ -153,22 +149,6 @@ def base_of(model_id: str) -> str:
     return base
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not JSON: {_cut(str(error))}; copy the file from where it came") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{file} must hold a JSON object, got a {type(values).__name__}; copy it from where it came")
-    return values
-
-
-def _cut(text: str, length: int = 400) -> str:
-    """Text for a message, which a hostile file would make as long as it likes."""
-    return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
-
-
 def quantization_of(model_id: str) -> dict[str, str]:
     """How the base of an adapter's folder was quantised while it trained, and from which dtype; {}: not at all."""
     file = Path(resolve(model_id)) / MANIFEST
@@ -207,94 +187,6 @@ def _check_base(folder: str) -> None:
             f"{found}), and on these it is another policy. Put the weights back, or name the folder that has them in "
             f"{ADAPTER} (base_model_name_or_path)"
         )
-
-
-def check_whole(folder: Path) -> None:
-    """Refuse weights that are not those of the folder's manifest, if it has one."""
-    if (folder / MANIFEST).is_file():
-        try:
-            read_manifest(folder, files="*.safetensors")
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}. Copy the folder again; if you have changed the weights yourself, delete {MANIFEST}"
-            ) from error
-
-
-def check_folder(folder: Path, *, name: str = "", needs_weights: bool = True) -> None:
-    """Refuse a folder that lacks a model, would run code, or holds its weights as pickles.
-
-    Args:
-        name: of a hub's model. Code that it brings besides a model that transformers has is not run, and no reason to
-            refuse it.
-    """
-    if (folder / ADAPTER).is_file():
-        read_object(folder / ADAPTER)
-        if needs_weights and not (folder / "adapter_model.safetensors").is_file():
-            raise InputError(f"adapter folder {folder} has no adapter_model.safetensors; gruppo reads no pickles")
-        return
-    config = folder / "config.json"
-    if not config.is_file():
-        raise InputError(
-            f"model folder {name or folder} has no config.json; is it the folder that save() wrote? Give one that has"
-        )
-    values = read_object(config)
-    if "auto_map" in values and not name:
-        raise InputError(
-            f"{config} asks to run code from the model folder (auto_map); gruppo never does. Use a model that "
-            "transformers supports, or convert it"
-        )
-    for key, kernel in _kernels(values):
-        raise InputError(
-            f"{config} has {key}={kernel!r}, a kernel that transformers would fetch from a hub and run; gruppo never "
-            "does. Delete the line: an implementation is chosen without it"
-        )
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        _check_index(index, needs_weights)
-    explicit = values.get("transformers_weights")
-    if explicit is not None and not _is_shard(explicit):
-        raise InputError(
-            f"{config} has transformers_weights={explicit!r}; gruppo reads *.safetensors in the folder only"
-        )
-    if needs_weights and not any(folder.glob("*.safetensors")):
-        pickles = ", ".join(sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern)))
-        found = f"only pickled weights ({pickles}), which can run code when loaded" if pickles else "no weights"
-        raise InputError(f"model folder {name or folder} holds {found}; gruppo reads *.safetensors only")
-
-
-def _kernels(config: Any) -> Iterator[tuple[str, str]]:
-    """Kernels of a hub that a config names, `org/name`, in any of its parts."""
-    stack = [config]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, list):
-            stack += part
-        if not isinstance(part, dict):
-            continue
-        for key, value in part.items():
-            named = value.values() if isinstance(value, dict) else [value]
-            if "_implementation" in f"_{key}":
-                yield from ((key, text) for text in named if isinstance(text, str) and "/" in text)
-            stack.append(value)
-
-
-def _check_index(index: Path, needs_weights: bool) -> None:
-    """Refuse an index of shards that names anything but safetensors files beside it."""
-    shards = read_object(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise InputError(f"{index} has no weight_map with the file of each tensor; copy it from where it came")
-    for tensor, shard in shards.items():
-        if not _is_shard(shard):
-            raise InputError(
-                f"{index} names {_cut(str(shard))!r} for tensor {_cut(tensor, 80)!r}; gruppo reads *.safetensors in "
-                "the folder only"
-            )
-        if needs_weights and not (index.parent / shard).is_file():
-            raise InputError(f"model folder {index.parent} lacks {shard}, which {index.name} names; copy it too")
-
-
-def _is_shard(name: Any) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
 def load_model(
@@ -352,21 +244,6 @@ def name_source(model: Any, model_id: str, revision: str | None) -> None:
     if revision is not None:
         model.name_or_path = model_id.removeprefix("hf://")
         model.config._name_or_path, model.config._commit_hash = model.name_or_path, revision
-
-
-def check_floating(folder: Path, parameters: set[str]) -> None:
-    """Refuse parameters stored as whole numbers: transformers would take the numbers themselves for weights."""
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in parameters.intersection(file.keys()):
-                kind = file.get_slice(name).get_dtype()
-                if "F" not in kind:
-                    raise InputError(
-                        f"{path} holds {kind} in {name}, and config.json has no quantization_config that gives the "
-                        "numbers a meaning. Use the model in floating point, or copy its config.json again"
-                    )
 
 
 def load_dequantized(folder: str, *, dtype: Any) -> "PreTrainedModel":
@@ -444,7 +321,7 @@ def _refusing(model_id: str, what: str = "cannot be opened") -> Iterator[None]:
     except BaseException as error:  # a panic in Rust is no Exception
         reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         remedy = "copy its files again, or use another model" if "fetched" not in what else "check name and network"
-        raise InputError(f"model {model_id!r} {what}: {_cut(reason, 1000)}; {remedy}") from error
+        raise InputError(f"model {model_id!r} {what}: {cut(reason, 1000)}; {remedy}") from error
 
 
 def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
