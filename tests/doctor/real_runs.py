@@ -60,12 +60,21 @@ def pays_wrong(completions: Sequence[str], answer: Sequence[str], **_: Any) -> l
     return [float(text != gold) for text, gold in zip(completions, answer, strict=True)]
 
 
+def costs_wrong(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    return [-float(text != gold) for text, gold in zip(completions, answer, strict=True)]
+
+
 def nines(completions: Sequence[str], **_: Any) -> list[float]:
     return [text.count("9") / 3 for text in completions]
 
 
 def length(completions: Sequence[str], **_: Any) -> list[float]:
     return [len(text) / 48 for text in completions]
+
+
+def nine_tenths(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """A right answer earns 0.9, which is below `correct_at`."""
+    return [0.9 * (text == gold) for text, gold in zip(completions, answer, strict=True)]
 
 
 def outlier(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
@@ -171,6 +180,12 @@ FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
         "kl_blow_up",
         lambda p: trained(p, lr=3e-2, minibatches=4, epochs_per_batch=2, beta=1e-6),
     ),
+    "lr is too high, once it is warm": ("collapse", lambda p: trained(p, lr=2e-2, steps=40, warmup_steps=20)),
+    "lr is too high, and what is wrong costs 1": (
+        "collapse",
+        lambda p: trained(p, {"rewards": [costs_wrong]}, lr=2e-2, steps=40, warmup_steps=20),
+    ),
+    "a right answer earns 0.9": ("never_right", lambda p: trained(p, {"rewards": [nine_tenths]}, lr=3e-4, steps=40)),
     "some rewards are a thousand times too high": (
         "gradient_spike",
         lambda p: trained(p, {"rewards": [outlier]}, normalization="centered", steps=20, seed=1),
@@ -204,6 +219,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     },
     "sapo, one step ahead": {"loss": "sapo", "max_staleness": 1, "seed": 10},
     "dropped carries wanted, KL in the reward": {"data": "dropped", "kl_in_reward": 0.01, "seed": 11},
+    "lr falls to 0": {"lr_schedule": "cosine", "steps": 60, "seed": 13},
     "share of right digits": {"rewards": "digits", "normalization": "centered", "seed": 12},
     "the demo": {"steps": 200, "prompts_per_step": 32, "warmup_steps": 10, "completions_every": 10},
 }

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 
@@ -157,8 +157,34 @@ def dominating_prompt(table: Table) -> Iterator[Finding]:
 
 MANY_LEAKED = 0.05
 """Share of held-out prompts among the training prompts above which the score is not to be trusted."""
-LONG_ENOUGH = 16
-"""Characters of a message that make it more than a coincidence inside a rendered prompt."""
+
+
+def _is_rendered(texts: Sequence[str], frame: tuple[str, str], prompt: str) -> bool:
+    """Whether a prompt is these messages, one after the other, in a chat template.
+
+    Before the first and after the last message stands what all prompts have there: more would be another message.
+
+    >>> frame = ("<user>", "<end>")
+    >>> _is_rendered(["Is 15 even?"], frame, "<user>Is 15 even?<end>"), _is_rendered(["1"], frame, "<user>15<end>")
+    (True, False)
+    """
+    place = 0
+    for i, text in enumerate(map(str.strip, texts)):  # templates strip them
+        found = prompt.find(text, place)
+        if found < 0 or (i == 0 and not frame[0].startswith(prompt[:found])):
+            return False
+        place = found + len(text)
+    return frame[1].endswith(prompt[place:])
+
+
+def _common_start(texts: Set[str]) -> str:
+    """What all texts begin with.
+
+    >>> _common_start({"<user>1", "<user>23", "<user>2"})
+    '<user>'
+    """
+    first, last = min(texts, default=""), max(texts, default="")  # all others are between them
+    return first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
 
 
 def leaking_evaluation(table: Table) -> Iterator[Finding]:
@@ -169,14 +195,18 @@ def leaking_evaluation(table: Table) -> Iterator[Finding]:
             seen[columns].add(prompt)
     everything = set().union(*seen.values()) if seen else set()
     leaked = []
+    frame = (_common_start(everything), _common_start({text[::-1] for text in everything})[::-1])
     for row in table.held_out:
         prompt = row.get("prompt")
-        text = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
-        if not isinstance(text, str):
+        parts = prompt if isinstance(prompt, list) else [{"content": prompt}]
+        found = [each.get("content") for each in parts if isinstance(each, dict)]
+        texts = [text for text in found if isinstance(text, str) and text.strip()]
+        if not texts or len(texts) != len(parts):
             continue
         others = seen.get(json.dumps({k: v for k, v in row.items() if k != "prompt"}, ensure_ascii=False), set())
-        if text in everything or (len(text) >= LONG_ENOUGH and any(text in other for other in others)):
-            leaked.append(text)
+        is_seen = isinstance(prompt, str) and prompt in everything
+        if is_seen or any(_is_rendered(texts, frame, other) for other in others):
+            leaked.append(texts[-1])
     if leaked:
         share = len(leaked) / len(table.held_out)
         yield Finding(

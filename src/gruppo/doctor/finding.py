@@ -49,6 +49,8 @@ class Stretch:
     last: int
     worst: float
     """The mean that is farthest from the bound."""
+    mean: float
+    """Over all these steps."""
     is_now: bool
     """Whether the last window is among them."""
 
@@ -67,16 +69,19 @@ def means_of(points: Points) -> tuple[int, list[float]]:
 
 
 def beyond(points: Points, bound: float, *, above: bool = True) -> Stretch | None:
-    """The windows whose mean is above (or below) a bound, up to the last of them; None if there are none."""
+    """The last windows in a row whose mean is above (or below) a bound; None if there are none."""
     width, means = means_of(points)
     sign = 1 if above else -1
     out = [i for i, mean in enumerate(means) if sign * mean > sign * bound]
     if not out:
         return None
-    first, last = out[0], out[-1]
-    inside = [step for step, value in points[first : first + width] if sign * value > sign * bound]
-    worst = max((means[i] for i in out), key=lambda mean: sign * mean)
-    return Stretch(inside[0], points[last + width - 1][0], worst, last == len(means) - 1)
+    first = last = out[-1]
+    while first - 1 in out:
+        first -= 1
+    begin = next(i for i in range(first, first + width) if sign * points[i][1] > sign * bound)
+    worst = max(means[first : last + 1], key=lambda mean: sign * mean)
+    mean = float(np.mean([value for _, value in points[begin : last + width]]))
+    return Stretch(points[begin][0], points[last + width - 1][0], worst, mean, last == len(means) - 1)
 
 
 SURE = 2.0
@@ -120,10 +125,48 @@ class Change:
         return f"{self.first:.3g} -> {self.last:.3g}"
 
 
-def last_mean(points: Points) -> float | None:
+FALLEN = 0.5
+"""Share of what was gained whose loss is a collapse."""
+SURE_OF_THE_BEST = 4.0
+"""Standard errors that a fall from the best must have: the best of many windows is above their mean by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fall:
+    """A collapse: a reward that has lost most of what it had, whatever its unit and its zero."""
+
+    best: float
+    """The highest mean over `FEWEST_STEPS` steps: a policy may be lost within the first few."""
+    last: float
     """Mean of the last window."""
-    _, means = means_of(points)
-    return means[-1] if means else None
+    step: int
+    """The last step of the best ones."""
+
+    @classmethod
+    def of(cls, rewards: Points, spreads: Points) -> "Fall | None":
+        """None where there is no collapse.
+
+        Args:
+            spreads: standard deviation of the rewards within each step, which tells what is much.
+
+        >>> Fall.of([(step, 0.8 if step < 9 else 0.0) for step in range(1, 21)], [])
+        Fall(best=0.8, last=0.0, step=5)
+        """
+        values = np.array([value for _, value in rewards], float)
+        width = min(WINDOW, len(values) // 2)
+        if width < FEWEST_STEPS:
+            return None
+        means = np.convolve(values, np.ones(FEWEST_STEPS) / FEWEST_STEPS, "valid").round(12)
+        top = int(means.argmax())
+        best, last = float(means[top]), float(values[-width:].mean())
+        # From neighbouring steps, so that what the reward gains and loses is no noise.
+        noise = np.sqrt(np.square(np.diff(values)).mean() / 2 * (1 / FEWEST_STEPS + 1 / width))
+        if best - last <= max(SURE_OF_THE_BEST * noise, FALLEN * (best - means.min())):
+            return None
+        is_much = best - last > FALLEN * max((value for _, value in spreads), default=float("inf"))
+        if is_much or (values.min() >= 0 and last < FALLEN * best):
+            return cls(best, last, rewards[top + FEWEST_STEPS - 1][0])
+        return None
 
 
 def departure(points: Points, bound: float, *, above: bool = False) -> int | None:

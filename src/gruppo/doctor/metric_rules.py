@@ -13,14 +13,14 @@ from gruppo.doctor.finding import (
     REWARD,
     SKIPPED,
     Change,
+    Fall,
     Finding,
     Severity,
     Stretch,
     beyond,
     departure,
-    last_mean,
 )
-from gruppo.doctor.table import Table
+from gruppo.doctor.table import Points, Table
 from gruppo.keys import find
 from gruppo.output import printable
 
@@ -126,8 +126,9 @@ def precision_lost(table: Table) -> Iterator[Finding]:
             severity="problem",
             step=None,
             text="updates are smaller than what the weights can hold, so most of them are rounded away",
-            evidence=f"{lost:.0%} of the updates of step {updates.step} are less than half the distance to the next "
-            f"float32 number: medians {np.median(updates.update):.1g} and {np.median(spacing) / 2:.1g}",
+            evidence=f"{lost:.0%} of the updates of step {updates.step} are, at the highest lr of the run, less than "
+            f"half the distance to the next float32 number: medians {np.median(updates.update):.1g} and "
+            f"{np.median(spacing) / 2:.1g}",
             remedy="raise lr",
             metric="optim/lr",
         )
@@ -146,20 +147,21 @@ MOSTLY = 0.5
 def dead_groups(table: Table) -> Iterator[Finding]:
     """Completions of a group all earn the same: the task is too easy, too hard, or the policy is too sure."""
     found = beyond(table.series(DEAD_FRAC), DEAD)
-    if found is None or not found.is_now or _is_constant(table) or not table.series(REWARD):
+    if found is None or not found.is_now or _is_constant(table) or not table.series(REWARD) or _fall(table):
         return
-    share = f"{found.worst:.0%} of the groups are dead {found.when}"
+    share = f"{found.mean:.0%} of the groups are dead {found.when}"
     right, wrong, reward = (
-        last_mean(table.series(name)) for name in ("group/all_right_frac", "group/all_wrong_frac", REWARD)
+        _mean_since(found.begin, table.series(name))
+        for name in ("group/all_right_frac", "group/all_wrong_frac", REWARD)
     )
-    if found.worst > ALL_DEAD and reward is not None and reward <= 0:
+    if found.mean > ALL_DEAD and reward is not None and reward <= 0:
         yield _dead(
             "too_hard",
             found,
             "no completion earns anything, so nothing can be learned",
             f"all groups are dead at reward {reward:g}, {found.when}",
-            "if the reward was above 0 earlier the policy has collapsed: lower lr or raise beta; else the task "
-            "is too hard as it is, or the reward does not read the form of the completions: try `gruppo reward check`",
+            "the task is too hard as it is, or the reward does not read the form of the completions: try `gruppo "
+            "reward check`",
         )
     elif right is not None and right >= MOSTLY:
         began = table.steps[0] == 1 and found.begin == 1
@@ -171,7 +173,7 @@ def dead_groups(table: Table) -> Iterator[Finding]:
                 f"{share}, {right:.0%} all right",
                 "harder prompts, retire_solved, or dynamic_sampling to fill steps with other groups",
             )
-    elif wrong is not None and wrong >= MOSTLY:
+    elif wrong is not None and wrong >= MOSTLY and not _is_never_right(table):
         yield _dead(
             "too_hard",
             found,
@@ -195,6 +197,52 @@ def _dead(rule: str, found: Stretch, text: str, evidence: str, remedy: str) -> F
     return Finding(
         rule=rule, severity=severity, step=found.begin, text=text, evidence=evidence, remedy=remedy, metric=metric
     )
+
+
+def _mean_since(step: int, points: Points) -> float | None:
+    """Mean of the values from a step on."""
+    values = [value for at, value in points if at >= step]
+    return sum(values) / len(values) if values else None
+
+
+def _is_never_right(table: Table) -> bool:
+    """Whether no answer of the run counts as right, although the reward rises: it is not told what is right."""
+    change, correct = Change.of(table.series(REWARD)), table.series(CORRECT)
+    return change is not None and change.rises() and bool(correct) and not any(value for _, value in correct)
+
+
+def never_right(table: Table) -> Iterator[Finding]:
+    """The reward rises, and no answer ever counts as right."""
+    if _is_never_right(table):
+        yield Finding(
+            rule="never_right",
+            severity="warning",
+            step=None,
+            text="no answer counts as right, although the reward rises",
+            evidence=f"{CORRECT} is 0 in all {len(table.steps)} steps, {REWARD} {Change.of(table.series(REWARD))}",
+            remedy="lower correct_at to what a right answer earns, or name the reward that decides in correct_by",
+            metric=CORRECT,
+        )
+
+
+def _fall(table: Table) -> Fall | None:
+    return Fall.of(table.series(REWARD), table.series("reward/std"))
+
+
+def collapse(table: Table) -> Iterator[Finding]:
+    """The policy has lost what it could."""
+    fall = _fall(table)
+    if fall is not None:
+        yield Finding(
+            rule="collapse",
+            severity="problem",
+            step=fall.step,
+            text="the policy has collapsed",
+            evidence=f"{REWARD} fell from {fall.best:.3g} in the steps up to {fall.step} to {fall.last:.3g}",
+            remedy="lower lr, clip_range or max_grad_norm, or raise beta or warmup_steps; keep_best keeps the model of "
+            "the best evaluation",
+            metric=REWARD,
+        )
 
 
 def _is_constant(table: Table) -> bool:
@@ -280,6 +328,8 @@ def entropy_collapse(table: Table) -> Iterator[Finding]:
         return
     start = max(entropy.first, points[0][1])  # a fast collapse is over within the first window
     if entropy.last >= ENTROPY_LEFT * start or (correct is not None and correct.last >= SOLVED):
+        return
+    if _is_never_right(table):
         return
     right = "" if correct is None else f", {CORRECT} {correct}"
     yield Finding(

@@ -12,10 +12,12 @@ from gruppo.doctor.completion_rules import (
 )
 from gruppo.doctor.finding import FEWEST_STEPS, Finding
 from gruppo.doctor.metric_rules import (
+    collapse,
     constant_reward,
     dead_groups,
     entropy_collapse,
     gradient_spike,
+    never_right,
     out_of_range,
     precision_lost,
     reward_hacking,
@@ -32,6 +34,7 @@ RULES: dict[str, Rule] = {
         constant_reward,
         contradicted_reward,
         reward_hacking,
+        collapse,
         stale_sampler,
         precision_lost,
         out_of_range,
@@ -42,6 +45,7 @@ RULES: dict[str, Rule] = {
         leaking_evaluation,
         dominating_prompt,
         dead_groups,
+        never_right,
     )
 }
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gruppo.doctor.finding import FEWEST_STEPS, SURE, Change, Finding
+from gruppo.doctor.finding import FALLEN, FEWEST_STEPS, SURE, Change, Fall, Finding
 from gruppo.doctor.rules import applied
 from gruppo.doctor.table import Points, Table
 from gruppo.errors import InputError
@@ -12,9 +12,6 @@ from gruppo.output import printable
 from gruppo.run.reader import RunReader
 
 Name = Literal["too_early", "learning", "stalled", "collapsed", "finished", "stopped", "killed", "failed"]
-
-FALLEN = 0.5
-"""Share of the best reward below which a policy has collapsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +57,23 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
     held_out = _held_out(table.series("eval/accuracy"))
     if change is None:
         return State("stalled", f"{how}, stalled: no completion has a reward{held_out}")
-    because = f": reward {change.first:.3f} -> {change.last:.3f} (noise {SURE * change.error:.3f}){held_out}"
-    if change.best > 0 and change.last < FALLEN * change.best and change.best - change.last > SURE * change.error:
-        return State(
-            "collapsed", f"{how}, collapsed: reward fell from {change.best:.3f} to {change.last:.3f}{held_out}"
-        )
-    scores = [score for _, score in table.series("eval/accuracy")]
-    rises = change.rises()
-    if not rises and len(scores) > 1 and scores[-1] > scores[0]:
-        lows = [low for _, low in table.series("eval/accuracy_low")]
-        highs = [high for _, high in table.series("eval/accuracy_high")]
-        rises = bool(lows) and lows[-1] > highs[0]
-    if not rises:
+    reward = f"reward {change.first:.3f} -> {change.last:.3f} (noise {SURE * change.error:.3f})"
+    because = f": {reward}{held_out}"
+    scores, lows, highs = (table.series(f"eval/accuracy{end}") for end in ("", "_low", "_high"))
+    has_bounds = len(scores) > 1 and len(scores) == len(lows) == len(highs)
+    fall = Fall.of(table.series("reward/mean"), table.series("reward/std"))
+    if fall is not None:
+        return State("collapsed", f"{how}, collapsed: reward fell from {fall.best:.3f} to {fall.last:.3f}{held_out}")
+    if has_bounds:
+        best = max(range(len(scores)), key=lambda i: scores[i][1])
+        if highs[-1][1] < lows[best][1] and scores[-1][1] < FALLEN * scores[best][1]:
+            lost = f"held-out accuracy fell from {scores[best][1]:.3f} to {scores[-1][1]:.3f}; {reward}"
+            return State("collapsed", f"{how}, collapsed: {lost}")
+    is_better = has_bounds and lows[-1][1] > highs[0][1]
+    is_worse = has_bounds and highs[-1][1] < lows[0][1]
+    if is_better and not change.rises():
+        because = f":{held_out.removeprefix(',')}, {reward}"
+    if not (change.rises() or is_better) or is_worse:
         cause = f"; likely: {found[0].text}" if found else ""
         return State("stalled", f"{how}, stalled{because}{cause}")
     problem = next((finding for finding in found if finding.severity == "problem"), None)

@@ -58,7 +58,7 @@ class Updates:
 
     step: int
     update: np.ndarray
-    """Steps that AdamW takes at single weights."""
+    """Steps that AdamW takes at single weights, at the highest lr of the run."""
     spacing: np.ndarray
     """Distance of single weights from the next number that float32 has; weights at exactly 0 are left out."""
 
@@ -82,13 +82,13 @@ class Table:
     @classmethod
     def of(cls, run: RunReader) -> Self:
         """The table of a run directory; what cannot be read is left out."""
-        lines = [line for line in run.metrics() if isinstance(line.get("step"), int)]
+        lines = [line for line in run.metrics() if type(line.get("step")) is int]
         return cls(
             metrics=lines,
             config=run.config(),
             rollouts=_read_rollouts(run),
             held_out=read_lines(run.held_out),
-            updates=_read_updates(run),
+            updates=_read_updates(run, [line["optim/lr"] for line in lines if _is_number(line.get("optim/lr"))]),
         )
 
     @cached_property
@@ -207,8 +207,11 @@ def _numbers(table: "pa.Table", name: str) -> np.ndarray:
     return table[name].to_numpy().astype(np.float64)
 
 
-def _read_updates(run: RunReader) -> Updates | None:
-    """The last update of AdamW, lr * m / (sqrt(v) + eps), from the newest checkpoint; None where there is none."""
+def _read_updates(run: RunReader, rates: Sequence[float]) -> Updates | None:
+    """The last update of AdamW, lr * m / (sqrt(v) + eps), from the newest checkpoint; None where there is none.
+
+    With the highest of the learning rates: a schedule ends with updates that are meant to be nothing.
+    """
     steps = run.checkpoint_steps()
     if not steps:
         return None
@@ -226,13 +229,14 @@ def _read_updates(run: RunReader) -> Updates | None:
             names = set(file.keys())
             for group in groups:
                 beta1, beta2 = group["betas"]
+                lr = max(rates, default=group["lr"])
                 for i in group["params"]:
                     if f"{i}.exp_avg" not in names:
                         continue  # this weight has had no gradient yet
                     taken = float(file.get_tensor(f"{i}.step"))
                     mean = _some(file, f"{i}.exp_avg") / (1 - beta1**taken)
                     square = _some(file, f"{i}.exp_avg_sq") / (1 - beta2**taken)
-                    update.append(np.abs(group["lr"] * mean / (np.sqrt(square) + group["eps"])))
+                    update.append(np.abs(lr * mean / (np.sqrt(square) + group["eps"])))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, ZeroDivisionError):
         return None
     if not update or not spacing:

@@ -136,6 +136,13 @@ def test_a_stretch_begins_at_its_first_bad_step_and_ends_with_its_last_window() 
     found = beyond([(step, float(16 <= step <= 25)) for step in range(1, 41)], 0.4)
     assert found is not None
     assert (found.begin, found.last, found.worst, found.is_now) == (16, 36, 0.5, False)
+    assert found.mean == pytest.approx(10 / 21)  # ten of the steps 16 to 36
+
+
+def test_of_two_stretches_the_last_is_told() -> None:
+    """By hand: 1 in steps 1 to 20 and 61 to 80. Windows above 0.9 end at step 21, and begin again with 60 to 79."""
+    found = beyond([(step, float(step <= 20 or step > 60)) for step in range(1, 81)], 0.9)
+    assert found is not None and (found.begin, found.last, found.mean, found.is_now) == (61, 80, 1.0, True)
 
 
 def test_a_change_is_one_when_it_exceeds_two_standard_errors() -> None:
@@ -192,6 +199,40 @@ def test_entropy_may_go_where_the_answers_are_right() -> None:
     assert only(Table(metrics=lines(60, **falls))).rule == "entropy_collapse"
     assert (
         applied(Table(metrics=lines(60, **falls, **{"reward/correct_frac": lambda x: 0.5 + 0.5 * min(2 * x, 1)}))) == []
+    )
+
+
+def test_a_collapse_does_not_depend_on_the_zero_of_the_reward() -> None:
+    falls = {"reward/std": 0.4, "group/dead_frac": 0.99, "group/all_wrong_frac": 0.99}
+    for zero in (0.0, -1.0, 5.0):
+        found = applied(
+            Table(metrics=lines(60, **falls, **{"reward/mean": lambda x, zero=zero: zero + (0.7 if x < 0.5 else 0.01)}))
+        )
+        assert [each.rule for each in found] == ["collapse"], zero  # and not that the task is too hard
+        assert found[0].evidence == f"reward/mean fell from {zero + 0.7:.3g} in the steps up to 5 to {zero + 0.01:.3g}"
+
+
+def test_a_reward_that_rose_and_fell_back_a_little_has_not_collapsed() -> None:
+    rises = {"reward/mean": lambda x: -1 + 1.12 * min(2 * x, 1) - 0.08 * (x > 0.7), "reward/std": 0.9}
+    assert applied(Table(metrics=lines(60, **rises))) == []
+    solved = {"reward/mean": lambda x: 0.96 - 0.06 * x, "reward/std": 0.25}
+    assert applied(Table(metrics=lines(60, **solved))) == []
+
+
+def test_what_is_never_right_although_the_reward_rises_is_told_and_nothing_else() -> None:
+    """A reward whose best is 0.9, where correct_at is 1."""
+    risen = {"reward/mean": lambda x: 0.3 + 0.6 * min(2 * x, 1), "reward/correct_frac": 0.0}
+    risen |= {"rollout/entropy": lambda x: 0.4 * (1 - x) ** 4, "group/dead_frac": lambda x: min(2 * x, 1)}
+    risen |= {"group/all_right_frac": 0.0, "group/all_wrong_frac": lambda x: min(2 * x, 1)}
+    found = [each.rule for each in applied(Table(metrics=lines(60, **risen)))]
+    assert found == ["no_signal", "never_right"]
+
+
+def test_the_share_of_dead_groups_is_that_of_the_steps_it_is_told_of() -> None:
+    """By hand: 0.5 dead up to step 30, then 0.9: the first window above 0.8 is 26 to 45, with 5 and 15 of them."""
+    later = {"group/dead_frac": lambda x: 0.5 if x < 0.5 else 0.9, "group/all_wrong_frac": lambda x: 0.8 * (x >= 0.5)}
+    assert only(Table(metrics=lines(60, **later))).evidence == (
+        "90% of the groups are dead since step 31, 80% all wrong"
     )
 
 
@@ -252,6 +293,23 @@ def test_a_chat_prompt_leaks_when_its_message_stands_in_a_rendered_prompt_of_the
     assert only(Table(metrics=lines(), rollouts=[rendered], held_out=[row])).rule == "leaking_evaluation"
     other_row = rollouts(prompts=[f"<user>{message}<end>"] * 4, columns=['{"answer": "5"}'] * 4)
     assert applied(Table(metrics=lines(), rollouts=[other_row], held_out=[row])) == []
+
+
+@pytest.mark.parametrize("frame", ["{}", "<system>Think.<user>{}<end><bot>"])
+def test_a_held_out_prompt_inside_a_longer_one_does_not_leak(frame: str) -> None:
+    def table(number: int, *before: str) -> Table:
+        texts = [f"Is this number even, yes or no: {n}" for n in (150, 151, 152, 153)]
+        prompts = [
+            frame.format("".join([*before[:-1], f"Premise {i}."] if before else []) + t) for i, t in enumerate(texts)
+        ]
+        steps = rollouts(prompts=prompts, columns=['{"answer": "no"}'] * 4)
+        asked = [{"role": "user", "content": c} for c in (*before, f"Is this number even, yes or no: {number}")]
+        return Table(metrics=lines(), rollouts=[steps], held_out=[{"prompt": asked, "answer": "no"}])
+
+    assert applied(table(15)) == []
+    assert only(table(151)).rule == "leaking_evaluation"
+    assert applied(table(151, "Premise 7.")) == []  # the same question after another message
+    assert only(table(151, "Premise 1.")).rule == "leaking_evaluation"
 
 
 def test_each_rule_is_under_its_own_name() -> None:

@@ -45,6 +45,37 @@ def test_the_state_of_a_run_is_named(tmp_path: Path, rewards: list[float], statu
     assert state_line(recorded(tmp_path / "run", rewards, status)).name == name
 
 
+def scored(path: Path, rewards: list[float], scores: list[float]) -> str:
+    """State of a run with evaluations of 0.1 to either side."""
+    with RunDirectory.create(str(path), "steps: 100\n") as run:
+        run.set_status("running", 0)
+        for step, reward in enumerate(rewards, 1):
+            values = {"reward/mean": reward, "reward/std": 0.5}
+            if step % 20 == 0:
+                score = scores[step // 20 - 1]
+                values |= {"eval/accuracy": score, "eval/accuracy_low": score - 0.1, "eval/accuracy_high": score + 0.1}
+            run.log_metrics(step, values)
+        run.set_status("done", len(rewards))
+    state = state_line(RunReader(path))
+    return f"{state.name}: {state.text.partition(', ')[2]}"
+
+
+def test_a_reward_that_rises_while_the_held_out_accuracy_falls_is_no_learning(tmp_path: Path) -> None:
+    assert scored(tmp_path / "a", RISING, [0.5, 0.0]).startswith(
+        "collapsed: collapsed: held-out accuracy fell from 0.500 to 0.000; reward 0.295 -> 0.495"
+    )
+    assert scored(tmp_path / "b", RISING, [0.9, 0.6]).startswith("stalled: stalled: reward 0.295 -> 0.495")
+    assert scored(tmp_path / "c", RISING, [0.5, 0.4]).startswith("finished: it learned: reward 0.295 -> 0.495")
+    assert scored(tmp_path / "d", FLAT, [0.2, 0.6]).startswith(
+        "finished: it learned: held-out accuracy 0.200 -> 0.600, reward 0.200 -> 0.200"
+    )
+
+
+def test_a_policy_that_is_lost_within_the_first_steps_has_collapsed(tmp_path: Path) -> None:
+    state = state_line(recorded(tmp_path / "run", [0.30, 0.28, *[0.0] * 58]))
+    assert state.name == "collapsed" and "reward fell from 0.116 to 0.000" in state.text
+
+
 def test_a_run_that_goes_on_is_learning(tmp_path: Path) -> None:
     with RunDirectory.create(str(tmp_path / "run"), "steps: 100\n") as run:
         run.set_status("running", 0)
