@@ -4,11 +4,14 @@ They are forked by a server that has imported torch and transformers already: a 
 seven seconds of imports.
 """
 
+import atexit
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +24,11 @@ _CONTEXT.set_forkserver_preload(
         *("gruppo.cli.train", "gruppo.model.checkpoint", "gruppo.trainer.trainer", "gruppo.run.checkpoints"),
     ]
 )
+# The path of the server's socket may have 107 characters, 33 of them its own.
+if len(tempfile.gettempdir()) > 70 and multiprocessing.parent_process() is None:
+    _FOLDER = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    multiprocessing.current_process()._config["tempdir"] = _FOLDER  # pyright: ignore[reportAttributeAccessIssue]
+    atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 
 class WarmProcess:
@@ -103,7 +111,6 @@ def on_small_disk(
         read_only: nothing can be written to it; it holds a copy of `kept`.
         filled_from: a folder of which it holds a copy.
     """
-    import shutil
     import threading
 
     from gruppo.cli.main import main
