@@ -66,7 +66,9 @@ def test_a_run_that_goes_on_is_followed(open_page, tmp_path):
         until(opened.page, "document.getElementById('live').textContent === 'gruppo view has ended'")
 
 
-SIZES = "--steps 400 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-every 0 --no-tensorboard --threads 1"
+SIZES = (
+    "--steps 10000 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-every 0 --no-tensorboard --threads 1"
+)
 
 
 def train_command(output: Path) -> list[str]:
