@@ -172,11 +172,17 @@ def mount(folder: str, options: str, flags: int = 0) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     if not flags:
-        call(libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if os.geteuid() else 0)))
+        user, group = os.geteuid(), os.getegid()
+        call(libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if user else 0)))
+        if user:  # without a map no file of that disk can have an owner
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         call(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
     call(libc.mount(b"none", folder.encode(), b"tmpfs", flags, options.encode()))
 
 
 def can_mount(folder: str) -> None:
-    """Ends with 0 where this process may mount a file system of its own."""
-    mount(folder, "size=4096")
+    """Ends with 0 where this process may mount a file system of its own, and write to it."""
+    mount(folder, "size=8192")
+    (Path(folder) / "file").write_text("written")
