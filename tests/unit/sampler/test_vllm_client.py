@@ -87,7 +87,7 @@ def largest_gap(model: TransformersModel, responses: list[SampleResponse], tempe
 
 
 def assert_sampled_by(model: TransformersModel, responses: list[SampleResponse]) -> None:
-    assert largest_gap(model, responses, PARAMS.temperature) < 1e-5
+    assert largest_gap(model, responses, PARAMS.temperature) < 1e-4  # 1.2e-5 was seen on a CPU without AVX
     base = TransformersModel("builtin", device="cpu")
     assert largest_gap(base, responses, PARAMS.temperature) > 0.01  # not a test that any model passes
 
