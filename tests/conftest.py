@@ -1,4 +1,4 @@
-"""What all tests share: one thread and fixed hypothesis examples, so that two runs of the suite are the same run."""
+"""What all tests share: one thread, a plain terminal and fixed hypothesis examples. Two runs of the suite are alike."""
 
 import os
 import re
@@ -10,6 +10,11 @@ from hypothesis import HealthCheck, settings
 pytest_plugins = ["fault_matrix"]
 
 torch.set_num_threads(1)
+
+# What is printed is compared: a plain terminal, whatever the shell or the CI that runs the tests has chosen.
+for _name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(_name, None)
+os.environ["TERM"] = "xterm"
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, that is at the import of its module, whichever test does that first.

@@ -10,7 +10,7 @@ def children_in(module: str, parent: int) -> list[int]:
     """Running children of a process that `gruppo.child.start` has started for a module."""
     found: list[int] = []
     for thread in Path(f"/proc/{parent}/task").iterdir():
-        with suppress(FileNotFoundError):  # the thread has ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             for number in (thread / "children").read_text().split():
                 with suppress(FileNotFoundError, ProcessLookupError):  # so has the child
                     if module.encode() in Path(f"/proc/{number}/cmdline").read_bytes():

@@ -41,7 +41,7 @@ def run(code, shown=()):
         env=os.environ | {"PYTHONPATH": source},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -12,7 +12,7 @@ import two_ranks
 import gruppo
 
 pytestmark = pytest.mark.slow
-TIMEOUT = 60
+TIMEOUT = 250
 
 
 @pytest.fixture(scope="module")

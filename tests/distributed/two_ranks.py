@@ -92,7 +92,7 @@ def run(rank, scenario, counters):
 def main(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=45)
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=200)
     )
     counters = {name: Counter(name) for name in ("all_reduce", "all_gather")}
     answers = {scenario: run(rank, scenario, counters) for scenario in SCENARIOS}

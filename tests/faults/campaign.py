@@ -249,7 +249,10 @@ def descendants(process: WarmProcess) -> list[psutil.Process]:
 def is_gone(process: psutil.Process, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+        try:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:  # between the two
             return True
         time.sleep(0.05)
     return False

@@ -141,7 +141,8 @@ def test_a_clock_that_jumps_changes_no_bit_and_no_duration(
 def test_a_run_that_is_suspended_with_its_workers_ends_in_the_same_bits(
     begin: Begin, flags: Flags, tmp_path: Path
 ) -> None:
-    options = {"rewards": "campaign_rewards:short_and_right", "reward_deadline": 6, "steps": 12}
+    # Steps enough that the run is not over before it is suspended, however late this process comes to it
+    options = {"rewards": "campaign_rewards:short_and_right", "reward_deadline": 6, "steps": 80, "eval_prompts": 0}
     whole = begin(["train", *flags(tmp_path / "whole", **options)])
     assert whole.wait() == 0, whole.output
     run = tmp_path / "run"
@@ -321,10 +322,10 @@ def test_a_checkpoint_of_wrong_tensors_is_refused(
 # --- long runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.row("R-54", "200 steps with a worker that dies in some of them")
+@pytest.mark.row("R-54", "195 steps with a worker that dies in some of them")
 def test_memory_files_and_threads_of_a_long_run_do_not_grow(begin: Begin, flags: Flags, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = {"steps": 200, "prompts_per_step": 2, "save_every": 100, "eval_prompts": 0, "completions_every": 1}
+    options = {"steps": 1000, "prompts_per_step": 2, "save_every": 100, "eval_prompts": 0, "completions_every": 1}
     process = begin(["train", *flags(run, **options, rewards="campaign_rewards:short_and_right")])
     seen: list[tuple[int, int, int]] = []
     trainer = psutil.Process(process.process.pid)
@@ -333,7 +334,8 @@ def test_memory_files_and_threads_of_a_long_run_do_not_grow(begin: Begin, flags:
         seen.append((trainer.memory_info().rss, trainer.num_fds(), trainer.num_threads()))
         for worker in trainer.children(recursive=True):
             worker.kill()
-    assert process.wait() == 0, process.output
+    process.send(signal.SIGTERM)
+    assert process.wait() == 75, process.output
     (memory, files, threads), (later_memory, later_files, later_threads) = seen
     assert later_memory - memory < 16 * 2**20
     assert later_files <= files + 2 and later_threads <= threads + 1

@@ -176,7 +176,7 @@ def test_a_signal_saves_and_exits_75_and_the_run_resumes_to_the_same_bits(
 @pytest.mark.row("R-11", "SIGTERM twice")
 def test_a_second_signal_leaves_at_once(start: Start, flags: Flags, tmp_path: Path) -> None:
     twice = [("recorded", 3, "term")] * 2
-    assert start(["train", *flags(tmp_path / "run")], *twice).wait(30) == 128 + signal.SIGTERM
+    assert start(["train", *flags(tmp_path / "run")], *twice).wait() == 128 + signal.SIGTERM
 
 
 @pytest.mark.row("R-04", "SIGKILL before the rename")

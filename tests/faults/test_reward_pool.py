@@ -1,6 +1,7 @@
 """R-13 and R-15 to R-20: hostile reward functions in real worker processes.
 
-The deadlines are short and the machine may be slow, so every bound on time is a multiple of what is expected.
+A deadline is short where a test waits until it has passed, and long elsewhere: the machine may be slow. Every bound on
+time is a multiple of what is expected.
 """
 
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import is_running
+from processes import is_running, wait_until
 
 from gruppo.errors import InputError, RewardError
 from gruppo.reward import RewardScorer, load_reward, workers
@@ -23,6 +24,7 @@ from gruppo.reward import scorer as scorer_module
 HOSTILE = Path(__file__).parents[1] / "unit" / "reward"
 PROMPTS = ["p"] * 4 + ["q"] * 4
 TEXTS = ["a", "b", "bad", "c", "d", "e", "f", "g"]
+SHORT_S = 0.8
 ONE_FAILED = [1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
@@ -32,7 +34,7 @@ def hostile(monkeypatch):
 
 
 def scorer(*names, **kwargs):
-    settings = {"workers": 1, "deadline_s": 0.8, "failure_score": -1.0, **kwargs}
+    settings = {"workers": 1, "deadline_s": 60.0, "failure_score": -1.0, **kwargs}
     return RewardScorer([f"hostile_rewards:{name}" for name in names], **settings)
 
 
@@ -46,10 +48,10 @@ def wait_until_gone(pids, seconds):
 @pytest.mark.parametrize("name", ["python_loop", "c_call", "sleep", "ignores_signals", "closes_pipes"])
 @pytest.mark.row("R-13", "loops, sleep, a C call that holds the lock, blocked signals")
 def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
-    with scorer(name, workers=2) as rewards:
+    with scorer(name, workers=2, deadline_s=60.0 if name == "closes_pipes" else SHORT_S) as rewards:
         start = time.monotonic()
         result = rewards.score(PROMPTS, TEXTS)
-        assert time.monotonic() - start < 10.0
+        assert time.monotonic() - start < 50.0  # it hangs for a quarter of an hour
         assert result.totals == ONE_FAILED
         assert result.metrics[f"reward/{name}/mean"] == 0.75
         assert result.metrics[f"reward/{name}/abstain_frac"] == 0.0
@@ -61,10 +63,10 @@ def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
 
 
 def test_a_reward_that_writes_into_every_pipe_is_killed_at_once():
-    with scorer("writes_pipes", deadline_s=60.0) as rewards:
+    with scorer("writes_pipes", deadline_s=200.0) as rewards:
         start = time.monotonic()
         assert rewards.score(PROMPTS, TEXTS).totals == ONE_FAILED
-        assert time.monotonic() - start < 20.0  # far below the deadline: its message is none
+        assert time.monotonic() - start < 100.0  # far below the deadline: its message is none
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_a_reward_that_writes_into_every_pipe_is_killed_at_once():
 )
 @pytest.mark.row("R-19", "exit, SIGSEGV, RLIMIT_AS in a worker")
 def test_a_dying_worker_is_replaced_and_costs_one_completion(name, ending):
-    with scorer(name, deadline_s=5.0) as rewards:
+    with scorer(name) as rewards:
         rewards.start()
         before = rewards.worker_pids
         result = rewards.score(PROMPTS, TEXTS)
@@ -134,11 +136,9 @@ def test_failing_later_stops_when_the_budget_is_spent():
 @pytest.mark.row("R-13", "every call hangs")
 def test_hanging_on_everything_at_step_0_stops_early():
     prompts = [str(number // 4) for number in range(64)]
-    with scorer("sleep_always", workers=2, deadline_s=0.3) as rewards:
-        start = time.monotonic()
-        with pytest.raises(RewardError, match=r"\(0 errors, [89] timeouts, 0 dead workers\)"):
-            rewards.score(prompts, ["a"] * 64)
-        assert time.monotonic() - start < 10.0  # 64 completions one after the other would take longer
+    early = pytest.raises(RewardError, match=r"\(0 errors, [89] timeouts, 0 dead workers\)")  # and not 64
+    with scorer("sleep_always", workers=2, deadline_s=0.3) as rewards, early:
+        rewards.score(prompts, ["a"] * 64)
 
 
 @pytest.mark.row("R-19", "every worker dies")
@@ -164,7 +164,8 @@ def test_a_worker_that_never_is_ready_is_named_with_its_functions_and_the_deadli
 
 @pytest.mark.parametrize("name", ["dies_from_step_3", "sleeps_from_step_3", "raises_from_step_3"])
 def test_failing_on_everything_stops_a_run_of_small_steps_too(name):
-    with scorer(name, workers=2, deadline_s=0.2) as rewards:
+    deadline_s = 0.4 if name == "sleeps_from_step_3" else 60.0
+    with scorer(name, workers=2, deadline_s=deadline_s) as rewards:
         for step in range(3):
             assert rewards.score(["p"] * 4 + ["q"] * 4, ["a"] * 8, step=step).totals == [1.0] * 8
         with pytest.raises(
@@ -176,7 +177,9 @@ def test_failing_on_everything_stops_a_run_of_small_steps_too(name):
 
 def test_a_slow_reward_without_a_guilty_completion_gets_the_deadline_for_each_for_some_time(caplog, monkeypatch):
     monkeypatch.setattr(scorer_module, "_GROUPWISE_SCORES", 1)
-    with scorer("slow_each") as rewards:  # 0.1 s each: 16 take longer than the deadline, one does not
+    with scorer(
+        "slow_each", deadline_s=SHORT_S
+    ) as rewards:  # 0.1 s each: 16 take longer than the deadline, one does not
         assert rewards.score(["p"] * 16, ["a"] * 16).totals == [1.0] * 16
         assert "'slow_each' took longer than reward_deadline=0.8 s for a call of 16 completions" in caplog.text
         pids = rewards.worker_pids
@@ -198,7 +201,7 @@ def test_a_reward_that_compares_a_group_is_late_once_and_gives_the_same_values(t
     late = tmp_path / "late"
     late.touch()
     monkeypatch.setenv("GRUPPO_TEST_FILE", str(late))
-    with scorer("ranks", workers=1) as rewards:
+    with scorer("ranks", workers=1, deadline_s=SHORT_S) as rewards:
         for step in range(3):
             assert rewards.score(TWO_GROUPS, RANKED, step=step).totals == RANKS
     assert not late.exists()
@@ -207,7 +210,7 @@ def test_a_reward_that_compares_a_group_is_late_once_and_gives_the_same_values(t
 
 @pytest.mark.parametrize(("text", "value"), [("bad", -1.0), ("loud", None)])
 def test_a_completion_that_breaks_a_comparing_reward_leaves_the_others_to_be_compared(text, value):
-    with scorer("ranks", workers=1) as rewards:
+    with scorer("ranks", workers=1, deadline_s=SHORT_S) as rewards:
         totals = rewards.score(TWO_GROUPS, ["a", "bb", text, "dddd", *RANKED[4:]], step=1).totals
     assert totals == [0, 1 / 2, value, 1, *RANKS[4:]]
 
@@ -253,7 +256,7 @@ def test_unseeded_draws_depend_on_the_seed_and_not_on_the_worker():
 def test_results_keep_their_order_over_many_workers_and_rewards():
     texts = ["x" * (number * 7 % 40) for number in range(64)]
     prompts = [str(number // 4) for number in range(64)]
-    with scorer("length", "length_async", workers=3, deadline_s=10.0) as rewards:
+    with scorer("length", "length_async", workers=3) as rewards:
         result = rewards.score(prompts, texts)
     assert result.values["length"] == [float(len(text)) for text in texts]
     assert result.values["length_async"] == [float(len(text)) for text in texts]
@@ -314,7 +317,7 @@ def test_no_process_is_started_until_one_is_needed_and_none_is_left_after_closin
         rewards.score(["p"], ["a"])
         pids = rewards.worker_pids
         assert len(pids) == 2
-    assert wait_until_gone(pids, 2.0) == []
+    assert wait_until_gone(pids, 30.0) == []
 
 
 @pytest.mark.row("R-19", "SIGKILL of an idle worker")
@@ -322,7 +325,7 @@ def test_a_worker_that_is_killed_while_idle_is_nobodys_failure():
     with scorer("length") as rewards:
         rewards.score(PROMPTS, TEXTS)
         os.kill(rewards.worker_pids[0], signal.SIGKILL)
-        time.sleep(0.1)
+        assert wait_until_gone(rewards.worker_pids, 30.0) == []
         result = rewards.score(PROMPTS, TEXTS, step=1)
         assert result.totals == [float(len(text)) for text in TEXTS]
         assert result.tracebacks == {}
@@ -330,12 +333,14 @@ def test_a_worker_that_is_killed_while_idle_is_nobodys_failure():
 
 def test_a_worker_that_no_longer_reads_does_not_block_the_trainer(monkeypatch):
     monkeypatch.setattr(workers, "_PIPE_STALL_S", 1)
-    with scorer("stray_thread", deadline_s=20.0) as rewards:
+    with scorer("stray_thread", deadline_s=200.0) as rewards:
         assert rewards.score(["p"], ["bad"]).totals == [1.0]
-        time.sleep(0.5)
+        worker = psutil.Process(rewards.worker_pids[0])
+        before = worker.cpu_times().user
+        wait_until(lambda: worker.cpu_times().user > before + 0.2, seconds=60.0)  # its thread has the lock
         start = time.monotonic()
         result = rewards.score(["p"], ["x" * 4_000_000], step=1)  # does not fit into the pipe
-        assert time.monotonic() - start < 10.0
+        assert time.monotonic() - start < 100.0  # and not until the deadline
         assert result.totals == [1.0]
         assert result.tracebacks == {}
 
@@ -353,24 +358,24 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_trainer():
 
 def test_programs_that_a_reward_started_die_with_its_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("GRUPPO_TEST_FILE", str(tmp_path / "pid"))
-    with scorer("starts_program") as rewards:
+    with scorer("starts_program", deadline_s=5.0) as rewards:
         rewards.score(["p"], ["bad"], step=1)
         program = int((tmp_path / "pid").read_text())
-        assert wait_until_gone([program], 2.0) == []
+        assert wait_until_gone([program], 30.0) == []
 
 
 def test_leaving_by_an_exception_while_waiting_kills_the_busy_worker():
-    calls = []
+    busy: list[int] = []
 
     def leave():
-        calls.append(time.monotonic())
-        if calls[-1] - calls[0] > 1.0:
+        if not busy and rewards._pool.workers[0].call is not None:
+            busy.extend(rewards.worker_pids)
             raise KeyboardInterrupt
 
     with scorer("sleep", deadline_s=60.0, poll=leave) as rewards:
         with pytest.raises(KeyboardInterrupt):
             rewards.score(["p"], ["bad"])
-        calls.clear()
+        assert wait_until_gone(busy, 30.0) == []
         assert rewards.score(["p"], ["a"]).totals == [1.0]
 
 
@@ -471,13 +476,13 @@ def test_no_worker_outlives_a_killed_trainer(tmp_path, name, text, deadline_s):
     process.stdout.close()
     process.stderr.close()
     assert len(pids) == 2
-    assert wait_until_gone(pids, 8.0) == []
+    assert wait_until_gone(pids, 30.0) == []
 
 
 @pytest.mark.row("R-54", "restarts of workers")
 def test_restarts_leak_neither_processes_nor_file_descriptors():
     me = psutil.Process()
-    with scorer("exits", deadline_s=5.0) as rewards:
+    with scorer("exits") as rewards:
         rewards.score(PROMPTS, TEXTS)
         descriptors, children = me.num_fds(), len(me.children())
         for step in range(1, 4):
@@ -487,7 +492,7 @@ def test_restarts_leak_neither_processes_nor_file_descriptors():
 
 def test_a_call_for_256_short_completions_costs_milliseconds():
     prompts = [str(number // 8) for number in range(256)]
-    with scorer("length", workers=2, deadline_s=10.0) as rewards:
+    with scorer("length", workers=2) as rewards:
         rewards.score(prompts, ["short"] * 256)
         times = []
         for step in range(1, 31):

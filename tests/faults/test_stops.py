@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import wait_until
 from test_resume import product
 from warm_process import WarmProcess, gruppo
 
@@ -29,6 +30,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, short_run: Callable[..
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     GRPOTrainer(TrainConfig(**short_run(run)), quiet=True).train()
     return run
+
+
+def steps_in(run: Path) -> int:
+    """Steps that are recorded, with the evaluation before the first."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 @pytest.mark.row("R-11", "SIGTERM at each site of a step")
@@ -51,6 +58,7 @@ def test_a_signal_at_any_site_saves_within_10_s_and_resumes_to_the_same_bits(
 ) -> None:
     run = tmp_path / "run"
     stopped = start(["train", *flags(run)], (site, taken, "term"))
+    wait_until(lambda: not stopped.process.is_alive() or steps_in(run) >= 5, seconds=120.0)  # loading has its time
     assert stopped.wait(30) == 75, stopped.output
     assert f"stopped after step {saved} and saved; go on with: gruppo resume {run}" in stopped.output
     assert json.loads((run / "status.json").read_text()) == {"status": "stopped", "step": saved}

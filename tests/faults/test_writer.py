@@ -42,6 +42,7 @@ def test_a_writer_that_is_killed_during_a_run_costs_no_file(short_run: Options, 
         if step in (2, 5):
             (writer,) = writers(os.getpid())
             os.kill(writer, signal.SIGKILL)
+            wait_until(lambda: not is_running(writer), seconds=30.0)  # else the next record may still reach it
             killed.append(writer)
 
     GRPOTrainer(TrainConfig(**short_run(tmp_path / "whole", **EACH)), quiet=True).train()
@@ -63,6 +64,7 @@ def test_no_writer_outlives_a_trainer_that_is_killed(
     process.wait_until(lambda: run.exists() and writers(process.process.pid or 0) != [])
     (writer,) = writers(process.process.pid or 0)
     process.kill()
+    process.wait()
     wait_until(lambda: not is_running(writer), seconds=1.0)
 
 

@@ -4,11 +4,14 @@ They are forked by a server that has imported torch and transformers already: a 
 seven seconds of imports.
 """
 
+import atexit
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +24,11 @@ _CONTEXT.set_forkserver_preload(
         *("gruppo.cli.train", "gruppo.model.checkpoint", "gruppo.trainer.trainer", "gruppo.run.checkpoints"),
     ]
 )
+# The path of the server's socket may have 107 characters, 33 of them its own.
+if len(tempfile.gettempdir()) > 70 and multiprocessing.parent_process() is None:
+    _FOLDER = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    multiprocessing.current_process()._config["tempdir"] = _FOLDER  # pyright: ignore[reportAttributeAccessIssue]
+    atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 
 class WarmProcess:
@@ -103,7 +111,6 @@ def on_small_disk(
         read_only: nothing can be written to it; it holds a copy of `kept`.
         filled_from: a folder of which it holds a copy.
     """
-    import shutil
     import threading
 
     from gruppo.cli.main import main
@@ -165,11 +172,17 @@ def mount(folder: str, options: str, flags: int = 0) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     if not flags:
-        call(libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if os.geteuid() else 0)))
+        user, group = os.geteuid(), os.getegid()
+        call(libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if user else 0)))
+        if user:  # without a map no file of that disk can have an owner
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         call(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
     call(libc.mount(b"none", folder.encode(), b"tmpfs", flags, options.encode()))
 
 
 def can_mount(folder: str) -> None:
-    """Ends with 0 where this process may mount a file system of its own."""
-    mount(folder, "size=4096")
+    """Ends with 0 where this process may mount a file system of its own, and write to it."""
+    mount(folder, "size=8192")
+    (Path(folder) / "file").write_text("written")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import wait_until
 from small_runs import options, update
 
 from gruppo.model import LoraSpec, TransformersModel
@@ -117,8 +118,7 @@ def test_it_comes_back_when_it_is_killed_and_ends_when_the_trainer_is(
 
     command.process.kill()
     command.process.wait()
-    time.sleep(5)
-    assert [p for p in second if is_running(p)] == []
+    wait_until(lambda: not any(is_running(p) for p in second), seconds=30.0)
 
     # What was sampled is what would have been sampled: by the engine inside this process, which nobody disturbed.
     for step in range(1, 6):

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from processes import wait_until
 
 from gruppo.errors import InputError, RewardError
 from gruppo.reward import RewardScorer, load_reward
@@ -126,23 +127,19 @@ def timed(function, **options):
 @pytest.mark.parametrize("function", [loops, sleeps, awaits])
 def test_a_call_in_this_process_is_given_up_at_its_deadline(function):
     started = time.monotonic()
-    with timed(function, deadline_s=0.2, failure_score=-1.0) as rewards:
+    with timed(function, deadline_s=0.8, failure_score=-1.0) as rewards:
         result = rewards.score(["p"] * 4, ["good", "bad", "good", "good"], step=1)
         assert result.totals == [1.0, -1.0, 1.0, 1.0]
         assert result.metrics[f"reward/{function.__name__}/timeout_frac"] == 0.25
-        assert "no answer within 0.2 s; the call was given up (reward_deadline)" in result.tracebacks[function.__name__]
+        assert "no answer within 0.8 s; the call was given up (reward_deadline)" in result.tracebacks[function.__name__]
         assert rewards.score(["p"] * 2, ["good"] * 2, step=2).totals == [1.0, 1.0]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25  # the function takes 30 s, or for ever
 
 
 def test_a_loop_that_was_given_up_ends():
     with timed(loops, deadline_s=0.1) as rewards:
         rewards.score(["p"] * 2, ["bad", "good"], step=1)
-    for _ in range(50):
-        if not any(thread.name == "reward loops" for thread in threading.enumerate()):
-            return
-        time.sleep(0.1)
-    pytest.fail("the thread still runs")
+    wait_until(lambda: not any(thread.name == "reward loops" for thread in threading.enumerate()), seconds=30.0)
 
 
 def test_a_call_that_is_late_as_a_whole_is_made_for_each_group_with_the_deadline_for_each_completion(caplog):
@@ -150,14 +147,14 @@ def test_a_call_that_is_late_as_a_whole_is_made_for_each_group_with_the_deadline
 
     def slow(completions):
         sizes.append(len(completions))
-        time.sleep(0.1 * len(completions))
+        time.sleep(0.3 * len(completions))
         return [1.0] * len(completions)
 
-    with timed(slow, deadline_s=0.35) as rewards:
+    with timed(slow, deadline_s=1.0) as rewards:
         for _ in range(2):
             assert rewards.score(["p", "p", "q", "q"], ["a"] * 4, step=1).totals == [1.0] * 4
     assert sizes == [4, 1, 1, 1, 1, 2, 2, 2, 2]
-    assert "reward 'slow' took longer than reward_deadline=0.35 s for a call of 4 completions" in caplog.text
+    assert "reward 'slow' took longer than reward_deadline=1 s for a call of 4 completions" in caplog.text
 
 
 def test_waiting_for_a_call_in_this_process_can_be_stopped():
@@ -167,7 +164,7 @@ def test_waiting_for_a_call_in_this_process_can_be_stopped():
     started = time.monotonic()
     with timed(sleeps, poll=stop) as rewards, pytest.raises(InterruptedError, match="Ctrl-C"):
         rewards.score(["p"], ["bad"])
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
 
 
 def test_running_out_of_memory_in_this_process_ends_the_run():

@@ -92,7 +92,9 @@ def test_a_process_that_is_killed_costs_no_step_and_is_started_again(
 def test_a_process_that_hangs_is_given_up(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_S", 2)
     writer = CompletionsWriter(run)
-    put(writer, record(1))
+    writer.write(record(1))
+    wait_until(run.completions_file(1).exists, seconds=60.0)  # its imports alone may take longer than 2 s
+    writer.finish()
     hung = pid(writer)
     os.kill(hung, signal.SIGSTOP)
     put(writer, record(2))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import wait_until
 
 from gruppo.errors import InputError, RewardError
 from gruppo.run.signals import Interrupted
@@ -34,11 +35,12 @@ def is_long(index: int) -> bool:
 class Engine(TorchSampler):
     """An engine of 16 places: groups are sampled at the same time, and each takes as long as its prompt says."""
 
-    longest = LONG
+    held: Callable[[int, int], bool] = staticmethod(lambda sampled, now: False)
+    """Whether a long group is not yet complete, by the version that sampled it and the one that is loaded now."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         self.places = ThreadPoolExecutor(2 * PER_STEP)
 
     def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Future[Samples]]:
@@ -47,7 +49,11 @@ class Engine(TorchSampler):
     def _one(self, request: SampleRequest, params: SamplingParams) -> Samples:
         with self.lock:
             (drawn,) = super().submit([request], params)
-        time.sleep(self.longest if is_long(request.prompt.index) else SHORT)
+            sampled = self.model.version
+        time.sleep(LONG if is_long(request.prompt.index) else SHORT)
+        with self.lock:
+            while is_long(request.prompt.index) and self.held(sampled, self.model.version):
+                self.lock.wait(0.01)
         return drawn.result()
 
 
@@ -106,12 +112,14 @@ def test_long_completions_do_not_hold_up_a_step(make_trainer: Make, engine: None
 def test_what_is_older_than_the_bound_is_dropped_and_sampled_again(
     make_trainer: Make, engine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "longest", 2.0)
+    bound = 2 * 4  # two steps of four updates
+    # However long a step takes, those of the first weights are not complete before they are too old.
+    monkeypatch.setattr(Engine, "held", staticmethod(lambda sampled, now: sampled == 0 and now <= bound))
     ages = Ages()
     options = {"max_staleness": 2, "streaming": True, "steps": 12, "prompts_per_step": PER_STEP}
     trainer = make_trainer(**options, epochs_per_batch=2, minibatches=2, callbacks=[ages])
     trainer.train()
-    assert max(ages.ages) <= 2 * 4  # two steps of four updates
+    assert max(ages.ages) <= bound
     rows = [row for row in trainer.run.metrics() if row["step"]]
     assert max(row["rollout/staleness"] for row in rows) == max(ages.ages)
     dropped = [index for event in events(trainer, "rollouts_dropped") for index in event["prompts"]]
@@ -149,18 +157,21 @@ def test_every_other_option_goes_with_it(more: dict[str, Any], make_trainer: Mak
         assert len(ages.prompts) == 5 * 4
 
 
-def test_a_stopped_run_keeps_complete_groups_and_samples_the_others_again(make_trainer: Make, engine: None) -> None:
+def test_a_stopped_run_keeps_complete_groups_and_samples_the_others_again(
+    make_trainer: Make, engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_stopped = threading.Event()
+    monkeypatch.setattr(Engine, "held", staticmethod(lambda sampled, now: sampled >= 2 and not is_stopped.is_set()))
+
     def stop(trainer: GRPOTrainer, step: int, _metrics: Any) -> None:
         if step == 4:
-            deadline = time.monotonic() + 5
-            while not trainer.state.ahead._returned.qsize():  # something is complete
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(trainer.state.ahead._returned.qsize, seconds=60.0)  # something is complete
             trainer.stop.signal = signal.SIGTERM
 
     options = {"max_staleness": 8, "streaming": True, "steps": 8, "prompts_per_step": PER_STEP}
     first = make_trainer(**options, callbacks=[stop])
     assert first.train().status == "stopped"
+    is_stopped.set()
     left = first.state.ahead
     assert isinstance(left, StreamedRollouts) and left._ready and left._flying
     again = make_trainer(**options, resume=True)
@@ -178,13 +189,13 @@ def test_a_stopped_run_keeps_complete_groups_and_samples_the_others_again(make_t
 def test_a_step_that_is_stopped_while_it_waits_loses_no_group(
     make_trainer: Make, engine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "longest", 3.0)
+    monkeypatch.setattr(Engine, "held", staticmethod(lambda sampled, now: True))
     monkeypatch.setitem(globals(), "is_long", lambda index: index % 4 != 0)  # too few short ones for a step
     trainer = make_trainer(max_staleness=8, streaming=True, steps=8, prompts_per_step=PER_STEP)
-    ahead, ends = trainer.state.ahead, time.monotonic() + 1.5
+    ahead = trainer.state.ahead
 
     def poll() -> None:
-        if time.monotonic() > ends:
+        if ahead._flying and all(is_long(flight.prompt.index) for flight in ahead._flying):
             raise Interrupted("SIGTERM")
 
     ahead.poll = poll
