@@ -349,7 +349,7 @@ class RunOptions(Options):
     ranks_exact: bool = False
     """On several ranks: add gradients in the order of the micro-batches and take their norm row by row, so that any
     number of ranks gives the same bits, also of one process with this option. Costs a reduction per micro-batch."""
-    rank_deadline: Annotated[float, Field(gt=0)] = 1800.0
+    rank_deadline: Annotated[float, Field(gt=0, le=30 * 86400)] = 1800.0
     """Seconds that a rank may take for its part of a step before the others count it as lost."""
     save_every: Positive = 50
     """Save a checkpoint every N steps, and at the end."""

@@ -252,7 +252,133 @@ def test_a_run_of_four_ranks_goes_on_on_two_three_and_one(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
+def test_the_reference_of_an_adapter_that_goes_on_is_the_adapter_of_the_start(tmp_path: Path) -> None:
+    """And not the policy itself: the KL of one process, which is above 0 from the second step on."""
+    assert finish(start([*train_command(tmp_path / "first", steps=2), "--lora"], 1))[0][0] == 0
+    onward = {"model": tmp_path / "first" / "model", "beta": 0.05, "steps": 3}
+    for world in (1, 2):
+        found = finish(start(train_command(tmp_path / f"on-{world}", **onward), world))
+        assert [code for code, _ in found] == [0] * world, found
+    assert metrics(tmp_path / "on-1")[-1]["policy/kl"] > 0
+    for key in ("policy/kl", "optim/grad_norm"):
+        one, two = ([line.get(key) for line in metrics(tmp_path / f"on-{world}")] for world in (1, 2))
+        assert one == two
+    one, two = (load_file(tmp_path / f"on-{world}" / "model" / "adapter_model.safetensors") for world in (1, 2))
+    assert all(torch.equal(one[name], two[name]) for name in one | two)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_a_checkpoint_before_the_first_update_goes_on_on_any_number_of_ranks(tmp_path: Path) -> None:
+    assert finish(start(train_command(tmp_path / "whole", steps=2), 1))[0][0] == 0
+    stop = [{"site": "eval", "step": 0, "action": "term"}]
+    for saved_by, taken_by in ((2, 2), (2, 1), (1, 2)):
+        run = tmp_path / f"run-{saved_by}-{taken_by}"
+        found = finish(start(train_command(run, steps=2), saved_by, {0: stop}))
+        assert [code for code, _ in found] == [75] * saved_by, found
+        found = finish(start([sys.executable, "-m", "gruppo", "resume", str(run)], taken_by))
+        assert [code for code, _ in found] == [0] * taken_by, found
+        assert_same_run(tmp_path / "whole", run)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_ranks_write_the_names_that_the_files_of_a_family_have(tmp_path: Path) -> None:
+    """GPT-NeoX calls its head `embed_out` in files, and transformers `lm_head` in memory."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve("builtin"))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 64}
+    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **tokens)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    assert "embed_out.weight" in base
+    for world in (1, 2):
+        found = finish(start(train_command(tmp_path / f"on-{world}", model=tmp_path / "base", steps=2), world))
+        assert [code for code, _ in found] == [0] * world, found
+    one, two = (load_file(tmp_path / f"on-{world}" / "model" / "model.safetensors") for world in (1, 2))
+    assert one.keys() == two.keys() == base.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    config, other = (json.loads((tmp_path / f"on-{world}" / "model" / "config.json").read_text()) for world in (1, 2))
+    assert config == other
+
+
+LOSS = """
+import os, signal, time
+from gruppo.loss import GRPOLoss
+
+def made(beta=0.0, kl_estimator=2, entropy_coef=0.0, **options):
+    if os.environ.get("RANK") == "1":
+        ACT
+    return GRPOLoss(beta=beta, kl_estimator=kl_estimator, entropy_coef=entropy_coef, **options)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
 class TestFaults:
+    @pytest.mark.parametrize(
+        ("act", "codes", "text"),
+        [
+            ("os.kill(os.getpid(), signal.SIGKILL)", [7, -9], "in the start: rank 1 does not answer. Start them again"),
+            ("raise ValueError('not here')", [2, 2], "in the start: rank 1: InputError: loss='my_loss:made' cannot be"),
+            ("time.sleep(600)", [7, 1], "in the start: rank 1 does not answer. Start them again"),
+        ],
+    )
+    def test_a_rank_that_is_lost_while_the_model_is_made_is_named(
+        self, act: str, codes: list[int], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "my_loss.py").write_text(LOSS.replace("ACT", act))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+        found = finish(start(train_command(tmp_path / "run", loss="my_loss:made", rank_deadline=15), 2))
+        assert [code for code, _ in found] == codes, found
+        assert text in found[0][1] and "Traceback" not in found[0][1], found[0][1][-600:]
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        ("fault", "codes", "text"),
+        [
+            ({"action": "kill"}, [7, 7, -9], "`run` after version 1: rank 2 does not answer"),
+            ({"action": "raise"}, [1, 1, 1], "`run` after version 1: rank 2: RuntimeError: fault planned"),
+            ({"action": "sleep", "seconds": 600}, [7, 7, 1], "`run` after version 1: rank 2 does not answer"),
+        ],
+    )
+    def test_of_three_ranks_the_two_others_name_the_third(
+        self, fault: dict[str, Any], codes: list[int], text: str, tmp_path: Path
+    ) -> None:
+        planned = {2: [{"site": "follow", "step": 1} | fault]}
+        found = finish(start(train_command(tmp_path / "run", rank_deadline=15), 3, planned))
+        assert [code for code, _ in found] == codes, found
+        assert all(text in output for _, output in found[:2]), found[:2]
+
+    def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_with_one_line(self, tmp_path: Path) -> None:
+        command = train_command(tmp_path / "run", steps=2)
+        found = finish(start(["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *command], 2))
+        assert [code for code, _ in found] == [6, 6], found
+        assert "step-000001: rank" in found[0][1] and "File too large" in found[0][1]
+        assert "CheckpointException" not in found[0][1] + found[1][1]
+
+    def test_a_checkpoint_that_one_rank_refuses_is_passed_over_by_all(self, tmp_path: Path) -> None:
+        """The optimizer of the newest has other options than the run's; its hashes are right."""
+        run = tmp_path / "run"
+        assert [code for code, _ in finish(start(train_command(run, steps=3), 2))] == [0, 0]
+        folder = run / "checkpoints" / "step-000003"
+        scalars = json.loads((folder / "optimizer.json").read_text())
+        scalars["param_groups"][0]["more"] = 1
+        (folder / "optimizer.json").write_text(json.dumps(scalars))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        content = (folder / "optimizer.json").read_bytes()
+        manifest["files"]["optimizer.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        found = finish(start([sys.executable, "-m", "gruppo", "resume", str(run), "--steps", "4"], 2))
+        assert [code for code, _ in found] == [0, 0], found
+        assert "resuming after step 2" in found[0][1]
+
     def test_a_shard_that_is_missing_is_an_error_and_the_checkpoint_before_is_taken(self, tmp_path: Path) -> None:
         run = tmp_path / "run"
         assert [code for code, _ in finish(start(train_command(run, steps=3), 2))] == [0, 0]

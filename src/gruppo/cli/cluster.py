@@ -420,13 +420,22 @@ def place(options: "RayOptions", needs: Mapping[str, float], stop: StopFlag, pat
     return group
 
 
+def _check_address(address: str) -> None:
+    """Refuse `host:port` where nothing listens: Ray would try it for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address != "auto":
+        socket.create_connection((host, int(port)), timeout=NODE_S).close()
+
+
 @contextmanager
 def connected(options: "RayOptions") -> Iterator[str]:
     """A connection to the cluster, and its address; a cluster that is started here ends with it."""
     usual: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    assert options.ray is not None
     try:
+        _check_address(options.ray)
         ray.init(address=options.ray, **usual)
-    except ConnectionError as error:
+    except (ConnectionError, OSError, ValueError) as error:
         if options.ray != "auto":
             raise InputError(
                 f"--ray {options.ray}: no cluster answers there ({str(error)[:200]}); give the address that `ray "

@@ -146,7 +146,7 @@ def run(
 ) -> int:
     """Train: print `opening` before, and after a run that was not stopped what `show` prints. Of the ranks that a
     launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile."""
-    from gruppo.parallel.ranks import join, leave, world_of_launcher
+    from gruppo.parallel.ranks import is_of_ranks, join, leave, world_of_launcher
 
     if _began_before(config.output):
         resume, overwrite = True, False
@@ -163,9 +163,14 @@ def run(
             code = follow(ranks)
         else:
             code = train_alone(ranks=ranks)
-    except BaseException as error:
+    except BaseException as failure:
+        error = failure
+        if is_of_ranks(error) and not isinstance(error, RankError):
+            error = ranks.lost("the start", failure, "Start them again")
         code = getattr(error, "exit_code", 1)
         ranks.note_error(code, f"{type(error).__name__}: {error}")
+        if error is not failure:
+            raise error from failure
         raise
     finally:
         leave(ranks, code, is_lost=isinstance(sys.exception(), RankError))

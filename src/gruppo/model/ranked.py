@@ -8,28 +8,27 @@ micro-batches. So nothing of the trainer is written for ranks, and every rank co
 import faulthandler
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gruppo import faults
 from gruppo.batch import Totals
 from gruppo.batch.packed import as_rollouts
-from gruppo.errors import InputError, RankError
+from gruppo.errors import CheckpointError, InputError, RankError
 from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.metric import Metric
 from gruppo.model.optim import MasterWeights, StepReport
 from gruppo.model.plan import StepPlan
 from gruppo.model.precision import half_or_float, in_precision
-from gruppo.model.sharding import OrderedSum, RankWeights, ReplicatedWeights, ShardedWeights, shard, whole
+from gruppo.model.sharding import OrderedSum, RankWeights, ReplicatedWeights, ShardedWeights, like, shard, whole
 from gruppo.model.shards import read_weights
 from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch
-from gruppo.parallel.ranks import Ranks
+from gruppo.parallel.ranks import Ranks, is_of_ranks
 from gruppo.types import Prompt, Rollout, Trajectory
 from gruppo.weights.empty import NotByRows, load_empty
 from gruppo.weights.files import Entries
@@ -130,6 +129,8 @@ class RankedModel(TransformersModel):
             )
             self._sums = sums if trains else self._sums
             read_weights(scorer.model, self._files, self.device)
+        if self._reference is not None:
+            self._reference.shard(like)
         if self._files:
             self.planner.device, self.scorer.is_half = self.device, self.dtype.itemsize == 2
             self.scorer.try_head()
@@ -171,23 +172,13 @@ class RankedModel(TransformersModel):
             faulthandler.dump_traceback_later(self.deadline_s + GRACE_S, exit=True)
             yield
         except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            if not is_of_ranks(error):
                 raise
-            raise self._lost(call, error) from error
+            remedy = "Go on from the last checkpoint with `gruppo resume`"
+            raise self.ranks.lost(f"`{call}` after version {self.version}", error, remedy) from error
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._depth -= 1
-
-    def _lost(self, call: str, error: RuntimeError) -> RankError:
-        """The error for a collective that failed: what another rank has left as its own, or which one is missing."""
-        missing, noted = self.ranks.missing(), self.ranks.error_of_others()
-        reason = missing if noted is None else noted[1]
-        lost = RankError(
-            f"the ranks lost each other in `{call}` after version {self.version}: {reason}. Go on from the last "
-            f"checkpoint with `gruppo resume` ({' '.join(str(error).split())[:200]})"
-        )
-        lost.exit_code = RankError.exit_code if noted is None else noted[0]
-        return lost
 
     def follow(self) -> int:
         """Do this rank's part of all calls until the first rank ends the run; its exit code."""
@@ -298,12 +289,20 @@ class RankedModel(TransformersModel):
                 adapter = {name: tensor.cpu() for name, tensor in self.trained().items()}
                 if self.ranks.rank == 0:
                     self.model.save_pretrained(folder, safe_serialization=True, state_dict=adapter)  # type: ignore[operator]
-            else:
+            elif self._files:
                 write_whole(self.model, Path(folder), self.dtype)
                 if self.ranks.rank == 0:
                     self.model.config.save_pretrained(folder)  # type: ignore[operator,union-attr]
                     if getattr(self.model, "generation_config", None) is not None:
                         self.model.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
+            else:  # a model whose files have other names than its weights; every rank has had all of it before
+                weights = {}
+                for name, tensor in self.model.state_dict().items():
+                    full = whole(tensor.detach())
+                    if self.ranks.rank == 0:
+                        weights[name] = (full.to(self.dtype) if full.is_floating_point() else full).cpu()
+                if self.ranks.rank == 0:
+                    self.model.save_pretrained(folder, safe_serialization=True, state_dict=weights)  # type: ignore[operator]
             self.ranks.highest(0)  # all files are there
 
     def save_state(self, folder: Path) -> Entries:
@@ -318,10 +317,30 @@ class RankedModel(TransformersModel):
         from gruppo.model.shards import load_shards
 
         with self._on_all("load_state", folder=str(folder)):
-            if self.replicated:
-                super().load_state(Path(folder))
-            else:
-                load_shards(self.weights, self.optimizer, Path(folder))
+            refused = None
+            try:
+                if self.replicated:
+                    super().load_state(Path(folder))
+                else:
+                    load_shards(self.weights, self.optimizer, Path(folder))
+            except CheckpointError as error:
+                refused = error
+            if self.ranks.highest(int(refused is not None)):
+                raise refused or CheckpointError(f"another rank cannot read {folder}; its own log has the reason")
+
+    def _follow_load_state(self, folder: str) -> None:
+        try:
+            self.load_state(Path(folder))
+        except CheckpointError as error:  # the first rank goes to the one before, or ends the run
+            logger.warning("rank %d: %s", self.ranks.rank, error)
+
+    def _follow_save_state(self, folder: str) -> None:
+        with suppress(CheckpointError, OSError):  # raised on all ranks; the first reports it
+            self.save_state(Path(folder))
+
+    def _follow_write_weights(self, folder: str) -> None:
+        with suppress(OSError):
+            self.write_weights(Path(folder))
 
 
 def packed(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:

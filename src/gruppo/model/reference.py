@@ -6,7 +6,7 @@ nothing. `refresh` moves the reference; a run that does so keeps it in its check
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -58,15 +58,14 @@ class Reference:
             with self.policy.model.disable_adapter():  # type: ignore[operator]  # PEFT's
                 yield self.policy
         else:
+            # In place: what shards a parameter over ranks gathers it from the memory that it had then.
             own = {name: p for name, p in self.policy.model.named_parameters() if name in self._adapter}
-            trained = {name: p.data for name, p in own.items()}
+            trained = self._policy_adapter()
             try:
-                for name, parameter in own.items():
-                    parameter.data = self._adapter[name]
+                _copy_into(own, self._adapter)
                 yield self.policy
             finally:
-                for name, parameter in own.items():
-                    parameter.data = trained[name]
+                _copy_into(own, trained)
 
     def state(self) -> dict[str, Tensor]:
         """Weights of the reference by name, on the CPU; none when it is a model without its adapter."""
@@ -83,11 +82,14 @@ class Reference:
             raise CheckpointError("the weights of the reference do not fit the model")
         if not all(w.is_floating_point() and w.isfinite().all() for w in weights.values()):
             raise CheckpointError("the weights of the reference hold other than finite numbers")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name])
+        _copy_into(own, weights)
         if self.is_adapter:
             self._adapter = dict(own)
+
+    def shard(self, cut: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+        """Keep of the reference's adapter what `cut` gives: the part that this rank has of the policy's parameter."""
+        own = dict(self.policy.model.named_parameters())
+        self._adapter = {name: cut(weight, own[name]) for name, weight in self._adapter.items()}
 
     def _policy_adapter(self) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in self.policy.model.named_parameters() if p.requires_grad}
@@ -95,6 +97,12 @@ class Reference:
     def _parameters(self) -> dict[str, nn.Parameter]:
         assert self._copy is not None
         return dict(self._copy.model.named_parameters())
+
+
+@torch.no_grad()
+def _copy_into(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
 
 
 def frozen_copy(policy: Scorer, shared: Iterable[nn.Parameter] = ()) -> Scorer:

@@ -152,6 +152,15 @@ class ReplicatedWeights(RankWeights):
                 dist.all_reduce(parameter.grad, group=self.ranks.group)
 
 
+def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor, sharded as a parameter is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
 def whole(tensor: "Tensor | DTensor") -> Tensor:
     """A sharded tensor gathered on every rank."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]  # a DTensor's

@@ -7,7 +7,7 @@ Weights and the optimizer's tensors are in one flat table; what is no tensor is 
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gruppo.errors import CheckpointError
 from gruppo.model.optim import MasterWeights, local
+from gruppo.model.sharding import like
 from gruppo.parallel.ranks import Ranks
 from gruppo.weights.files import Entries, flushed, read_header
 
@@ -44,14 +45,30 @@ def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
         raise CheckpointError(
             f"{list(tensors)[first]} holds non-finite numbers; nothing was written, older checkpoints are as they were"
         )
-    writer = HuggingFaceStorageWriter(path=str(folder / SHARDS), save_distributed=True)
-    save(tensors, storage_writer=writer)
-    if ranks.rank == 0:
-        groups = optimizer.state_dict()["param_groups"]
-        (folder / SCALARS).write_text(json.dumps({"scalars": {}, "param_groups": groups}))
-    own = (folder / SHARDS).glob(f"shard-{ranks.rank + 1:05d}-*")  # as torch names them
-    entries = {file.relative_to(folder).as_posix(): flushed(file) for file in own}
-    return {name: entry for message, _ in ranks.gather(entries, {}) for name, entry in message.items()}
+    _write(tensors, HuggingFaceStorageWriter(path=str(folder / SHARDS), save_distributed=True))
+    entries, fault = {}, ""
+    try:
+        if ranks.rank == 0:
+            groups = optimizer.state_dict()["param_groups"]
+            (folder / SCALARS).write_text(json.dumps({"scalars": {}, "param_groups": groups}))
+        own = (folder / SHARDS).glob(f"shard-{ranks.rank + 1:05d}-*")  # as torch names them
+        entries = {file.relative_to(folder).as_posix(): flushed(file) for file in own}
+    except OSError as error:
+        fault = f"rank {ranks.rank}: {error}"
+    messages = [message for message, _ in ranks.gather({"entries": entries, "fault": fault}, {})]
+    for message in messages:
+        if message["fault"]:
+            raise OSError(message["fault"])
+    return {name: entry for message in messages for name, entry in message["entries"].items()}
+
+
+def _write(tensors: dict[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
+    """Write tensors with torch. What fails on one rank is raised on all of them, as an OSError that names it."""
+    try:
+        save(tensors, storage_writer=writer)
+    except CheckpointException as error:  # no Exception
+        rank, (first, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank}: {first}") from error
 
 
 def write_whole(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
@@ -65,7 +82,7 @@ def write_whole(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     writer = HuggingFaceStorageWriter(
         path=str(folder), fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=True
     )
-    save(tensors, storage_writer=writer)
+    _write(tensors, writer)
     shutil.rmtree(folder / "sharded", ignore_errors=True)
 
 
@@ -116,7 +133,7 @@ def load_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
         own = optimizer.state_dict()["param_groups"]
         if [group.keys() for group in groups] != [group.keys() for group in own]:
             raise CheckpointError(f"{folder / SCALARS} does not describe this optimizer: other param_groups")
-        _make_state(optimizer)
+        _make_state(optimizer, _names(folder))
         tensors = _tensors(weights, optimizer)
         if is_sharded(folder):
             _check_covered(folder / SHARDS, tensors)
@@ -134,7 +151,6 @@ def load_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
 def _load_whole(tensors: dict[str, Tensor], folder: Path) -> None:
     """The rows of a checkpoint that one process wrote."""
     from safetensors.torch import load_file
-    from torch.distributed.tensor import DTensor, distribute_tensor
 
     saved = {f"weights.{n}": x for n, x in load_file(folder / "weights.safetensors").items()}
     saved |= {f"optimizer.{n}": x for n, x in load_file(folder / "optimizer.safetensors").items()}
@@ -142,10 +158,7 @@ def _load_whole(tensors: dict[str, Tensor], folder: Path) -> None:
         raise CheckpointError(f"{folder} does not fit the model: other names")
     with torch.no_grad():
         for name, own in tensors.items():
-            if isinstance(own, DTensor):
-                own.copy_(distribute_tensor(saved[name].to(own.device), own.device_mesh, own.placements))
-            else:
-                own.copy_(saved[name])
+            own.copy_(like(saved[name], own))
 
 
 def _check_covered(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -159,16 +172,29 @@ def _check_covered(folder: Path, tensors: dict[str, Tensor]) -> None:
             found[name] += math.prod(entry["shape"])
     for name, tensor in tensors.items():
         if found[name] != tensor.numel():
-            raise CheckpointError(f"{folder}: {name} has {found[name]} of {tensor.numel()} numbers; a shard is missing")
+            raise CheckpointError(
+                f"{folder}: {name} has {found[name]} of {tensor.numel()} numbers; a shard is missing, or the model has "
+                "other sizes"
+            )
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """State of Adam as it is before the first step; torch makes it in that step."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if not optimizer.state[p]:
-                moments = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[p] = {"step": torch.zeros(()), **moments}
+def _names(folder: Path) -> set[str]:
+    """Names of the tensors in a checkpoint."""
+    if is_sharded(folder):
+        return {name for file in (folder / SHARDS).glob("*.safetensors") for name in read_header(file)[0]}
+    parts = ("weights", "optimizer")
+    return {f"{part}.{name}" for part in parts for name in read_header(folder / f"{part}.safetensors")[0]}
+
+
+def _make_state(optimizer: torch.optim.Optimizer, saved: Collection[str]) -> None:
+    """State of Adam for each weight of which some was `saved`: none before its first gradient, in which torch makes
+    it."""
+    optimizer.state.clear()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(parameters):
+        if f"optimizer.{number}.step" in saved:
+            moments = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.zeros(()), **moments}
 
 
 def _tensors(weights: MasterWeights, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

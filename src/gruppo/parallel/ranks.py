@@ -10,8 +10,10 @@ tensors in the format of safetensors: nothing is unpickled.
 
 import json
 import os
-import re
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from gruppo.errors import InputError
+from gruppo.errors import InputError, RankError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,26 +119,44 @@ class Ranks:
 
     def note_error(self, code: int, text: str) -> None:
         """Leave an error for the other ranks to report."""
-        if self.store is not None:
-            self.store.set(f"error/{self.rank}", json.dumps({"code": code, "text": text}))
+        with suppress(RuntimeError):  # the store may be lost with the first rank
+            if self.store is not None:
+                self.store.set(f"error/{self.rank}", json.dumps({"code": code, "text": text}))
 
     def error_of_others(self) -> tuple[int, str] | None:
-        """Exit code and text of the first other rank that has left an error."""
+        """Exit code and text of the first other rank that has left an error of its own: not that ranks were lost."""
         for rank in range(self.world):
             if self.store is not None and rank != self.rank and self.store.check([f"error/{rank}"]):
                 found = json.loads(self.store.get(f"error/{rank}"))
-                return int(found["code"]), f"rank {rank}: {found['text']}"
+                if found["code"] != RankError.exit_code:
+                    return int(found["code"]), f"rank {rank}: {found['text']}"
         return None
 
     def missing(self) -> str:
-        """Which ranks do not answer, in words. Called by all that still do."""
+        """Which ranks do not answer, in words. Called by all that still do: each leaves a sign."""
+        assert self.store is not None
+        self.store.set_timeout(timedelta(seconds=ANSWER_S))
+        self.store.set(f"here/{self.rank}", "")
+        lost, end = list(range(self.world)), time.monotonic() + ANSWER_S
+        while lost and time.monotonic() < end:
+            time.sleep(0.1)
+            signs = ("here", "error")
+            lost = [r for r in lost if not any(self.store.check([f"{sign}/{r}"]) for sign in signs)]
+        return f"rank {', '.join(map(str, lost))} does not answer" if lost else "all ranks answer"
+
+    def lost(self, during: str, error: BaseException, remedy: str) -> RankError:
+        """The error for a collective that failed: what another rank has left as its own, or which one is missing."""
+        noted = None
         try:
-            dist.monitored_barrier(group=self.control, timeout=ANSWER, wait_all_ranks=True)
-        except RuntimeError as error:
-            named = re.search(r"[Rr]anks? ([0-9, ]+) failed", str(error))
-            lost = named[1].strip(" ,") if named else str(1 - self.rank) if self.world == 2 else "of the others"
-            return f"rank {lost} does not answer"
-        return "all ranks answer"
+            reason, noted = self.missing(), self.error_of_others()
+        except RuntimeError:  # the store is gone
+            reason = "rank 0 does not answer"
+        lost = RankError(
+            f"the ranks lost each other in {during}: {noted[1] if noted else reason}. {remedy} "
+            f"({' '.join(str(error).split())[:200]})"
+        )
+        lost.exit_code = noted[0] if noted else RankError.exit_code
+        return lost
 
     def highest(self, value: int) -> int:
         """The largest value of all ranks."""
@@ -145,8 +165,8 @@ class Ranks:
 
 START = timedelta(minutes=10)
 """How long the ranks have to find each other."""
-ANSWER = timedelta(seconds=5)
-"""How long a rank has to answer once another has waited for it in vain."""
+ANSWER_S = 5.0
+"""Seconds that a rank has to answer once another has waited for it in vain."""
 WAIT = timedelta(days=30)
 """How long a rank waits for the next message: the first one may sample for hours."""
 
@@ -187,8 +207,23 @@ def leave(ranks: Ranks, code: int, *, is_lost: bool) -> None:
     if is_lost:
         return
     if ranks.rank == 0:
-        ranks.tell({"call": "end", "code": code})
+        # Those that have ended cannot hear it, and those that hang do not.
+        telling = threading.Thread(target=_end, args=(ranks, code), daemon=True)
+        telling.start()
+        telling.join(ANSWER_S)
+        if telling.is_alive():
+            return
     dist.destroy_process_group()
+
+
+def _end(ranks: Ranks, code: int) -> None:
+    with suppress(RuntimeError):
+        ranks.tell({"call": "end", "code": code})
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether an error is that of a collective: another process has ended, hangs or is late."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def _blob(message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:

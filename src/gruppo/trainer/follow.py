@@ -1,7 +1,10 @@
 """Ranks other than the first: each holds its shard of the model and does what the first rank calls."""
 
+import faulthandler
+
 import torch
 
+from gruppo.model.ranked import GRACE_S
 from gruppo.parallel.ranks import Ranks
 from gruppo.run.signals import StopFlag
 from gruppo.trainer import build
@@ -19,6 +22,9 @@ def follow(ranks: Ranks) -> int:
         torch.set_num_threads(config.threads)
     stop = StopFlag()
     with stop.listening():
+        # The first rank waits no longer than this for the others.
+        faulthandler.dump_traceback_later(config.rank_deadline + GRACE_S, exit=True)
         model = build.build_model(config, objects, build.build_loss(config), None, ranks)
+        faulthandler.cancel_dump_traceback_later()
         model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
         return model.follow()  # type: ignore[attr-defined]
