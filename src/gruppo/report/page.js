@@ -56,6 +56,13 @@ function visible(text) {
   return text.replace(HIDDEN, escaped).replace(lone, escaped);
 }
 
+/** Names of runs are those of folders, and may hold such marks too. @param {any} data */
+function escapeNames(data) {
+  for (const run of data.runs ?? []) run.name = visible(run.name);
+}
+escapeNames(DATA);
+document.title = visible(document.title);
+
 /** A number with so many significant digits, minus as a minus sign; adding 0 takes it from −0. @param {any} x @param {number} digits */
 function number(x, digits = 4) {
   if (typeof x !== "number") return x === null || x === undefined ? "–" : String(x);
@@ -154,8 +161,7 @@ async function draw(plot) {
 function chartCard(chart, place = "chart") {
   const plot = el("div", { class: "plot" });
   const summary = el("summary");
-  const keys = chart.keys.map((/** @type {any} */ k) => k.key).join(" ");
-  const what = details(`${place} ${keys}`, summary);
+  const what = details(`${place} ${chart.keys.map((/** @type {any} */ k) => k.key)}`, summary);
   what.className = "what";
   for (const [i, key] of chart.keys.entries()) {
     const expect = key.expect.split(";")[0];
@@ -165,7 +171,7 @@ function chartCard(chart, place = "chart") {
   }
   waiting.set(plot, chart.spec);
   seen.observe(plot);
-  return el("article", { class: "card chart", "data-keys": keys },
+  return el("article", { class: "card chart", "data-keys": chart.keys.map((/** @type {any} */ k) => k.key).join(" ") },
     el("h3", { text: chart.title }), plot, what);
 }
 
@@ -296,7 +302,7 @@ function drawOptions() {
   /** @param {any[]} rows */
   const table = (rows) => el("div", { class: "scroll" }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", { text: "option" }), ...DATA.runs.map((/** @type {any} */ r) => el("th", { text: r.name })))),
-    el("tbody", {}, ...rows.map((row) => el("tr", {}, el("td", {}, el("code", { text: row.name })),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, el("td", {}, el("code", { text: visible(row.name) })),
       ...row.values.map((/** @type {string} */ v) => el("td", {}, el("code", { text: visible(v) }))))))));
   const differ = DATA.config.filter((/** @type {any} */ row) => row.differs);
   const parts = [el("h2", { text: DATA.runs.length > 1 ? "What differs between the runs?" : "Options" })];
@@ -311,7 +317,7 @@ function drawNav() {
   const links = DATA.replay ? [["overview", "Losses"], ["completions", "Completions"], ["options", "Options"]] : [["overview", "Overview"], ["question-0", "Learning"], ["question-1", "Signal"], ["question-2", "Policy"], ["question-3", "Sampler"],
     ["question-4", "Time"], ["ledger", "Tokens"], ["completions", "Completions"], ["options", "Options"]];
   refill("nav", links.map(([id, text]) => el("a", { id: "nav-" + id, href: "#" + id, text })));
-  at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page reads the run directory while it is open." : DATA.note);
+  at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page reads the run directory while it is open." : visible(DATA.note));
 }
 
 function drawAll() {
@@ -326,6 +332,7 @@ function drawAll() {
 
 /** New data, with the charts and ledgers of the old until theirs are there. @param {any} data */
 function take(data) {
+  escapeNames(data);
   data.questions = DATA.questions;
   for (const [i, run] of data.runs.entries()) run.ledger = DATA.runs?.[i]?.ledger;
   const hasNewOptions = JSON.stringify(data.config) !== JSON.stringify(DATA.config);
