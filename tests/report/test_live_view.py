@@ -68,6 +68,45 @@ def test_a_run_that_goes_on_is_followed(open_page, tmp_path):
         until(opened.page, "document.getElementById('live').textContent === 'gruppo view has ended'")
 
 
+SIZES = "--steps 400 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-every 0 --no-tensorboard --threads 1"
+
+
+def train_command(output: Path) -> list[str]:
+    return [sys.executable, "-m", "gruppo", "train", "--view", *SIZES.split(), "--output", str(output)]
+
+
+@pytest.mark.commands
+def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
+    with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("view: "))
+        address = line.removeprefix("view: ").strip()
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            assert answer.read().startswith(b"<!doctype html>")
+        next(line for line in process.stdout if line.startswith("step "))  # signals are the run's now
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        assert process.wait(60) == 75  # stopped and saved
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(address, timeout=5)
+
+
+@pytest.mark.commands
+def test_the_page_of_a_run_that_is_killed_ends_too(tmp_path):
+    with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = next(line for line in process.stdout if line.startswith("view: ")).removeprefix("view: ").strip()
+        process.kill()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(address, timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            return
+        time.sleep(0.1)
+    pytest.fail("the server outlived the run")
+
+
 FINDING = Finding(
     rule="flat", severity="warning", text="flat", evidence="0", remedy="wait", metric="optim/grad_norm", step=1
 )
@@ -121,45 +160,6 @@ def test_what_is_open_and_what_has_the_focus_stay_so_when_the_page_follows_the_r
         assert len(page.evaluate(OPEN)) < len(before) - 1  # closed by hand
         assert opened.errors == []
         server.close()
-
-
-SIZES = "--steps 400 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-every 0 --no-tensorboard --threads 1"
-
-
-def train_command(output: Path) -> list[str]:
-    return [sys.executable, "-m", "gruppo", "train", "--view", *SIZES.split(), "--output", str(output)]
-
-
-@pytest.mark.commands
-def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
-    with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = next(line for line in process.stdout if line.startswith("view: "))
-        address = line.removeprefix("view: ").strip()
-        with urllib.request.urlopen(address, timeout=20) as answer:
-            assert answer.read().startswith(b"<!doctype html>")
-        next(line for line in process.stdout if line.startswith("step "))  # signals are the run's now
-        process.send_signal(signal.SIGTERM)
-        process.stdout.read()
-        assert process.wait(60) == 75  # stopped and saved
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(address, timeout=5)
-
-
-@pytest.mark.commands
-def test_the_page_of_a_run_that_is_killed_ends_too(tmp_path):
-    with subprocess.Popen(train_command(tmp_path / "run"), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        address = next(line for line in process.stdout if line.startswith("view: ")).removeprefix("view: ").strip()
-        process.kill()
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(address, timeout=5).close()
-        except (urllib.error.URLError, OSError):
-            return
-        time.sleep(0.1)
-    pytest.fail("the server outlived the run")
 
 
 @pytest.fixture(scope="module")

@@ -61,26 +61,29 @@ const PAGE = 1500;
 /** Characters of a prompt on the card of its group. */
 const CARD = 60;
 
-/** How many characters at their ends all these prompts share, as the marks of a chat; 0 where they do not differ.
- * @param {string[]} prompts */
-function sharedEnding(prompts) {
-  let shared = prompts[0]?.length ?? 0;
-  for (const prompt of prompts) {
-    let same = 0;
-    while (same < shared && prompt.at(-1 - same) === prompts[0].at(-1 - same)) same++;
-    shared = same;
-  }
-  return prompts.every((prompt) => prompt.length > shared) ? shared : 0;
+/** How many characters at their ends all these prompts share: the lines of a system prompt, the marks of a chat.
+ * @param {string[]} prompts @returns {[number, number]} */
+function sharedEnds(prompts) {
+  const [first, ...others] = new Set(prompts);
+  /** @param {(text: string, i: number) => string} at_ */
+  const same = (at_) => {
+    let i = 0;
+    while (i < first.length && others.every((text) => at_(text, i) === at_(first, i))) i++;
+    return i;
+  };
+  if (!others.length) return [0, 0];
+  const start = first.slice(0, same((text, i) => text[i])), end = first.slice(first.length - same((text, i) => text[text.length - 1 - i]));
+  const mark = end.search(/[\s<[]/); // not within a word
+  return [start.lastIndexOf("\n") + 1, mark < 0 ? 0 : end.length - mark];
 }
 
-/** The end of a prompt, which is where prompts differ; of a long one without the ending that it shares with others.
- * @param {string} prompt @param {number} ending */
-function promptEnd(prompt, ending) {
-  /** @param {string} text */
-  const line = (text) => visible(text.replace(/\s+/g, " ").trim());
-  if (prompt.length <= CARD) return line(prompt);
-  const own = line(prompt.slice(0, prompt.length - ending));
-  return (own.length > CARD ? "…" + own.slice(-CARD) : own) + (ending ? "…" : "");
+/** A prompt on a card. Of a long one the end, which is where prompts differ, without what it shares with the others.
+ * @param {string} prompt @param {[number, number]} shared */
+function promptLine(prompt, [start, end]) {
+  if (prompt.length <= CARD) return visible(prompt.replace(/\s+/g, " "));
+  const own = [...visible(prompt.slice(start, prompt.length - end).replace(/\s+/g, " ").trim())];
+  if (!own.length) return promptLine(prompt, [0, 0]); // it is the end of another
+  return (start || own.length > CARD ? "…" : "") + own.slice(-CARD).join("") + (end ? "…" : "");
 }
 
 class Source {
@@ -306,8 +309,8 @@ class Viewer {
     if (!order.includes(this.group)) this.group = order[0] ?? -1;
     const total = data.groups.length, left = data.left_out;
     at("v-note").textContent = `${order.length} of ${total} groups` + (left ? ` · ${number(left)} rollouts of this step are not in this ${DATA.live ? "record" : "file"}` : "");
-    const ending = sharedEnding(data.groups.map((g) => g.prompt));
-    at("v-groups").replaceChildren(...order.map((i, place) => this.card(i, place === 0, ending)));
+    const shared = sharedEnds(data.groups.map((g) => g.prompt));
+    at("v-groups").replaceChildren(...order.map((i, place) => this.card(i, place === 0, shared)));
     const chosen = this.chosenCard();
     if (chosen) at("v-groups").scrollTop = chosen.offsetTop - 8;
     this.limit = this.scaleLimit();
@@ -326,8 +329,8 @@ class Viewer {
     return order.reduce((best, i) => (best < 0 || life(i) > life(best) ? i : best), -1);
   }
 
-  /** @param {number} i @param {boolean} isFirst @param {number} ending */
-  card(i, isFirst, ending) {
+  /** @param {number} i @param {boolean} isFirst @param {[number, number]} shared */
+  card(i, isFirst, shared) {
     const g = /** @type {Step} */ (this.data).groups[i];
     const known = g.rollouts.filter((r) => r.reward !== null);
     const mean = known.length ? known.reduce((a, r) => a + (r.reward ?? 0), 0) / known.length : null;
@@ -335,7 +338,7 @@ class Viewer {
     const sorted = [...g.rollouts].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
     return el("button", { class: "group", type: "button", "data-group": i, tabindex: this.group === i || (this.group < 0 && isFirst) ? 0 : -1, "aria-pressed": this.group === i ? "true" : "false",
       click: (/** @type {MouseEvent} */ e) => this.choose(i, e.detail === 0) },
-      el("span", { class: "prompt", text: promptEnd(g.prompt, ending) }),
+      el("span", { class: "prompt", text: promptLine(g.prompt, shared) }),
       el("span", { class: "dots", "aria-hidden": "true" }, ...sorted.slice(0, 64).map((r) => el("i", { class: r.correct ? "right" : r.correct === null ? "unjudged" : "" }))),
       el("span", { class: "line" }, el("span", { text: `reward ${number(mean, 3)}` }), el("span", { text: g.status === "kept" ? `${right}/${g.rollouts.length} right` : g.status.replace("_", " ") })));
   }
