@@ -134,7 +134,7 @@ def test_what_is_open_and_what_has_the_focus_stay_so_when_the_page_follows_the_r
             run.set_status("running", step)
 
         write(1)
-        server = ViewServer([run], summary=lambda _: (State("running", "at a step"), [FINDING]))
+        server = ViewServer([run], summary=lambda _: (State("learning", "at a step"), [FINDING]))
         server.start()
         opened = open_page(server.url)
         page = opened.page
