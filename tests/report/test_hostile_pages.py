@@ -1,6 +1,7 @@
 """Text of a model that attacks: nothing of it runs, neither in the page nor in the terminal."""
 
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from pages import until
 from written_runs import metrics_of, rollout, run_directory
 
+from gruppo.report.page import report_page
 from gruppo.run.directory import RunDirectory
+from gruppo.run.reader import RunReader
 from gruppo.types import Group, Prompt
 
 ATTACKS = {
@@ -124,3 +127,24 @@ def test_a_hostile_name_of_a_run_directory_does_not_reach_the_terminal(tmp_path:
     run.path.rename(folder)  # gruppo makes no folder of such a name
     made = subprocess.run([sys.executable, "-m", "gruppo", "report", str(folder)], capture_output=True, check=True)
     assert b"\x1b" not in made.stdout + made.stderr
+
+
+def test_marks_of_direction_in_the_names_of_runs_are_escapes_everywhere(open_page, tmp_path):
+    draw = random.Random(0)
+    prompt = Prompt(token_ids=(3,), text="1+1=", index=0)
+    runs = []
+    for name in ("\u202ertl", "\u2067isolated\u200b"):
+        with run_directory(tmp_path / "run", 1) as run:
+            run.log_metrics(1, metrics_of(1, draw))
+            run.write_completions(1, [Group(prompt=prompt, rollouts=(rollout(prompt, draw, 3),))])
+        runs.append(RunReader(run.path.rename(tmp_path / name)))
+    for shown in (runs[:1], runs):
+        file = tmp_path / f"report-{len(shown)}.html"
+        file.write_text(report_page(shown))
+        page = open_page(file.as_uri()).page
+        page.evaluate("document.querySelectorAll('#options details').forEach(d => { d.open = true; })")
+        text = "".join([page.title(), *page.locator("section:not(#charts), footer").all_inner_texts()])
+        assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b]", text)
+        assert page.locator("#overview .run > :first-child").first.text_content() == r"\u202ertl"
+        assert page.title().startswith(r"\u202ertl")
+    assert page.locator("#v-run option").all_text_contents() == [r"\u202ertl", r"\u2067isolated\u200b"]

@@ -16,6 +16,8 @@ import pytest
 from pages import until
 from written_runs import metrics_of, rollout, run_directory, write_large_run
 
+from gruppo.doctor import Finding, State
+from gruppo.report.server import ViewServer
 from gruppo.types import Group, Prompt
 
 STEPS = 1000
@@ -106,6 +108,61 @@ def test_the_page_of_a_run_that_is_killed_ends_too(tmp_path):
             return
         time.sleep(0.1)
     pytest.fail("the server outlived the run")
+
+
+FINDING = Finding(
+    rule="flat", severity="warning", text="flat", evidence="0", remedy="wait", metric="optim/grad_norm", step=1
+)
+PLACES = {
+    "nav": "#nav a[href='#ledger']",
+    "finding": ".findings button",
+    "chart": "[data-keys='reward/mean'] summary",
+    "further": "#charts details:not(.what) > summary >> nth=-1",
+    "further chart": "[data-keys='mine/number_7'] summary",
+    "loss": ".divisor summary",
+    "options": "#options summary",
+}
+HERE = "[document.activeElement.localName, document.activeElement.textContent]"
+OPEN = "[...document.querySelectorAll('main details[open] > summary')].map(s => s.textContent)"
+
+
+def test_what_is_open_and_what_has_the_focus_stay_so_when_the_page_follows_the_run(open_page, tmp_path):
+    draw = random.Random(0)
+    prompt = Prompt(token_ids=(3,), text="1+1=", index=0)
+    with run_directory(tmp_path / "run", 20) as run:
+
+        def write(step: int) -> None:
+            run.log_metrics(step, metrics_of(step, draw))
+            run.write_completions(step, [Group(prompt=prompt, rollouts=(rollout(prompt, draw, 20),))])
+            run.set_status("running", step)
+
+        write(1)
+        server = ViewServer([run], summary=lambda _: (State("learning", "at a step"), [FINDING]))
+        server.start()
+        opened = open_page(server.url)
+        page = opened.page
+        until(page, "document.querySelector('.divisor') && document.querySelector('.findings button')")
+        for place in PLACES.values():
+            if place.split(" >> ")[0].endswith("summary"):
+                page.locator(place).click()
+        before = page.evaluate(OPEN)
+        assert len(before) >= 5
+        for step, place in enumerate(PLACES.values(), 2):
+            page.locator(place).focus()
+            focused = page.evaluate(HERE)
+            write(step)
+            page.evaluate("void refresh()")
+            until(page, f"!isRefreshing && DATA.runs[0].step === {step}")
+            assert page.evaluate(OPEN) == before
+            assert page.evaluate(HERE) == focused and focused[0] != "body"
+        page.locator(PLACES["further"]).click()
+        page.locator(PLACES["options"]).click()
+        write(12)
+        page.evaluate("void refresh()")
+        until(page, "!isRefreshing && DATA.runs[0].step === 12")
+        assert len(page.evaluate(OPEN)) < len(before) - 1  # closed by hand
+        assert opened.errors == []
+        server.close()
 
 
 @pytest.fixture(scope="module")

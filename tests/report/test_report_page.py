@@ -267,3 +267,34 @@ CONTRAST = """([over, under]) => {
   const [a, b] = [light(over), light(under)].sort((x, y) => y - x);
   return (a + 0.05) / (b + 0.05);
 }"""
+
+
+TOKEN_CONTRAST = """(kind) => {
+  const token = document.querySelector('.strip .tok' + kind);
+  const parts = (text) => {
+    const numbers = text.match(/[\\d.]+/g).map(Number), scale = text.startsWith('color') ? 1 : 255;
+    return [...numbers.slice(0, 3).map((x) => x / scale), numbers[3] ?? 1];
+  };
+  const light = (c) => {
+    const [r, g, b] = c.slice(0, 3).map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const card = parts(getComputedStyle(token.closest('.card')).backgroundColor);
+  const colours = ['transparent', ...['plus', 'minus', 'heat'].map((hue) => `rgba(var(--${hue}), 0.65)`),
+    ...[1, 2, 3, 4, 5, 6].map((i) => `color-mix(in srgb, var(--c${i}) 38%, transparent)`)];
+  return colours.map((colour) => {
+    token.style.backgroundColor = colour;
+    const over = parts(getComputedStyle(token).backgroundColor), text = parts(getComputedStyle(token).color);
+    const under = over.slice(0, 3).map((x, i) => over[3] * x + (1 - over[3]) * card[i]);
+    const [a, b] = [light(text), light(under)].sort((x, y) => y - x);
+    return [colour, (a + 0.05) / (b + 0.05)];
+  });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", [".special", ":not(.special)"])
+def test_tokens_of_full_colour_have_the_contrast_of_wcag_aa(open_page, demo_report, scheme, kind):
+    page = open_page(demo_report, color_scheme=scheme).page
+    found = dict(page.evaluate(TOKEN_CONTRAST, kind))
+    assert len(found) == 10 and min(found.values()) >= 4.5, found

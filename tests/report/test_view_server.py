@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -112,6 +113,32 @@ ABSENT = ("step/1/2.json", "step/0/3.json", "step/-1/2.json", "step/0/2.json/", 
 @pytest.mark.parametrize("path", [*FILES, *ABSENT])
 def test_a_path_is_never_a_file_name(server: ViewServer, path: str) -> None:
     assert ask(server, own(server, path))[0] == 404
+
+
+MALFORMED = [
+    *(f"GET {path} HTTP/1.0".encode() for path in ("http://[", "http://[x]/", "http://a]b/", "http://[::1")),
+    b"GET",
+    b"GET / FTP",
+    b"GET / HTTP/x",
+    b"GET / HTTP/-1.0",
+    b"GET / HTTP/1.0 and more",
+    b"\x00\x01\x02",
+    b"\x16\x03\x01\x02\x00\x01\x00",  # a browser that tries https
+    b"GET / HTTP/1.0" + b"\r\na: b" * 200,
+    b"TRACE / HTTP/1.0",
+    b"PRI * HTTP/2.0",
+]
+
+
+@pytest.mark.parametrize("line", MALFORMED, ids=lambda line: repr(line[:30]))
+def test_a_malformed_request_is_answered_and_nothing_is_printed(server, capfd, line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+        connection.sendall(line + f"\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode())
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").read()
+    assert re.match(rb"HTTP/1.0 (400|431|501|505) ", answer)
+    assert ask(server, own(server))[0] == 200
+    assert capfd.readouterr() == ("", "")
 
 
 def test_steps_come_with_their_tokens_and_rows_without(server: ViewServer, run: RunDirectory) -> None:

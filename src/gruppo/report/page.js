@@ -27,6 +27,21 @@ function el(tag, facts = {}, ...children) {
   return made;
 }
 
+/** Details; open where those are open that have the id now, and that these replace.
+ * @param {string} id @param {HTMLElement} summary @param {...(Node | string | null)} children */
+function details(id, summary, ...children) {
+  summary.id = id + "-summary";
+  return el("details", { id, open: document.getElementById(id)?.hasAttribute("open") }, summary, ...children);
+}
+
+/** Fill a part of the page anew. What had the focus is replaced by what has its id, and that has the focus then.
+ * @param {string} id @param {Node[]} parts */
+function refill(id, parts) {
+  const focused = document.activeElement;
+  at(id).replaceChildren(...parts);
+  if (focused?.id && !focused.isConnected) document.getElementById(focused.id)?.focus({ preventScroll: true });
+}
+
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 
 /** Text with control characters and marks of direction as escapes: they would hide or turn around what follows.
@@ -40,6 +55,13 @@ function visible(text) {
   };
   return text.replace(HIDDEN, escaped).replace(lone, escaped);
 }
+
+/** Names of runs are those of folders, and may hold such marks too. @param {any} data */
+function escapeNames(data) {
+  for (const run of data.runs ?? []) run.name = visible(run.name);
+}
+escapeNames(DATA);
+document.title = visible(document.title);
 
 /** A number with so many significant digits, minus as a minus sign; adding 0 takes it from −0. @param {any} x @param {number} digits */
 function number(x, digits = 4) {
@@ -135,11 +157,12 @@ async function draw(plot) {
   plot.setAttribute("data-drawn", "");
 }
 
-/** @param {any} chart */
-function chartCard(chart) {
+/** @param {any} chart @param {string} [place] */
+function chartCard(chart, place = "chart") {
   const plot = el("div", { class: "plot" });
   const summary = el("summary");
-  const what = el("details", { class: "what" }, summary);
+  const what = details(`${place} ${chart.keys.map((/** @type {any} */ k) => k.key)}`, summary);
+  what.className = "what";
   for (const [i, key] of chart.keys.entries()) {
     const expect = key.expect.split(";")[0];
     summary.append(i ? ", " : "", el("code", { text: key.key }));
@@ -156,24 +179,22 @@ function drawCharts() {
   for (const result of drawn) result.finalize();
   drawn = [];
   waiting.clear();
-  const open = new Set([...document.querySelectorAll("#charts details[open]")].map((d) => d.id));
   const parts = [];
   if (!DATA.questions) return void at("charts").replaceChildren(el("p", { class: "note", text: "The charts are being made …" }));
   for (const [i, question] of DATA.questions.entries()) {
     const part = el("div", { id: "question-" + i }, el("h2", { text: question.title }), el("p", { class: "lede", text: question.answer }));
-    if (question.charts.length) part.append(el("div", { class: "grid" }, ...question.charts.map(chartCard)));
+    if (question.charts.length) part.append(el("div", { class: "grid" }, ...question.charts.map((/** @type {any} */ c) => chartCard(c))));
     else part.append(el("p", { class: "note", text: question.none || "This run has no such numbers." }));
     if (question.further.length) {
-      const more = el("details", { id: "more-" + i }, el("summary", { text: `${question.further.length} further metrics` }));
-      const fill = () => { if (more.children.length < 2) more.append(el("div", { class: "grid" }, ...question.further.map(chartCard))); };
-      more.addEventListener("toggle", fill, { once: true });
-      if (open.has(more.id)) more.setAttribute("open", "");
+      const more = details("more-" + i, el("summary", { text: `${question.further.length} further metrics` }));
+      const fill = () => { if (more.children.length < 2) more.append(el("div", { class: "grid" }, ...question.further.map((/** @type {any} */ c) => chartCard(c)))); };
+      if (more.hasAttribute("open")) fill(); else more.addEventListener("toggle", fill, { once: true });
       part.append(more);
     }
     if (question.zero.length) part.append(el("p", { class: "note" }, "Always 0: ", el("code", { text: question.zero.join(", ") })));
     parts.push(part);
   }
-  at("charts").replaceChildren(...parts);
+  refill("charts", parts);
 }
 
 // --- overview -------------------------------------------------------------------------------------------------------
@@ -204,16 +225,16 @@ function runHead(run, i) {
     el("p", { class: "state" }, el("span", { class: "pill " + mood, text: run.state.name.replace("_", " ") }), el("span", { text: visible(text).replace(/(\d) -> (-?\d)/g, "$1 → $2") })),
     el("div", { class: "facts" }, ...list.map(([name, value]) => el("span", {}, name + " ", el("b", { text: visible(String(value)) })))),
     el("div", { class: "tiles" }, ...run.tiles.map(tileCard)),
-    run.findings.length ? el("ul", { class: "findings" }, ...run.findings.map(findingItem)) : null);
+    run.findings.length ? el("ul", { class: "findings" }, ...run.findings.map((/** @type {any} */ finding) => findingItem(finding, i))) : null);
 }
 
-/** @param {any} finding */
-function findingItem(finding) {
+/** @param {any} finding @param {number} i number of its run */
+function findingItem(finding, i) {
   const chart = [...document.querySelectorAll("#charts .chart")].find((c) => (c.getAttribute("data-keys") || "").split(" ").includes(finding.metric));
   const item = el("li", { class: finding.severity },
     el("div", { class: "title" }, el("span", { class: "pill " + (finding.severity === "problem" ? "bad" : "warn"), text: finding.severity }), el("b", { text: visible(finding.text) }),
       el("span", { class: "muted small" }, el("code", { text: finding.rule }), finding.step === null ? "" : ` from step ${finding.step}`),
-      chart ? el("button", { type: "button", text: "Show its chart", click: () => chart.scrollIntoView({ block: "center" }) }) : null),
+      chart ? el("button", { id: `finding-${i} ${finding.rule} ${finding.metric}`, type: "button", text: "Show its chart", click: () => chart.scrollIntoView({ block: "center" }) }) : null),
     el("p", { class: "muted", text: visible(finding.evidence) }),
     // What stands between backticks is a command or an option.
     el("p", {}, ...visible(finding.remedy).split("`").map((part, i) => (i % 2 ? el("code", { text: part }) : part))));
@@ -248,8 +269,7 @@ function replayHead(found) {
 
 function drawOverview() {
   if (DATA.replay) return void at("overview").replaceChildren(...replayHead(DATA.replay));
-  at("overview").replaceChildren(
-    ...(DATA.runs.length > 1 ? [el("h1", { text: `${DATA.runs.length} runs` })] : []), ...DATA.runs.map(runHead));
+  refill("overview", [...(DATA.runs.length > 1 ? [el("h1", { text: `${DATA.runs.length} runs` })] : []), ...DATA.runs.map(runHead)]);
 }
 
 // --- ledger ---------------------------------------------------------------------------------------------------------
@@ -257,7 +277,7 @@ function drawOverview() {
 function drawLedger() {
   const parts = [el("h2", { text: "What became of the tokens?" }),
     el("p", { class: "lede", text: "From what was generated to what the policy term was computed on, and what it is divided by." })];
-  for (const run of DATA.runs) {
+  for (const [i, run] of DATA.runs.entries()) {
     const ledger = run.ledger;
     if (!ledger || !ledger.generated) continue;
     const body = el("tbody", {}, el("tr", { class: "sum" }, el("td", { text: "generated" }), el("td", { class: "n", text: number(ledger.generated) }), el("td", { class: "n", text: "100 %" })));
@@ -267,13 +287,13 @@ function drawLedger() {
     }
     body.append(el("tr", { class: "sum" }, el("td", { text: "= trained on" }), el("td", { class: "n", text: number(ledger.trained) }), el("td", { class: "n", text: percent(ledger.trained / ledger.generated) })));
     const table = el("table", {}, el("thead", {}, el("tr", {}, el("th", { text: "tokens" }), el("th", { class: "n", text: "number" }), el("th", { class: "n", text: "share" }))), body);
-    const right = el("div", { class: "stack" }, ledger.chart ? chartCard(ledger.chart) : null,
+    const right = el("div", { class: "stack" }, ledger.chart ? chartCard(ledger.chart, "ledger-" + i) : null,
       el("div", { class: "card pad divisor" }, el("h3", { text: "Divided by" }), ...ledger.divisor.map((/** @type {string} */ t) => el("p", { class: "small", text: visible(t) })),
-        run.loss_text ? el("details", {}, el("summary", { text: "The loss in words" }), el("pre", { class: "small", text: visible(run.loss_text) })) : null));
+        run.loss_text ? details("loss-" + i, el("summary", { text: "The loss in words" }), el("pre", { class: "small", text: visible(run.loss_text) })) : null));
     if (DATA.runs.length > 1) parts.push(el("h3", { text: run.name }));
     parts.push(el("div", { class: "split" }, el("div", { class: "card pad" }, table, el("p", { class: "note", text: ledger.note })), right));
   }
-  at("ledger").replaceChildren(...(parts.length > 2 ? parts : []));
+  refill("ledger", parts.length > 2 ? parts : []);
 }
 
 // --- options --------------------------------------------------------------------------------------------------------
@@ -282,22 +302,22 @@ function drawOptions() {
   /** @param {any[]} rows */
   const table = (rows) => el("div", { class: "scroll" }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", { text: "option" }), ...DATA.runs.map((/** @type {any} */ r) => el("th", { text: r.name })))),
-    el("tbody", {}, ...rows.map((row) => el("tr", {}, el("td", {}, el("code", { text: row.name })),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, el("td", {}, el("code", { text: visible(row.name) })),
       ...row.values.map((/** @type {string} */ v) => el("td", {}, el("code", { text: visible(v) }))))))));
   const differ = DATA.config.filter((/** @type {any} */ row) => row.differs);
   const parts = [el("h2", { text: DATA.runs.length > 1 ? "What differs between the runs?" : "Options" })];
   if (DATA.runs.length > 1) {
     parts.push(differ.length ? el("div", { class: "card pad" }, table(differ)) : el("p", { class: "note", text: "All options are equal." }));
   }
-  parts.push(el("details", {}, el("summary", { text: `All ${DATA.config.length} options` }), el("div", { class: "card pad" }, table(DATA.config))));
-  at("options").replaceChildren(...parts);
+  parts.push(details("all-options", el("summary", { text: `All ${DATA.config.length} options` }), el("div", { class: "card pad" }, table(DATA.config))));
+  refill("options", parts);
 }
 
 function drawNav() {
   const links = DATA.replay ? [["overview", "Losses"], ["completions", "Completions"], ["options", "Options"]] : [["overview", "Overview"], ["question-0", "Learning"], ["question-1", "Signal"], ["question-2", "Policy"], ["question-3", "Sampler"],
     ["question-4", "Time"], ["ledger", "Tokens"], ["completions", "Completions"], ["options", "Options"]];
-  at("nav").replaceChildren(...links.map(([id, text]) => el("a", { href: "#" + id, text })));
-  at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page reads the run directory while it is open." : DATA.note);
+  refill("nav", links.map(([id, text]) => el("a", { id: "nav-" + id, href: "#" + id, text })));
+  at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page reads the run directory while it is open." : visible(DATA.note));
 }
 
 function drawAll() {
@@ -312,11 +332,13 @@ function drawAll() {
 
 /** New data, with the charts and ledgers of the old until theirs are there. @param {any} data */
 function take(data) {
+  escapeNames(data);
   data.questions = DATA.questions;
   for (const [i, run] of data.runs.entries()) run.ledger = DATA.runs?.[i]?.ledger;
+  const hasNewOptions = JSON.stringify(data.config) !== JSON.stringify(DATA.config);
   DATA = data;
   drawOverview();
-  drawOptions();
+  if (hasNewOptions) drawOptions(); // else a table that is scrolled would be at its start again
   drawNav();
 }
 

@@ -110,12 +110,16 @@ class ViewServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: ViewServer  # pyright: ignore[reportIncompatibleVariableOverride]  # what makes it
     server_version, sys_version = "gruppo", ""
+    default_request_version = "HTTP/1.0"  # a request that cannot be read gets a status too
     timeout = 30
 
     def do_GET(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers on the loopback interface alone")
-        parts = urlsplit(self.path)
+        try:
+            parts = urlsplit(self.path)
+        except ValueError as error:  # as of http://[
+            return self._send(HTTPStatus.BAD_REQUEST, "text/plain", f"not an address: {error}")
         token, _, path = parts.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found; open the whole address that was printed")

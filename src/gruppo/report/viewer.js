@@ -56,8 +56,35 @@ const byName = (name) => QUANTITIES.find((q) => q.name === name) ?? QUANTITIES[0
 const REASONS = [["trained on", 1], ["written by a tool or a user", 6], ["group left out", 4], ["completion masked", 2], ["no advantage", 0], ["rejected by the loss", 3]];
 const CLIPS = [["not clipped", 0], ["clipped high", 2], ["clipped low", 1]];
 
-const PAGE = 1500;
 /** Tokens of a completion that are shown at a time. */
+const PAGE = 1500;
+/** Characters of a prompt on the card of its group. */
+const CARD = 60;
+
+/** How many characters at their ends all these prompts share: the lines of a system prompt, the marks of a chat.
+ * @param {string[]} prompts @returns {[number, number]} */
+function sharedEnds(prompts) {
+  const [first, ...others] = new Set(prompts);
+  /** @param {(text: string, i: number) => string} at_ */
+  const same = (at_) => {
+    let i = 0;
+    while (i < first.length && others.every((text) => at_(text, i) === at_(first, i))) i++;
+    return i;
+  };
+  if (!others.length) return [0, 0];
+  const start = first.slice(0, same((text, i) => text[i])), end = first.slice(first.length - same((text, i) => text[text.length - 1 - i]));
+  const mark = end.search(/[\s<[]/); // not within a word
+  return [start.lastIndexOf("\n") + 1, mark < 0 ? 0 : end.length - mark];
+}
+
+/** A prompt on a card. Of a long one the end, which is where prompts differ, without what it shares with the others.
+ * @param {string} prompt @param {[number, number]} shared */
+function promptLine(prompt, [start, end]) {
+  if (prompt.length <= CARD) return visible(prompt.replace(/\s+/g, " "));
+  const own = [...visible(prompt.slice(start, prompt.length - end).replace(/\s+/g, " ").trim())];
+  if (!own.length) return promptLine(prompt, [0, 0]); // it is the end of another
+  return (start || own.length > CARD ? "…" : "") + own.slice(-CARD).join("") + (end ? "…" : "");
+}
 
 class Source {
   constructor() {
@@ -159,14 +186,19 @@ class Viewer {
       el("aside", { id: "token", hidden: true, "aria-live": "polite" }), el("div", { id: "v-results" }));
     if (DATA.replay) input("v-sort").value = "moved";
     const panel = at("v-panel");
-    panel.addEventListener("pointerover", (e) => this.hover(e.target));
-    panel.addEventListener("focusin", (e) => this.hover(e.target));
+    // Not pointerover: that comes also when a scroll brings a token under a pointer at rest.
+    panel.addEventListener("pointermove", (e) => { if (e.pointerType !== "touch") this.hover(e.target); });
+    panel.addEventListener("focusin", (e) => this.focused(/** @type {HTMLElement} */ (e.target)));
     panel.addEventListener("keydown", (e) => this.tokenKey(e));
     at("completions").addEventListener("keydown", (e) => {
       const target = /** @type {HTMLElement} */ (e.target);
       if (["INPUT", "SELECT"].includes(target.tagName)) return;
       if (e.key === "[") this.move(-1);
       if (e.key === "]") this.move(1);
+    });
+    at("completions").addEventListener("click", (e) => {
+      const link = e.target instanceof Element ? e.target.closest("a") : null;
+      if (link?.hash && link.hash === location.hash) this.followLink(); // no hashchange comes
     });
     return true;
   }
@@ -213,8 +245,12 @@ class Viewer {
     at("v-step").textContent = String(this.number);
     input("v-slider").value = String(i);
     input("v-slider").setAttribute("aria-valuetext", "step " + this.number);
-    button("v-back").disabled = i <= 0;
-    button("v-next").disabled = i >= this.steps.length - 1;
+    const back = button("v-back"), next = button("v-next"), focused = document.activeElement;
+    back.disabled = i <= 0;
+    next.disabled = i >= this.steps.length - 1;
+    // A button that is disabled loses the focus to the page.
+    if (focused === back && back.disabled) next.focus();
+    if (focused === next && next.disabled) back.focus();
   }
 
   firstWithValues() {
@@ -252,14 +288,30 @@ class Viewer {
     return fitting.sort((a, b) => a.k - b.k || a.i - b.i).map((x) => x.i);
   }
 
+  /** Draw the groups and the panel. Where one of their elements had the focus, what stands in its place then has it. */
   showGroups() {
     if (!this.data) return;
+    const had = /** @type {HTMLElement} */ (document.activeElement), panel = at("v-panel");
+    const strips = () => [...panel.querySelectorAll(".strip")], alike = () => /** @type {HTMLElement[]} */ ([...panel.querySelectorAll(had.localName)]);
+    const strip = had.dataset.i === undefined ? -1 : strips().findIndex((each) => each.contains(had)), place = alike().indexOf(had);
+    this.drawGroups(this.data);
+    if (had.isConnected) return;
+    const inStrip = strip < 0 ? null : this.tokenAt(strips()[Math.min(strip, strips().length - 1)], Number(had.dataset.i));
+    (inStrip ?? (strip < 0 ? alike()[place] : null) ?? this.chosenCard() ?? at("completions")).focus({ preventScroll: true });
+  }
+
+  /** @returns {HTMLElement|null} */
+  chosenCard() { return at("v-groups").querySelector('[aria-pressed="true"]'); }
+
+  /** @param {Step} data */
+  drawGroups(data) {
     const order = this.order();
     if (!order.includes(this.group)) this.group = order[0] ?? -1;
-    const total = this.data.groups.length, left = this.data.left_out;
+    const total = data.groups.length, left = data.left_out;
     at("v-note").textContent = `${order.length} of ${total} groups` + (left ? ` · ${number(left)} rollouts of this step are not in this ${DATA.live ? "record" : "file"}` : "");
-    at("v-groups").replaceChildren(...order.map((i, place) => this.card(i, place === 0)));
-    const chosen = /** @type {HTMLElement|null} */ (at("v-groups").querySelector('[aria-pressed="true"]'));
+    const shared = sharedEnds(data.groups.map((g) => g.prompt));
+    at("v-groups").replaceChildren(...order.map((i, place) => this.card(i, place === 0, shared)));
+    const chosen = this.chosenCard();
     if (chosen) at("v-groups").scrollTop = chosen.offsetTop - 8;
     this.limit = this.scaleLimit();
     this.legend();
@@ -277,8 +329,8 @@ class Viewer {
     return order.reduce((best, i) => (best < 0 || life(i) > life(best) ? i : best), -1);
   }
 
-  /** @param {number} i @param {boolean} isFirst */
-  card(i, isFirst) {
+  /** @param {number} i @param {boolean} isFirst @param {[number, number]} shared */
+  card(i, isFirst, shared) {
     const g = /** @type {Step} */ (this.data).groups[i];
     const known = g.rollouts.filter((r) => r.reward !== null);
     const mean = known.length ? known.reduce((a, r) => a + (r.reward ?? 0), 0) / known.length : null;
@@ -286,7 +338,7 @@ class Viewer {
     const sorted = [...g.rollouts].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
     return el("button", { class: "group", type: "button", "data-group": i, tabindex: this.group === i || (this.group < 0 && isFirst) ? 0 : -1, "aria-pressed": this.group === i ? "true" : "false",
       click: (/** @type {MouseEvent} */ e) => this.choose(i, e.detail === 0) },
-      el("span", { class: "prompt", text: visible(g.prompt.slice(-160)).replace(/\s+/g, " ") }),
+      el("span", { class: "prompt", text: promptLine(g.prompt, shared) }),
       el("span", { class: "dots", "aria-hidden": "true" }, ...sorted.slice(0, 64).map((r) => el("i", { class: r.correct ? "right" : r.correct === null ? "unjudged" : "" }))),
       el("span", { class: "line" }, el("span", { text: `reward ${number(mean, 3)}` }), el("span", { text: g.status === "kept" ? `${right}/${g.rollouts.length} right` : g.status.replace("_", " ") })));
   }
@@ -319,6 +371,7 @@ class Viewer {
 
   showPanel() {
     at("token").hidden = true;
+    document.documentElement.style.scrollPaddingBottom = "";
     this.marked = null;
     const g = this.data?.groups[this.group];
     if (!g) { at("v-panel").replaceChildren(el("p", { class: "note", text: "No group fits." })); return; }
@@ -382,10 +435,13 @@ class Viewer {
     const card = el("div", { class: "rollout" + (this.fits(g, r) ? "" : " dim") }, head, ...(DATA.replay ? [el("div", { class: "variants" }, ...strips)] : strips));
     const known = Object.keys(this.data?.texts ?? {}).length > 0;
     const cut = r.characters > r.text.length ? ` (the first ${number(r.text.length)} of ${number(r.characters)} characters)` : "";
-    const text = el("details", { open: !known }, el("summary", { text: "text" + cut }));
+    // A character whose bytes are several tokens is in none of them.
+    const isSplit = r.ids.some((id) => this.piece(id).includes("\ufffd"));
+    const isOpen = !known || (isSplit && r.ids.length <= 12);
+    const text = el("details", { open: isOpen }, el("summary", { text: "text" + cut }));
     const show = () => { if (text.children.length < 2) text.append(el("pre", { class: "small", text: visible(r.text.slice(0, 200000)) })); };
-    if (known) text.addEventListener("toggle", show, { once: true }); else show();
-    if (r.text !== "" && (!known || r.ids.length > 12)) card.append(text);
+    if (isOpen) show(); else text.addEventListener("toggle", show, { once: true });
+    if (r.text !== "" && (!known || r.ids.length > 12 || isSplit)) card.append(text);
     for (const [name, trace] of Object.entries(r.errors)) card.append(el("details", {}, el("summary", { text: `${visible(name)} failed` }), el("pre", { class: "small", text: visible(trace) })));
     return card;
   }
@@ -410,7 +466,12 @@ class Viewer {
     }
     if (until < r.ids.length) {
       const more = el("button", { type: "button", text: `Show ${number(Math.min(PAGE, r.ids.length - until))} more of ${number(r.ids.length)} tokens` });
-      more.addEventListener("click", () => { more.remove(); this.fill(strip, r, until); });
+      more.addEventListener("click", () => {
+        const hadFocus = document.activeElement === more;
+        more.remove();
+        this.fill(strip, r, until);
+        if (hadFocus) this.tokenAt(strip, until)?.focus();
+      });
       strip.append(more);
     } else if (r.length > r.ids.length) {
       strip.append(el("span", { class: "note", text: ` … ${number(r.length - r.ids.length)} further tokens are not in this file; gruppo view shows them` }));
@@ -535,14 +596,29 @@ class Viewer {
       el("dl", { class: "numbers" }, ...facts.map(([name, title, value]) => el("div", {}, el("dt", { text: title }), el("dd", { "data-name": name, text: number(value, 5) })))));
   }
 
+  /** A token that has the focus: the one of its strip that Tab reaches, and not behind what lies over the page.
+   * @param {HTMLElement} token */
+  focused(token) {
+    if (!token.classList.contains("tok")) return;
+    for (const other of /** @type {NodeListOf<HTMLElement>|undefined} */ (token.closest(".strip")?.querySelectorAll('.tok[tabindex="0"]')) ?? []) other.tabIndex = -1;
+    token.tabIndex = 0;
+    this.hover(token);
+    document.documentElement.style.scrollPaddingBottom = at("token").offsetHeight + 8 + "px";
+    token.scrollIntoView({ block: "nearest" });
+  }
+
+  /** The token of a strip with a number, else its last; tokens that are not shown yet are shown up to it.
+   * @param {Element|undefined} strip @param {number} i @returns {HTMLElement|undefined} */
+  tokenAt(strip, i) {
+    const shown = strip?.getElementsByClassName("tok") ?? [];
+    for (let more = strip?.querySelector("button"); more && shown.length <= i; more = strip?.querySelector("button")) more.click();
+    return /** @type {HTMLElement|undefined} */ (shown[Math.max(0, Math.min(i, shown.length - 1))]);
+  }
+
   /** @param {number} sample @param {number} i */
   focusToken(sample, i) {
     const strip = at("v-panel").querySelector(`.strip[data-sample="${sample}"]`);
-    let token = /** @type {HTMLElement|null} */ (strip?.querySelector(`.tok[data-i="${i}"]`) ?? null);
-    for (let more = strip?.querySelector("button"); strip && !token && more; more = strip.querySelector("button")) {
-      more.click();
-      token = strip.querySelector(`.tok[data-i="${i}"]`);
-    }
+    const token = this.tokenAt(strip ?? undefined, i);
     token?.scrollIntoView({ block: "center" });
     token?.focus();
   }
@@ -551,26 +627,20 @@ class Viewer {
   tokenKey(e) {
     const token = /** @type {HTMLElement} */ (e.target);
     if (!token.classList.contains("tok")) return;
-    const strips = [...at("v-panel").querySelectorAll(".strip")];
-    const strip = /** @type {Element} */ (token.closest(".strip"));
-    const tokens = /** @type {HTMLElement[]} */ ([...strip.querySelectorAll(".tok")]);
-    const here = tokens.indexOf(token);
-    /** @type {HTMLElement|undefined} */
+    const strips = [...at("v-panel").querySelectorAll(".strip")].filter((each) => each.querySelector(".tok"));
+    const strip = strips.findIndex((each) => each.contains(token)), i = Number(token.dataset.i);
+    /** @type {HTMLElement|null|undefined} */
     let next;
-    if (e.key === "ArrowRight") next = tokens[here + 1];
-    else if (e.key === "ArrowLeft") next = tokens[here - 1];
-    else if (e.key === "Home") next = tokens[0];
-    else if (e.key === "End") next = tokens[tokens.length - 1];
-    else if (e.key === "ArrowDown" || e.key === "ArrowUp") {
-      const other = strips[strips.indexOf(strip) + (e.key === "ArrowDown" ? 1 : -1)];
-      const theirs = other ? /** @type {HTMLElement[]} */ ([...other.querySelectorAll(".tok")]) : [];
-      next = theirs[Math.min(here, theirs.length - 1)];
-    } else if (e.key === "Escape") next = /** @type {HTMLElement} */ (at("v-groups").querySelector('[aria-pressed="true"]'));
+    if (e.key === "ArrowRight") next = this.tokenAt(strips[strip], i + 1);
+    else if (e.key === "ArrowLeft") next = this.tokenAt(strips[strip], i - 1);
+    else if (e.key === "Home") next = this.tokenAt(strips[strip], 0);
+    else if (e.key === "End") next = this.tokenAt(strips[strip], Infinity);
+    else if (e.key === "ArrowDown") next = this.tokenAt(strips[strip + 1], i);
+    else if (e.key === "ArrowUp") next = this.tokenAt(strips[strip - 1], i);
+    else if (e.key === "Escape") next = this.chosenCard();
     else return;
     e.preventDefault();
-    if (!next) return;
-    if (next.classList.contains("tok")) { token.tabIndex = -1; next.tabIndex = 0; }
-    next.focus();
+    next?.focus();
   }
 
   // --- over all steps -----------------------------------------------------------------------------------------------
