@@ -229,3 +229,32 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     with run_directory(tmp_path / "run", 3) as run:
         pass
     assert "<!doctype html>" in report_page([RunReader(run.path)])
+
+
+def cut_file(run: RunDirectory, step: int) -> None:
+    with run.completions_file(step).open("r+b") as file:
+        file.truncate(2000)
+
+
+def test_a_file_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
+    run = write_large_run(tmp_path / "run", steps=3, groups=2, group_size=2, length=50)
+    cut_file(run, 2)
+    found = blocks(report_page([run]))
+    assert sorted(name for name in found if name.startswith("step-")) == ["step-0-1", "step-0-3"]
+    data = json.loads(found["data"])
+    assert data["runs"][0]["steps_here"] == [1, 3]
+    assert "2 of 3 recorded steps" in data["note"]
+    for text in (data["note"], data["runs"][0]["ledger"]["note"]):
+        assert "step-000002.parquet cannot be read and is left out" in text
+    assert data["runs"][0]["ledger"]["generated"] == 2 * 4 * 50
+
+
+def test_a_run_of_which_no_file_can_be_read_has_a_page_that_names_them(tmp_path: Path) -> None:
+    run = write_large_run(tmp_path / "run", steps=2, groups=2, group_size=2, length=50)
+    for step in (1, 2):
+        cut_file(run, step)
+    data = json.loads(blocks(report_page([run]))["data"])
+    shown = ledger_data(run)
+    assert shown is not None and shown["generated"] == 0
+    for text in (data["note"], shown["note"]):
+        assert "step-000001.parquet, step-000002.parquet cannot be read and are left out" in text

@@ -25,6 +25,8 @@ ROW_COLUMNS = ("prompt_index", "sample", "prompt", "completion", "stop_reason", 
 DECIMALS = 6
 TEXT_LIMIT = 20_000
 """Most characters of a text in a page that holds its data itself; and of a text that a search gives."""
+UNREADABLE = (InputError, KeyError, ValueError)
+"""Errors of a file of completions that is damaged, or of another version."""
 TELLING = (
     ("live/token_kl_max", max),
     ("optim/grad_norm", max),
@@ -391,10 +393,14 @@ def chosen_steps(run: RunReader, most: int) -> list[int]:
 
 def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
     """What became of the tokens of some steps: how many the policy did not write, were left out, masked, had no
-    advantage, were rejected, and were trained on; and what the loss divides by."""
-    rows, sequences, scored = [], 0, 0
+    advantage, were rejected, and were trained on; what the loss divides by; and steps whose file cannot be read."""
+    rows, unreadable, sequences, scored = [], [], 0, 0
     for step in steps:
-        table = run.completions(step, ("status", "untrained"))
+        try:
+            table = run.completions(step, ("status", "untrained"))
+        except UNREADABLE:
+            unreadable.append(step)
+            continue
         if "untrained" not in table.column_names:  # written before there was such a column
             continue
         counts = dict.fromkeys(UNTRAINED, 0)
@@ -404,4 +410,4 @@ def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
         sequences += table.column("status").to_pylist().count("kept")
         scored += counts[""] + counts["no_advantage"] + counts["rejected"]
     total = {name: sum(row[name] for row in rows) for name in UNTRAINED}
-    return {"steps": rows, "total": total, "sequences": sequences, "scored": scored}
+    return {"steps": rows, "total": total, "sequences": sequences, "scored": scored, "unreadable": unreadable}

@@ -259,6 +259,7 @@ function drawLedger() {
     el("p", { class: "lede", text: "From what was generated to what the policy term was computed on, and what it is divided by." })];
   for (const run of DATA.runs) {
     const ledger = run.ledger;
+    if (ledger?.note && !ledger.generated) parts.push(el("p", { class: "note", text: visible(ledger.note) }));
     if (!ledger || !ledger.generated) continue;
     const body = el("tbody", {}, el("tr", { class: "sum" }, el("td", { text: "generated" }), el("td", { class: "n", text: number(ledger.generated) }), el("td", { class: "n", text: "100 %" })));
     for (const row of ledger.lines) {
@@ -322,7 +323,7 @@ function take(data) {
 
 async function fetchCharts() {
   const answer = await fetch("charts.json", { cache: "no-store" });
-  if (!answer.ok) return;
+  if (!answer.ok) return void at("charts").replaceChildren(el("p", { class: "note", text: "The charts cannot be made: " + visible(await answer.text()) }));
   const { questions, ledgers } = await answer.json();
   DATA.questions = questions;
   for (const [i, ledger] of ledgers.entries()) DATA.runs[i].ledger = ledger;
