@@ -65,7 +65,8 @@ def test_the_ledger_counts_each_token_once(tmp_path: Path) -> None:
     run.write_completions(2, [Group(prompt=PROMPT, rollouts=kept)])
     run.write_completions(4, [Group(prompt=PROMPT, rollouts=(told(9), told(2)), status="no_signal")])
     found = ledger(run, [2, 4])
-    assert found["total"] == {"": 10, "other": 3, "left_out": 11, "masked": 5, "no_advantage": 7, "rejected": 3}
+    counts = {"": 10, "other": 3, "left_out": 11, "masked": 5, "no_advantage": 0, "at_mean": 7, "rejected": 3}
+    assert found["total"] == counts
     assert (found["sequences"], found["scored"]) == (4, 20)  # 10 + 3 + 7: the masked and the left out are not scored
     shown = ledger_data(run)
     assert shown is not None
@@ -86,6 +87,50 @@ def test_the_scored_tokens_of_the_ledger_are_those_that_the_loss_divides_by(tmp_
     run.write_completions(1, [Group(prompt=PROMPT, rollouts=tuple(rollouts))])
     totals, found = Totals.of_step(rollouts), ledger(run, [1])
     assert (found["sequences"], found["scored"]) == (totals.sequences, totals.tokens) == (3, 9)
+
+
+def test_the_ledger_divides_by_the_numbers_of_an_update(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    run = made_run(tmp_path / "run")
+    config = run.path / "config.yaml"
+    config.write_text(config.read_text() + "minibatches: 2\nepochs_per_batch: 3\n")
+    groups = [Group(prompt=PROMPT, rollouts=tuple(rollout(PROMPT, draw, 5) for _ in range(4))) for _ in range(4)]
+    run.write_completions(1, groups)
+    shown = ledger_data(run)
+    assert shown is not None
+    # Two of the four groups in each update: 8 completions of 5 tokens.
+    assert "6 updates" in shown["divisor"][1] and "8 completions with 40 scored tokens" in shown["divisor"][1]
+
+
+def test_the_ledger_names_the_share_of_completions_that_were_recorded(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    run = made_run(tmp_path / "run")
+    groups = [Group(prompt=PROMPT, rollouts=tuple(rollout(PROMPT, draw, 5) for _ in range(4))) for _ in range(4)]
+    run.write_completions(1, groups, limit=8)
+    shown = ledger_data(run)
+    assert shown is not None
+    assert "8 of 16 completions" in shown["note"] and "completions_limit" in shown["note"]
+    assert "completions_limit" in shown["divisor"][1]
+    run.write_completions(1, groups)
+    shown = ledger_data(run)
+    assert shown is not None and "completions_limit" not in shown["note"] + shown["divisor"][1]
+
+
+def test_the_ledger_tells_groups_without_an_advantage_from_completions_at_the_mean(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    run = made_run(tmp_path / "run")
+    equal = tuple(rollout(PROMPT, draw, 3, advantage=0.0, reward=1.0) for _ in range(3))
+    mixed = tuple(rollout(PROMPT, draw, 5, advantage=a, reward=a) for a in (-1.0, 0.0, 1.0))
+    by_token = tuple(rollout(PROMPT, draw, 4, advantage=a, reward=0.0) for a in ((0.0, 0.0, 1.0, 0.0), (0.0,) * 4))
+    masked = (rollout(PROMPT, draw, 7, advantage=1.0, is_masked=True), rollout(PROMPT, draw, 7, advantage=0.0))
+    groups = [Group(prompt=PROMPT, rollouts=each) for each in (equal, mixed, by_token, masked)]
+    run.write_completions(1, groups)
+    shown = ledger_data(run)
+    assert shown is not None
+    counts = {line["title"]: line["count"] for line in shown["lines"]}
+    assert counts["in a group without an advantage"] == 3 * 3
+    assert counts["at the mean of its group"] == 5 + 3 + 4 + 7  # tokens of 0 beside others that have an advantage
+    assert shown["generated"] == 9 + 15 + 8 + 14 == shown["trained"] + sum(counts.values())
 
 
 def test_the_steps_in_a_page_are_the_ends_the_extremes_and_some_between(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Data of a report: what its page shows, out of the records of a run. Needs neither torch nor a network."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -391,13 +391,21 @@ def chosen_steps(run: RunReader, most: int) -> list[int]:
 # --- the ledger of tokens ---------------------------------------------------------------------------------------------
 
 
+LEDGER_COLUMNS = ("status", "untrained", "prompt_index", "sample", "advantage", "token_advantages")
+
+
 def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
     """What became of the tokens of some steps: how many the policy did not write, were left out, masked, had no
-    advantage, were rejected, and were trained on; what the loss divides by; and steps whose file cannot be read."""
-    rows, unreadable, sequences, scored = [], [], 0, 0
+    advantage, were rejected, and were trained on; what the loss divides by; and steps whose file cannot be read.
+
+    A token without an advantage counts as `at_mean` where another of its group has one. `unrecorded` has the
+    completions beyond the limit of a file.
+    """
+    rows, unreadable = [], []
+    sequences = scored = recorded = unrecorded = 0
     for step in steps:
         try:
-            table = run.completions(step, ("status", "untrained"))
+            table = run.completions(step, LEDGER_COLUMNS)
         except UNREADABLE:
             unreadable.append(step)
             continue
@@ -406,8 +414,32 @@ def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
         counts = dict.fromkeys(UNTRAINED, 0)
         for pair in table.column("untrained").combine_chunks().flatten().value_counts().to_pylist():
             counts[pair["values"]] = counts.get(pair["values"], 0) + pair["counts"]
-        rows.append({"step": step, **counts})
         sequences += table.column("status").to_pylist().count("kept")
         scored += counts[""] + counts["no_advantage"] + counts["rejected"]
-    total = {name: sum(row[name] for row in rows) for name in UNTRAINED}
-    return {"steps": rows, "total": total, "sequences": sequences, "scored": scored, "unreadable": unreadable}
+        at_mean = _at_mean(table)
+        counts |= {"no_advantage": counts["no_advantage"] - at_mean, "at_mean": at_mean}
+        rows.append({"step": step, **counts})
+        recorded += table.num_rows
+        unrecorded += int((table.schema.metadata or {}).get(ROWS_LEFT_OUT, 0))
+    total = {name: sum(row[name] for row in rows) for name in (*UNTRAINED, "at_mean")}
+    found = {"steps": rows, "total": total, "sequences": sequences, "scored": scored, "unreadable": unreadable}
+    return found | {"recorded": recorded, "unrecorded": unrecorded}
+
+
+def _at_mean(table: "pa.Table") -> int:
+    """Tokens without an advantage in groups in which another token has one."""
+    import pyarrow.compute as pc
+
+    def per_row(name: str, holds: Callable[["pa.Array"], "pa.Array"]) -> np.ndarray:
+        """Values for which something holds, in the list of each row."""
+        lists = table.column(name).combine_chunks()
+        chosen = holds(lists.flatten()).fill_null(False).to_numpy(zero_copy_only=False)
+        return np.bincount(pc.list_parent_indices(lists).to_numpy()[chosen], minlength=table.num_rows)
+
+    group_N = np.array(_group_numbers(table.select(["sample", "prompt_index"]).to_pylist()), np.int64)
+    without_N = per_row("untrained", lambda values: pc.equal(values.dictionary_decode(), "no_advantage"))
+    has_advantage_N = np.nan_to_num(table.column("advantage").to_numpy()) != 0
+    if "token_advantages" in table.column_names:
+        has_advantage_N |= per_row("token_advantages", lambda values: pc.not_equal(values, 0.0)) > 0
+    has_advantage_G = np.bincount(group_N, has_advantage_N) > 0
+    return int(without_N[has_advantage_G[group_N]].sum())

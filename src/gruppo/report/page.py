@@ -189,23 +189,40 @@ def ledger_data(run: RunReader) -> dict[str, Any] | None:
         "other": ("written by a tool or a user", "part of a completion that the policy did not sample"),
         "left_out": ("in a group left out", "dynamic sampling: no signal, or more than a step takes"),
         "masked": ("in a completion that is masked", "cut off at max_new_tokens, with mask_truncated"),
-        "no_advantage": ("without an advantage", "zero variance: all completions of the group earned the same"),
+        "no_advantage": (
+            "in a group without an advantage",
+            "all completions of the group earned the same, or count as equal",
+        ),
+        "at_mean": (
+            "at the mean of its group",
+            "others of the group have an advantage; it earned what they are compared with, or was not judged",
+        ),
         "rejected": ("rejected by the loss", rejects or "this loss rejects none"),
     }
     lines = [{"title": titles[name][0], "what": titles[name][1], "count": found["total"][name]} for name in titles]
     count = len(found["steps"])
     weight = parts.get("weight", "not recorded; the documentation of the loss has it")
+    config = run.config()
+    minibatches, epochs = (int(config.get(name) or 1) for name in ("minibatches", "epochs_per_batch"))
+    where = "In a recorded step that is"
+    if minibatches * epochs > 1:
+        where = f"A step has {minibatches * epochs} updates, and each divides by what it trains on: on average"
+    sequences, scored = (found[name] / count / minibatches for name in ("sequences", "scored"))
+    limited = " Completions beyond completions_limit count too and are not among these." if found["unrecorded"] else ""
     divisor = [
         f"The loss is a {weight}." if weight.startswith("mean") else f"Weight of a token: {weight}.",
-        f"In a recorded step that is {found['sequences'] / count:,.0f} completions with {found['scored'] / count:,.0f} "
-        "scored tokens. Those without an advantage count as well, and masked completions count as completions.",
+        f"{where} {sequences:,.0f} completions with {scored:,.0f} scored tokens. Those without an advantage count as "
+        f"well, and masked completions count as completions.{limited}",
     ]
     all_ = count == len(recorded)
-    note = f"Over {'all ' if all_ else ''}{count} recorded steps{'' if all_ else f' of {len(recorded)}'}.{lost}"
+    note = f"Over {'all ' if all_ else ''}{count} recorded steps{'' if all_ else f' of {len(recorded)}'}."
+    if found["unrecorded"]:
+        covered, made = found["recorded"], found["recorded"] + found["unrecorded"]
+        note += f" It covers {covered:,} of {made:,} completions: completions_limit left out the others."
     trained = found["total"][""]
     made = {"generated": sum(found["total"].values()), "lines": lines, "trained": trained, "divisor": divisor}
     return made | {
-        "note": note,
+        "note": note + lost,
         "chart": ledger_chart(found["steps"], {"": "trained on"} | {k: v[0] for k, v in titles.items()}),
     }
 
