@@ -428,18 +428,17 @@ def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
 
 def _at_mean(table: "pa.Table") -> int:
     """Tokens without an advantage in groups in which another token has one."""
-    import pyarrow.compute as pc
 
-    def per_row(name: str, holds: Callable[["pa.Array"], "pa.Array"]) -> np.ndarray:
+    def per_row(name: str, holds: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Values for which something holds, in the list of each row."""
         lists = table.column(name).combine_chunks()
-        chosen = holds(lists.flatten()).fill_null(False).to_numpy(zero_copy_only=False)
-        return np.bincount(pc.list_parent_indices(lists).to_numpy()[chosen], minlength=table.num_rows)
+        owner = np.repeat(np.arange(table.num_rows), lists.value_lengths().fill_null(0).to_numpy())
+        return np.bincount(owner[holds(lists.flatten().to_numpy(zero_copy_only=False))], minlength=table.num_rows)
 
     group_N = np.array(_group_numbers(table.select(["sample", "prompt_index"]).to_pylist()), np.int64)
-    without_N = per_row("untrained", lambda values: pc.equal(values.dictionary_decode(), "no_advantage"))
+    without_N = per_row("untrained", lambda names: names == "no_advantage")
     has_advantage_N = np.nan_to_num(table.column("advantage").to_numpy()) != 0
     if "token_advantages" in table.column_names:
-        has_advantage_N |= per_row("token_advantages", lambda values: pc.not_equal(values, 0.0)) > 0
+        has_advantage_N |= per_row("token_advantages", lambda values: np.nan_to_num(values) != 0) > 0
     has_advantage_G = np.bincount(group_N, has_advantage_N) > 0
     return int(without_N[has_advantage_G[group_N]].sum())
