@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gruppo.doctor.finding import Change
 from gruppo.errors import InputError
 from gruppo.run.completions import ROWS_LEFT_OUT, UNTRAINED
 from gruppo.run.reader import RunReader
@@ -48,6 +49,11 @@ def stage_seconds(run: RunReader) -> dict[str, Points]:
     return _series(run.timings())
 
 
+def is_ahead(stage: str) -> bool:
+    """Whether a stage goes on in the background, while a step is taken: its seconds are none of the step."""
+    return stage.startswith("ahead/")
+
+
 def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Points]:
     found: dict[str, dict[int, float]] = {}
     for record in records:
@@ -69,7 +75,8 @@ def summary(run: RunReader) -> dict[str, Any]:
         environment = run.environment()
     except InputError:
         environment = {}
-    seconds = sum(value for points in stage_seconds(run).values() for _, value in points)
+    stages = stage_seconds(run).items()
+    seconds = sum(value for stage, points in stages if not is_ahead(stage) for _, value in points)
     last = max((points[-1][0] for points in series.values()), default=0)
     return {
         "name": run.path.resolve().name,
@@ -100,7 +107,7 @@ def loss_text(run: RunReader) -> str:
 
 
 def _tiles(series: Mapping[str, Points]) -> list[dict[str, Any]]:
-    """The first and the last value of a few keys. Noisy ones as means over a tenth of the run."""
+    """The first and the last value of a few keys. Noisy ones as means over the windows that the state line has."""
     tiles: list[dict[str, Any]] = []
     if points := series.get("eval/accuracy"):
         low, high = (dict(series.get(f"eval/accuracy_{end}", ())).get(points[-1][0]) for end in ("low", "high"))
@@ -113,8 +120,8 @@ def _tiles(series: Mapping[str, Points]) -> list[dict[str, Any]]:
         ("completion/len_mean", "tokens per completion", "length"),
     ):
         if points := series.get(key):
-            count = max(len(points) // 10, 1)
-            first, last = (float(np.mean([value for _, value in part])) for part in (points[:count], points[-count:]))
+            change = Change.of(points)
+            first, last = (points[0][1], points[-1][1]) if change is None else (change.first, change.last)
             tiles.append({"title": title, "first": first, "last": last, "format": form, "key": key})
     return tiles
 
