@@ -251,6 +251,24 @@ def test_the_completions_in_a_page_are_those_of_the_files(tmp_path: Path) -> Non
         )
 
 
+def test_numbers_of_tokens_keep_the_digits_of_float32(tmp_path: Path) -> None:
+    exact = (-2.3364952e-05, -1.2345678e-10, -0.69314718, -12.345678, 0.0, -3.0e-30)
+    drawn = Rollout(
+        trajectory=Trajectory(prompt=PROMPT, tokens=(5,) * 6, logps=exact),
+        reward=1.2345678e-7,
+        advantage=-2.3364952e-05,
+        old_logps=exact,
+    )
+    run = made_run(tmp_path / "run")
+    run.write_completions(1, [Group(prompt=PROMPT, rollouts=(drawn,))])
+    (made,) = step_data(run, 1, TokenTexts(run))["groups"][0]["rollouts"]
+    for name in ("sampler", "old"):
+        assert made[name] == pytest.approx(exact, rel=1e-6, abs=0)
+        assert max(len(repr(x)) for x in made[name]) <= len("-2.336495e-05")  # no more than is needed
+    assert made["sampler"][0] == -2.336495e-05
+    assert (made["reward"], made["advantage"]) == (1.234568e-07, -2.336495e-05)
+
+
 def test_numbers_that_json_lacks_are_null_in_the_page(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     odd = Rollout(

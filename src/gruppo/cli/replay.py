@@ -113,7 +113,8 @@ def show(found: "Replay", console: Console) -> None:
         others = [f"{other.name} {found.cosine[i][j]:.6f}" for j, other in enumerate(found.variants) if j > i]
         lines = [
             f"{variant.name} against {first.name}: {variant.moved:.1%} of the credit is on other tokens or of the "
-            f"other sign, {variant.lost} tokens lose theirs, {variant.gained} gain some, {variant.flipped} change its sign",
+            f"other sign, {variant.lost} tokens lose theirs, {variant.gained} gain some, {variant.flipped} change "
+            "its sign",
             *([f"cosine of {variant.name} with {', '.join(others)}"] if others else []),
         ]
         for line in lines:

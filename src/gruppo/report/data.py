@@ -23,7 +23,8 @@ Points = list[tuple[int, float]]
 LOGPS = {"logps": "sampler", "old_logps": "old", "policy_logps": "new", "ref_logps": "ref", "entropies": "entropy"}
 """Columns of the completions with a number per token, and their names in the page."""
 ROW_COLUMNS = ("prompt_index", "sample", "prompt", "completion", "stop_reason", "reward", "correct", "status")
-DECIMALS = 6
+DIGITS = 7
+"""Significant digits of the numbers of tokens: as many as float32 has."""
 TEXT_LIMIT = 20_000
 """Most characters of a text in a page that holds its data itself; and of a text that a search gives."""
 UNREADABLE = (InputError, KeyError, ValueError)
@@ -259,7 +260,7 @@ def step_rows(run: RunReader, step: int) -> list[list[Any]]:
 
 
 def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
-    """The rows as plain values. Numbers have six decimals; a list beyond the limit is cut, with its whole length."""
+    """The rows as plain values. A list beyond the limit is cut, with its whole length."""
     most = None if limits is None else limits.tokens_of_one
     names = set(table.column_names)
     lists = [
@@ -307,10 +308,7 @@ def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
 
 
 def _credit(completion: Mapping[str, Any], most: int | None) -> dict[str, Any]:
-    """The credit of each token by variant of a replay, and its advantages.
-
-    Six significant digits instead of decimals: a loss that is a mean over many tokens has little credit for each.
-    """
+    """The credit of each token by variant of a replay, with six significant digits, and its advantages."""
     credit = [[x if x is None else float(f"{x:.6g}") for x in values[:most]] for values in completion["credit"]]
     given = ["per token" if isinstance(value, list) else _rounded(value) for value in completion["advantage"]]
     return {"credit": credit, "given": given}
@@ -327,12 +325,14 @@ def _list(value: "pa.Scalar", most: int | None) -> list[Any] | None:
         return None
     if str(items.type) != "double":
         return items.to_pylist()
-    numbers = np.round(items.to_numpy(zero_copy_only=False), DECIMALS)
-    return [x if isfinite(x) else None for x in numbers.tolist()]
+    numbers = items.to_numpy(zero_copy_only=False)
+    size = np.abs(np.nan_to_num(numbers, nan=1.0, posinf=1.0, neginf=1.0))
+    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.maximum(size, 1e-300))))  # faster than a text for each
+    return [x if isfinite(x) else None for x in (np.round(numbers * scale) / scale).tolist()]
 
 
 def _rounded(value: float | None) -> float | None:
-    return round(value, DECIMALS) if value is not None and isfinite(value) else None
+    return float(f"{value:.{DIGITS}g}") if value is not None and isfinite(value) else None
 
 
 def _cut(text: str | None, most: int | None) -> str:
