@@ -2,13 +2,13 @@
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vl_convert
-from written_runs import metrics_of, run_directory
+from written_runs import metrics_of, rollout, run_directory
 
 from gruppo.cli.main import run as run_command
 from gruppo.errors import InputError
@@ -17,6 +17,7 @@ from gruppo.report.charts import charts, ledger_chart
 from gruppo.report.data import summary
 from gruppo.run.directory import RunDirectory
 from gruppo.run.reader import RunReader
+from gruppo.types import Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,19 @@ def test_the_metric_of_a_finding_always_has_a_chart_with_a_mark(tmp_path: Path, 
     assert "<svg" in drawn(chart) and metric not in [key for q in found for key in q["zero"]]
     without_step = charts([run], [[Found(metric, step=None)]])
     assert any(metric == key["key"] for q in without_step for c in q["charts"] for key in c["keys"])
+
+
+def test_a_gap_that_the_doctor_took_from_the_completions_has_a_chart(tmp_path: Path) -> None:
+    run, draw = logged(tmp_path / "run", {"reward/mean": 0.5}, {"reward/mean": 0.5}), random.Random(0)
+    prompt = Prompt(token_ids=(3,), text="1+1=", index=0)
+    for step in (1, 2):
+        made = rollout(prompt, draw, 4)
+        away = tuple(x - step for x in made.trajectory.logps or ())
+        run.write_completions(step, [Group(prompt=prompt, rollouts=(replace(made, old_logps=away),))])
+    found = charts([run], [[Found("sampler/logp_gap_mean")]])
+    (chart,) = found[3]["charts"]
+    rows = chart["spec"]["datasets"]["rows"]
+    assert [(row["step"], row["value"]) for row in rows] == [(1, pytest.approx(1.0)), (2, pytest.approx(2.0))]
 
 
 def test_a_mark_among_several_runs_names_its_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from gruppo.doctor import Table
 from gruppo.keys import find
 from gruppo.report.data import Points, is_ahead, metric_series, stage_seconds
 from gruppo.run.reader import RunReader
@@ -133,6 +134,10 @@ def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()
     """The questions with their charts; `findings` has those of each run. The metric of a finding has one always."""
     names = run_names(runs)
     series = {name: metric_series(run) for name, run in zip(names, runs, strict=True)}
+    for name, run, own in zip(names, runs, findings, strict=False):
+        for metric in {finding.metric for finding in own if finding.metric} - series[name].keys():
+            if points := Table.of(run).series(metric):  # the doctor takes some from the completions
+                series[name][metric] = points
     known = sorted({key for each in series.values() for key in each if not _is_end(key, each)})
     marks = [(name, finding) for name, each in zip(names, findings, strict=False) for finding in each]
     marked = {finding.metric for _, finding in marks}
