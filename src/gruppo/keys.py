@@ -34,7 +34,7 @@ class Key:
 
     @property
     def usual(self) -> tuple[float, float] | None:
-        """The range that `expect` begins with, else `healthy`. Charts show it.
+        """The range that `expect` begins with. Charts show it.
 
         >>> Key("a", "", expect="below 0.1").usual, Key("a", "", expect="1 to 3").usual
         ((-inf, 0.1), (1.0, 3.0))
@@ -42,7 +42,7 @@ class Key:
         number = r"(\d[\d.]*(?:e-?\d+)?)"
         found = re.match(rf"below {number}|{number} to {number}|within ±{number}", self.expect)
         if found is None:
-            return self.healthy
+            return None
         above, low, high, around = (None if text is None else float(text) for text in found.groups())
         if above is not None:
             return -inf, above
@@ -81,6 +81,7 @@ KEYS = (
         "reward/<name>/error_frac",
         "share for which it raised, gave NaN or died",
         "sampled",
+        expect="below 0.05",
         healthy=(0.0, 0.05),
         remedy="mend the function; the first traceback is in events.jsonl, all of them in the completions of a step",
     ),
@@ -148,7 +149,7 @@ KEYS = (
         "policy/kl",
         "KL of the policy to the reference per token, before `beta`; with `beta`",
         "mean over updates",
-        expect="rising slowly, below 0.1",
+        expect="below 0.1, rising slowly",
         healthy=(-1.0, 1.0),
         remedy="the policy is far from where it started; lower lr, raise beta, or move the reference with ref_every",
     ),

@@ -54,7 +54,7 @@ class Variant:
     masked: float
     """Share of tokens with an advantage that weights of the loss leave out."""
     moved: float
-    """Share of the credit that is on other tokens than with the first variant."""
+    """Share of the credit that is on other tokens than with the first variant, or has the other sign there."""
     lost: int
     """Tokens that have credit with the first variant and none with this one."""
     gained: int

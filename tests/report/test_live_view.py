@@ -69,6 +69,17 @@ def test_a_run_that_goes_on_is_followed(open_page, tmp_path):
         until(opened.page, "document.getElementById('live').textContent === 'gruppo view has ended'")
 
 
+def test_charts_that_cannot_be_made_are_an_error_in_the_page(browser, tmp_path):
+    with run_directory(tmp_path / "run", 1) as run:
+        run.log_metrics(1, {"reward/mean": 0.5})
+    with viewed(run.path) as (address, _):
+        page = browser.new_context().new_page()
+        page.route("**/charts.json", lambda route: route.fulfill(status=500, body="<b>metrics.jsonl cannot be read"))
+        page.goto(address)
+        until(page, "document.getElementById('charts').textContent.includes('<b>metrics.jsonl cannot be read')")
+        page.context.close()
+
+
 SIZES = (
     "--steps 10000 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-every 0 --no-tensorboard --threads 1"
 )

@@ -65,7 +65,8 @@ def test_the_ledger_counts_each_token_once(tmp_path: Path) -> None:
     run.write_completions(2, [Group(prompt=PROMPT, rollouts=kept)])
     run.write_completions(4, [Group(prompt=PROMPT, rollouts=(told(9), told(2)), status="no_signal")])
     found = ledger(run, [2, 4])
-    assert found["total"] == {"": 10, "other": 3, "left_out": 11, "masked": 5, "no_advantage": 7, "rejected": 3}
+    counts = {"": 10, "other": 3, "left_out": 11, "masked": 5, "no_advantage": 0, "at_mean": 7, "rejected": 3}
+    assert found["total"] == counts
     assert (found["sequences"], found["scored"]) == (4, 20)  # 10 + 3 + 7: the masked and the left out are not scored
     shown = ledger_data(run)
     assert shown is not None
@@ -86,6 +87,50 @@ def test_the_scored_tokens_of_the_ledger_are_those_that_the_loss_divides_by(tmp_
     run.write_completions(1, [Group(prompt=PROMPT, rollouts=tuple(rollouts))])
     totals, found = Totals.of_step(rollouts), ledger(run, [1])
     assert (found["sequences"], found["scored"]) == (totals.sequences, totals.tokens) == (3, 9)
+
+
+def test_the_ledger_divides_by_the_numbers_of_an_update(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    run = made_run(tmp_path / "run")
+    config = run.path / "config.yaml"
+    config.write_text(config.read_text() + "minibatches: 2\nepochs_per_batch: 3\n")
+    groups = [Group(prompt=PROMPT, rollouts=tuple(rollout(PROMPT, draw, 5) for _ in range(4))) for _ in range(4)]
+    run.write_completions(1, groups)
+    shown = ledger_data(run)
+    assert shown is not None
+    # Two of the four groups in each update: 8 completions of 5 tokens.
+    assert "6 updates" in shown["divisor"][1] and "8 completions with 40 scored tokens" in shown["divisor"][1]
+
+
+def test_the_ledger_names_the_share_of_completions_that_were_recorded(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    run = made_run(tmp_path / "run")
+    groups = [Group(prompt=PROMPT, rollouts=tuple(rollout(PROMPT, draw, 5) for _ in range(4))) for _ in range(4)]
+    run.write_completions(1, groups, limit=8)
+    shown = ledger_data(run)
+    assert shown is not None
+    assert "8 of 16 completions" in shown["note"] and "completions_limit" in shown["note"]
+    assert "completions_limit" in shown["divisor"][1]
+    run.write_completions(1, groups)
+    shown = ledger_data(run)
+    assert shown is not None and "completions_limit" not in shown["note"] + shown["divisor"][1]
+
+
+def test_the_ledger_tells_groups_without_an_advantage_from_completions_at_the_mean(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    run = made_run(tmp_path / "run")
+    equal = tuple(rollout(PROMPT, draw, 3, advantage=0.0, reward=1.0) for _ in range(3))
+    mixed = tuple(rollout(PROMPT, draw, 5, advantage=a, reward=a) for a in (-1.0, 0.0, 1.0))
+    by_token = tuple(rollout(PROMPT, draw, 4, advantage=a, reward=0.0) for a in ((0.0, 0.0, 1.0, 0.0), (0.0,) * 4))
+    masked = (rollout(PROMPT, draw, 7, advantage=1.0, is_masked=True), rollout(PROMPT, draw, 7, advantage=0.0))
+    groups = [Group(prompt=PROMPT, rollouts=each) for each in (equal, mixed, by_token, masked)]
+    run.write_completions(1, groups)
+    shown = ledger_data(run)
+    assert shown is not None
+    counts = {line["title"]: line["count"] for line in shown["lines"]}
+    assert counts["in a group without an advantage"] == 3 * 3
+    assert counts["at the mean of its group"] == 5 + 3 + 4 + 7  # tokens of 0 beside others that have an advantage
+    assert shown["generated"] == 9 + 15 + 8 + 14 == shown["trained"] + sum(counts.values())
 
 
 def test_the_steps_in_a_page_are_the_ends_the_extremes_and_some_between(tmp_path: Path) -> None:
@@ -206,6 +251,24 @@ def test_the_completions_in_a_page_are_those_of_the_files(tmp_path: Path) -> Non
         )
 
 
+def test_numbers_of_tokens_keep_the_digits_of_float32(tmp_path: Path) -> None:
+    exact = (-2.3364952e-05, -1.2345678e-10, -0.69314718, -12.345678, 0.0, -3.0e-30)
+    drawn = Rollout(
+        trajectory=Trajectory(prompt=PROMPT, tokens=(5,) * 6, logps=exact),
+        reward=1.2345678e-7,
+        advantage=-2.3364952e-05,
+        old_logps=exact,
+    )
+    run = made_run(tmp_path / "run")
+    run.write_completions(1, [Group(prompt=PROMPT, rollouts=(drawn,))])
+    (made,) = step_data(run, 1, TokenTexts(run))["groups"][0]["rollouts"]
+    for name in ("sampler", "old"):
+        assert made[name] == pytest.approx(exact, rel=1e-6, abs=0)
+        assert max(len(repr(x)) for x in made[name]) <= len("-2.336495e-05")  # no more than is needed
+    assert made["sampler"][0] == -2.336495e-05
+    assert (made["reward"], made["advantage"]) == (1.234568e-07, -2.336495e-05)
+
+
 def test_numbers_that_json_lacks_are_null_in_the_page(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     odd = Rollout(
@@ -229,3 +292,32 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     with run_directory(tmp_path / "run", 3) as run:
         pass
     assert "<!doctype html>" in report_page([RunReader(run.path)])
+
+
+def cut_file(run: RunDirectory, step: int) -> None:
+    with run.completions_file(step).open("r+b") as file:
+        file.truncate(2000)
+
+
+def test_a_file_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
+    run = write_large_run(tmp_path / "run", steps=3, groups=2, group_size=2, length=50)
+    cut_file(run, 2)
+    found = blocks(report_page([run]))
+    assert sorted(name for name in found if name.startswith("step-")) == ["step-0-1", "step-0-3"]
+    data = json.loads(found["data"])
+    assert data["runs"][0]["steps_here"] == [1, 3]
+    assert "2 of 3 recorded steps" in data["note"]
+    for text in (data["note"], data["runs"][0]["ledger"]["note"]):
+        assert "step-000002.parquet cannot be read and is left out" in text
+    assert data["runs"][0]["ledger"]["generated"] == 2 * 4 * 50
+
+
+def test_a_run_of_which_no_file_can_be_read_has_a_page_that_names_them(tmp_path: Path) -> None:
+    run = write_large_run(tmp_path / "run", steps=2, groups=2, group_size=2, length=50)
+    for step in (1, 2):
+        cut_file(run, step)
+    data = json.loads(blocks(report_page([run]))["data"])
+    shown = ledger_data(run)
+    assert shown is not None and shown["generated"] == 0
+    for text in (data["note"], shown["note"]):
+        assert "step-000001.parquet, step-000002.parquet cannot be read and are left out" in text

@@ -170,6 +170,14 @@ def test_a_damaged_step_is_an_answer_and_not_the_end(server: ViewServer, run: Ru
     assert ask(server, own(server, "step/0/2.json"))[0] == 200
 
 
+def test_the_charts_come_without_a_step_that_is_damaged(server: ViewServer, run: RunDirectory) -> None:
+    (run.path / "completions" / "step-000003.parquet").write_bytes(b"PAR1 and no more")
+    status, _, body = ask(server, own(server, "charts.json"))
+    assert status == 200
+    (found,) = json.loads(body)["ledgers"]
+    assert found["generated"] > 0 and "step-000003.parquet cannot be read and is left out" in found["note"]
+
+
 def test_a_port_in_use_is_an_error_with_a_remedy(server: ViewServer, run: RunDirectory) -> None:
     with pytest.raises(InputError, match="give another --port"):
         ViewServer([run], port=server.server_port)

@@ -93,8 +93,10 @@ def show(found: "Replay", console: Console) -> None:
         )
     table = Table()
     kind = "gradient norm" if found.weights else "norm of d/dlogp"
-    for name in ("loss", "advantage", "value", kind, "cosine", "clipped", "masked"):
-        table.add_column(name, justify="left" if name in ("loss", "advantage") else "right")
+    for name in ("loss", "advantage"):
+        table.add_column(name, overflow="fold")  # a name that is cut may look like another
+    for name, width in (("value", 9), (kind, 11), ("cosine", 9), ("clipped", 7), ("masked", 6)):
+        table.add_column(name, justify="right", min_width=width)
     for i, variant in enumerate(found.variants):
         table.add_row(
             printable(variant.loss),
@@ -110,8 +112,9 @@ def show(found: "Replay", console: Console) -> None:
     for i, variant in enumerate(found.variants[1:], 1):
         others = [f"{other.name} {found.cosine[i][j]:.6f}" for j, other in enumerate(found.variants) if j > i]
         lines = [
-            f"{variant.name} against {first.name}: {variant.moved:.1%} of the credit is on other tokens, "
-            f"{variant.lost} tokens lose theirs, {variant.gained} gain some, {variant.flipped} change its sign",
+            f"{variant.name} against {first.name}: {variant.moved:.1%} of the credit is on other tokens or of the "
+            f"other sign, {variant.lost} tokens lose theirs, {variant.gained} gain some, {variant.flipped} change "
+            "its sign",
             *([f"cosine of {variant.name} with {', '.join(others)}"] if others else []),
         ]
         for line in lines:

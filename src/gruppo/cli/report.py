@@ -42,6 +42,10 @@ def readers(paths: Sequence[Path]) -> list[RunReader]:
     """The runs at these paths, each checked."""
     if not paths:
         raise InputError("no run is named; give one or more run directories, as in: gruppo report runs/first")
+    from gruppo.report.charts import MOST_RUNS
+
+    if len(paths) > MOST_RUNS:
+        raise InputError(f"{len(paths)} runs are named, and a page can tell {MOST_RUNS} apart; name fewer")
     runs = [RunReader(path) for path in paths]
     for run in runs:
         run.check()

@@ -1,19 +1,20 @@
 """Charts of a report, as Vega-Lite through Altair: the metrics of one or several runs, grouped by question.
 
-A chart has no colours of its own: the page gives them, light or dark.
+A chart has no colours of its own: the page gives them, light or dark. The page draws its legend, too, which wraps.
 """
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, floor, log10
 from typing import Any, Protocol
 
 import numpy as np
 
+from gruppo.doctor import Table
 from gruppo.keys import find
-from gruppo.report.data import Points, metric_series, stage_seconds
+from gruppo.report.data import Points, is_ahead, metric_series, stage_seconds
 from gruppo.run.reader import RunReader
 
 MOST_POINTS = 400
@@ -23,6 +24,10 @@ POINTS_SHOWN = 25
 """Points of a curve up to which each has a dot."""
 SMOOTHED_FROM = 30
 """Points from which a curve has a running mean beside it."""
+MOST_RUNS = 8
+"""Runs that can be told apart: as many as the page has colours."""
+DASHES = ((1, 0), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (2, 5))
+"""Dashes of the keys of a chart, in their order."""
 
 
 class Finding(Protocol):
@@ -126,19 +131,23 @@ QUESTIONS = (
 
 
 def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()) -> list[dict[str, Any]]:
-    """The questions with their charts; `findings` has those of each run."""
+    """The questions with their charts; `findings` has those of each run. The metric of a finding has one always."""
     names = run_names(runs)
     series = {name: metric_series(run) for name, run in zip(names, runs, strict=True)}
-    known = sorted({key for each in series.values() for key in each if not re.search("_(low|high)$", key)})
-    known += [key for key in ("live/clip_ratio_high", "live/clip_ratio_low") if any(key in s for s in series.values())]
-    marks = [finding for each in findings for finding in each if finding.step is not None]
+    for name, run, own in zip(names, runs, findings, strict=False):
+        for metric in {finding.metric for finding in own if finding.metric} - series[name].keys():
+            if points := Table.of(run).series(metric):  # the doctor takes some from the completions
+                series[name][metric] = points
+    known = sorted({key for each in series.values() for key in each if not _is_end(key, each)})
+    marks = [(name, finding) for name, each in zip(names, findings, strict=False) for finding in each]
+    marked = {finding.metric for _, finding in marks}
     used: set[str] = set()
     answers = []
     for question in QUESTIONS:
         drawn, further = [], []
         for panel in question.panels:
             keys = _in_order(panel, known)
-            if len(keys) >= panel.fewest and keys and not _is_zero(keys, series):
+            if len(keys) >= panel.fewest and keys and (marked.intersection(keys) or not _is_zero(keys, series)):
                 drawn.append(_chart(panel.title, keys, series, marks))
                 used.update(keys)
         if question is QUESTIONS[-1]:
@@ -150,8 +159,10 @@ def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()
         if question is QUESTIONS[0]:  # metrics of the user's own
             own += [key for key in known if not key.startswith(tuple(prefixes))]
         rest = [key for key in own if key not in used]
-        answer["zero"] = [key for key in rest if _is_zero([key], series)]
-        answer["further"] = [_chart(key, [key], series, marks) for key in rest if key not in answer["zero"]]
+        answer["zero"] = [key for key in rest if key not in marked and _is_zero([key], series)]
+        for key in rest:
+            if key not in answer["zero"]:
+                answer["charts" if key in marked else "further"].append(_chart(key, [key], series, marks))
     return answers
 
 
@@ -172,12 +183,18 @@ def _in_order(panel: Panel, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _is_end(key: str, series: Mapping[str, Points]) -> bool:
+    """Whether a key is an end of another's interval, which is drawn with it."""
+    whole = re.sub("_(low|high)$", "", key)
+    return whole != key and whole in series and key.startswith("eval/")
+
+
 def _is_zero(keys: Sequence[str], series: Mapping[str, Mapping[str, Points]]) -> bool:
     return all(value == 0 for each in series.values() for key in keys for _, value in each.get(key, ()))
 
 
 def _chart(
-    title: str, keys: Sequence[str], series: Mapping[str, Mapping[str, Points]], marks: Sequence[Finding]
+    title: str, keys: Sequence[str], series: Mapping[str, Mapping[str, Points]], marks: Sequence[tuple[str, Finding]]
 ) -> dict[str, Any]:
     """The curves of some keys: of one run coloured by key, of several by run."""
     import altair as alt
@@ -194,16 +211,17 @@ def _chart(
     is_log = low > 0 and high / low > 1000
     kind = {"type": "log"} if is_log else {"zero": False}
     scale = alt.Scale(domain=[low, high], nice=False, clamp=True, **kind)  # pyright: ignore[reportArgumentType]
-    x = alt.X("step:Q", title="step", axis=alt.Axis(tickCount=5, format="d"), scale=alt.Scale(nice=False))
-    y = alt.Y("value:Q", title=None, scale=scale, axis=alt.Axis(tickCount=4, format="~e" if is_log else "~g"))
+    x = _step_axis(rows)
+    # Without a precision of its own, the format would have that of the distance of the ticks: 10 as 1e+1.
+    ticks = alt.Axis(values=_powers(low, high), format="~e") if is_log else alt.Axis(tickCount=4, format=".6~g")
+    y = alt.Y("value:Q", title=None, scale=scale, axis=ticks)
     by = "run" if len(series) > 1 else "key"
     is_single = len(series) == 1 and len(keys) == 1
-    order = list(series) if by == "run" else [_short(key, keys) for key in keys]
-    legend = None if is_single else alt.Legend(title=None, orient="top", symbolType="stroke", symbolOpacity=1)
-    color = alt.Color(f"{by}:N", scale=alt.Scale(domain=order), legend=legend)
-    dash = alt.StrokeDash("key:N", sort=[_short(key, keys) for key in keys], legend=None)
-    if len(series) > 1 and len(keys) > 1:
-        dash = alt.StrokeDash("key:N", legend=alt.Legend(title=None, orient="top"))
+    shorts = [_short(key, keys) for key in keys]
+    dashed = [list(DASHES[i % len(DASHES)]) for i in range(len(keys))]
+    order = list(series) if by == "run" else shorts
+    color = alt.Color(f"{by}:N", scale=alt.Scale(domain=order), legend=None)
+    dash = alt.StrokeDash("key:N", scale=alt.Scale(domain=shorts, range=dashed), legend=None)
     tooltip = [
         alt.Tooltip("step:Q", format="d"),
         alt.Tooltip("value:Q", format=".4~g"),
@@ -213,7 +231,7 @@ def _chart(
     ]
     hover = alt.selection_point(on="pointerover", nearest=True, empty=False, clear="pointerout")
     layers: list[Any] = []
-    bounds = _usual(keys, low, high)
+    bounds, with_range = _usual(keys, low, high)
     if bounds is not None:
         values = alt.Data(values=[{"bottom": bounds[0], "top": bounds[1]}])
         area = alt.Chart(values).mark_rect(style="usual", clip=True)  # pyright: ignore[reportArgumentType]
@@ -231,15 +249,41 @@ def _chart(
     longest = max(Counter((row["key"], row["run"]) for row in rows).values(), default=0)
     hidden = 1 if longest <= POINTS_SHOWN else 0
     layers.append(points.encode(opacity=alt.condition(hover, alt.value(1), alt.value(hidden))).add_params(hover))
-    own = [mark for mark in marks if mark.metric in keys]
+    own = [
+        {"step": mark.step, "text": mark.text, "rule": mark.rule, "severity": mark.severity, "run": run}
+        for run, mark in marks
+        if mark.metric in keys and mark.step is not None
+    ]
     if own:
-        values = alt.Data(
-            values=[{"step": m.step, "text": m.text, "rule": m.rule, "severity": m.severity} for m in own]
-        )
-        rule = alt.Chart(values).mark_rule(style="finding", strokeWidth=2)  # pyright: ignore[reportArgumentType]
-        layers.append(rule.encode(x=x, tooltip=["step:Q", "rule:N", "severity:N", "text:N"]))
+        rule = alt.Chart(alt.Data(values=own)).mark_rule(style="finding", strokeWidth=2)  # pyright: ignore[reportArgumentType]
+        facts = ["step:Q", *(["run:N"] if by == "run" else []), "rule:N", "severity:N", "text:N"]
+        layers.append(rule.encode(x=x, tooltip=facts))
     chart = alt.layer(*layers, data=alt.NamedData(name="rows")).properties(width="container", height=HEIGHT)
-    return {"title": title, "keys": [_described(key) for key in keys], "spec": _spec(chart, rows), "bounds": bounds}
+    legend = [] if is_single else _legend(order, dashed if by == "key" else ())
+    if by == "run" and len(keys) > 1:
+        legend += [{"name": name, "color": None, "dash": each} for name, each in zip(shorts, dashed, strict=True)]
+    described = [_described(key) | {"range": key in with_range} for key in keys]
+    return {"title": title, "keys": described, "spec": _spec(chart, rows), "bounds": bounds, "legend": legend}
+
+
+def _legend(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> list[dict[str, Any]]:
+    """Entries of a legend: a colour for each name, by its number, and its dash."""
+    return [{"name": name, "color": i, "dash": dashes[i] if dashes else None} for i, name in enumerate(names)]
+
+
+def _step_axis(rows: Sequence[Mapping[str, Any]]) -> Any:
+    import altair as alt
+
+    steps = [row["step"] for row in rows] or [0]
+    few = range(min(steps), max(steps) + 1)
+    axis = alt.Axis(values=list(few), format="d") if len(few) < 6 else alt.Axis(tickCount=5, format="d")
+    return alt.X("step:Q", title="step", axis=axis, scale=alt.Scale(nice=False))
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """Powers of ten of an axis, at most five of them."""
+    exponents = range(ceil(log10(low)), floor(log10(high)) + 1)
+    return [10.0**exponent for exponent in exponents[:: ceil(len(exponents) / 5) or 1]]
 
 
 def _spec(chart: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -299,21 +343,22 @@ def _domain(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[flo
     return (0.0 if 0 <= low < (high - low) else low - room), high + room
 
 
-def _usual(keys: Sequence[str], low: float, high: float) -> tuple[float, float] | None:
-    """The part of the axis that is usual for all of the keys for which a range is known."""
-    ranges = [key.usual for name in keys if (key := find(name)) is not None and key.usual is not None]
-    if not ranges:
-        return None
-    bottom, top = max((r[0] for r in ranges), default=-inf), min((r[1] for r in ranges), default=inf)
+def _usual(keys: Sequence[str], low: float, high: float) -> tuple[tuple[float, float] | None, list[str]]:
+    """The part of the axis that is usual, and the keys whose range it is: that of one, or the same of several."""
+    ranges = {name: key.usual for name in keys if (key := find(name)) is not None and key.usual is not None}
+    if len(set(ranges.values())) != 1:
+        return None, []
+    bottom, top = next(iter(ranges.values()))
     bottom, top = max(bottom, low), min(top, high)
-    return (bottom, top) if top > bottom else None
+    return ((bottom, top), list(ranges)) if top > bottom else (None, [])
 
 
 def _time_charts(names: Sequence[str], runs: Sequence[RunReader]) -> list[dict[str, Any]]:
-    """Seconds by stage of one run; the whole step of several."""
+    """Seconds by stage of one run, with those in the background apart; the whole step of several."""
     import altair as alt
 
-    stages = {name: stage_seconds(run) for name, run in zip(names, runs, strict=True)}
+    both = {name: stage_seconds(run) for name, run in zip(names, runs, strict=True)}
+    stages = {name: {s: points for s, points in each.items() if not is_ahead(s)} for name, each in both.items()}
     if not any(stages.values()):
         return []
     if len(runs) > 1:
@@ -335,23 +380,42 @@ def _time_charts(names: Sequence[str], runs: Sequence[RunReader]) -> list[dict[s
             seconds = [value for step, value in points if first <= step <= last]
             rows.append({"step": last, "seconds": sum(seconds) / len(stretch), "stage": stage})
     order = sorted(each, key=lambda stage: -sum(value for _, value in each[stage]))
-    x = alt.X("step:Q", axis=alt.Axis(tickCount=5, format="d"), scale=alt.Scale(nice=False))
-    color = alt.Color("stage:N", scale=alt.Scale(domain=order), legend=alt.Legend(title=None, orient="top"))
+    color = alt.Color("stage:N", scale=alt.Scale(domain=order), legend=None)
     tooltip = ["stage:N", alt.Tooltip("step:Q", format="d"), alt.Tooltip("seconds:Q", format=".3~g")]
-    base = alt.Chart(alt.NamedData(name="rows")).properties(width="container", height=HEIGHT)
-    area = base.mark_area(opacity=0.85).encode(x=x, y=alt.Y("seconds:Q", title=None), color=color, tooltip=tooltip)
-    total = [{"stage": stage, "seconds": sum(value for _, value in each[stage])} for stage in order]
-    share = base.mark_bar().encode(
-        x=alt.X("seconds:Q", title="seconds of the whole run"),
+    area = _stacked(len(steps)).encode(
+        x=_step_axis(rows), y=alt.Y("seconds:Q", title=None, axis=alt.Axis(tickCount=4)), color=color, tooltip=tooltip
+    )
+    what = {"key": "timings.jsonl", "what": "seconds by stage", "over": "", "expect": "", "range": False}
+    found = {"title": "seconds of a step", "keys": [what], "spec": _spec(area, rows), "bounds": None}
+    found = [found | {"legend": _legend(order)}, _stage_bars("seconds of the whole run", each, what)]
+    if ahead := {stage: points for stage, points in both[names[0]].items() if is_ahead(stage)}:
+        what = what | {"what": "seconds by stage of what went on while the steps above were taken"}
+        found.append(_stage_bars("seconds in the background", ahead, what))
+    return found
+
+
+def _stage_bars(title: str, stages: Mapping[str, Points], what: Mapping[str, Any]) -> dict[str, Any]:
+    import altair as alt
+
+    total = {stage: sum(value for _, value in points) for stage, points in stages.items()}
+    order = sorted(total, key=lambda stage: -total[stage])
+    bars = alt.Chart(alt.NamedData(name="rows")).properties(width="container", height=HEIGHT).mark_bar()
+    bars = bars.encode(
+        x=alt.X("seconds:Q", title=title, axis=alt.Axis(tickCount=5)),
         y=alt.Y("stage:N", sort=order, title=None),
         color=alt.Color("stage:N", scale=alt.Scale(domain=order), legend=None),
         tooltip=["stage:N", alt.Tooltip("seconds:Q", format=".3~g")],
     )
-    what = {"key": "timings.jsonl", "what": "seconds by stage", "over": "", "expect": ""}
-    return [
-        {"title": "seconds of a step", "keys": [what], "spec": _spec(area, rows), "bounds": None},
-        {"title": "seconds of the whole run", "keys": [what], "spec": _spec(share, total), "bounds": None},
-    ]
+    rows = [{"stage": stage, "seconds": total[stage]} for stage in order]
+    return {"title": title, "keys": [what], "spec": _spec(bars, rows), "bounds": None, "legend": []}
+
+
+def _stacked(steps: int) -> Any:
+    """Areas over some steps; of a single one bars, since an area would have no width."""
+    import altair as alt
+
+    chart = alt.Chart(alt.NamedData(name="rows")).properties(width="container", height=HEIGHT)
+    return chart.mark_area(opacity=0.85) if steps > 1 else chart.mark_bar(opacity=0.85, size=48)
 
 
 def ledger_chart(rows: Sequence[Mapping[str, int]], titles: Mapping[str, str]) -> dict[str, Any]:
@@ -365,12 +429,18 @@ def ledger_chart(rows: Sequence[Mapping[str, int]], titles: Mapping[str, str]) -
         for name in used
     ]
     order = [titles[name] for name in used]
-    chart = alt.Chart(alt.NamedData(name="rows")).properties(width="container", height=HEIGHT).mark_area(opacity=0.85)
-    chart = chart.encode(
-        x=alt.X("step:Q", axis=alt.Axis(tickCount=5, format="d"), scale=alt.Scale(nice=False)),
+    chart = _stacked(len(rows)).encode(
+        x=_step_axis(rows),
         y=alt.Y("share:Q", title=None, axis=alt.Axis(format="%", tickCount=4), scale=alt.Scale(domain=[0, 1])),
-        color=alt.Color("tokens:N", scale=alt.Scale(domain=order), legend=alt.Legend(title=None, orient="top")),
+        color=alt.Color("tokens:N", scale=alt.Scale(domain=order), legend=None),
         tooltip=["tokens:N", alt.Tooltip("step:Q", format="d"), alt.Tooltip("share:Q", format=".1%")],
     )
-    what = {"key": "untrained", "what": "share of the tokens of a recorded step", "over": "", "expect": ""}
-    return {"title": "tokens by step", "keys": [what], "spec": _spec(chart, cells), "bounds": None}
+    what = {
+        "key": "untrained",
+        "what": "share of the tokens of a recorded step",
+        "over": "",
+        "expect": "",
+        "range": False,
+    }
+    spec = _spec(chart, cells)
+    return {"title": "tokens by step", "keys": [what], "spec": spec, "bounds": None, "legend": _legend(order)}

@@ -1,7 +1,7 @@
 """Data of a report: what its page shows, out of the records of a run. Needs neither torch nor a network."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gruppo.doctor.finding import Change
 from gruppo.errors import InputError
 from gruppo.run.completions import ROWS_LEFT_OUT, UNTRAINED
 from gruppo.run.reader import RunReader
@@ -22,9 +23,12 @@ Points = list[tuple[int, float]]
 LOGPS = {"logps": "sampler", "old_logps": "old", "policy_logps": "new", "ref_logps": "ref", "entropies": "entropy"}
 """Columns of the completions with a number per token, and their names in the page."""
 ROW_COLUMNS = ("prompt_index", "sample", "prompt", "completion", "stop_reason", "reward", "correct", "status")
-DECIMALS = 6
+DIGITS = 7
+"""Significant digits of the numbers of tokens: as many as float32 has."""
 TEXT_LIMIT = 20_000
 """Most characters of a text in a page that holds its data itself; and of a text that a search gives."""
+UNREADABLE = (InputError, KeyError, ValueError)
+"""Errors of a file of completions that is damaged, or of another version."""
 TELLING = (
     ("live/token_kl_max", max),
     ("optim/grad_norm", max),
@@ -44,6 +48,11 @@ def metric_series(run: RunReader) -> dict[str, Points]:
 def stage_seconds(run: RunReader) -> dict[str, Points]:
     """Seconds of the steps by stage."""
     return _series(run.timings())
+
+
+def is_ahead(stage: str) -> bool:
+    """Whether a stage goes on in the background, while a step is taken: its seconds are none of the step."""
+    return stage.startswith("ahead/")
 
 
 def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Points]:
@@ -67,7 +76,8 @@ def summary(run: RunReader) -> dict[str, Any]:
         environment = run.environment()
     except InputError:
         environment = {}
-    seconds = sum(value for points in stage_seconds(run).values() for _, value in points)
+    stages = stage_seconds(run).items()
+    seconds = sum(value for stage, points in stages if not is_ahead(stage) for _, value in points)
     last = max((points[-1][0] for points in series.values()), default=0)
     return {
         "name": run.path.resolve().name,
@@ -98,7 +108,7 @@ def loss_text(run: RunReader) -> str:
 
 
 def _tiles(series: Mapping[str, Points]) -> list[dict[str, Any]]:
-    """The first and the last value of a few keys. Noisy ones as means over a tenth of the run."""
+    """The first and the last value of a few keys. Noisy ones as means over the windows that the state line has."""
     tiles: list[dict[str, Any]] = []
     if points := series.get("eval/accuracy"):
         low, high = (dict(series.get(f"eval/accuracy_{end}", ())).get(points[-1][0]) for end in ("low", "high"))
@@ -111,8 +121,8 @@ def _tiles(series: Mapping[str, Points]) -> list[dict[str, Any]]:
         ("completion/len_mean", "tokens per completion", "length"),
     ):
         if points := series.get(key):
-            count = max(len(points) // 10, 1)
-            first, last = (float(np.mean([value for _, value in part])) for part in (points[:count], points[-count:]))
+            change = Change.of(points)
+            first, last = (points[0][1], points[-1][1]) if change is None else (change.first, change.last)
             tiles.append({"title": title, "first": first, "last": last, "format": form, "key": key})
     return tiles
 
@@ -250,7 +260,7 @@ def step_rows(run: RunReader, step: int) -> list[list[Any]]:
 
 
 def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
-    """The rows as plain values. Numbers have six decimals; a list beyond the limit is cut, with its whole length."""
+    """The rows as plain values. A list beyond the limit is cut, with its whole length."""
     most = None if limits is None else limits.tokens_of_one
     names = set(table.column_names)
     lists = [
@@ -298,10 +308,7 @@ def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
 
 
 def _credit(completion: Mapping[str, Any], most: int | None) -> dict[str, Any]:
-    """The credit of each token by variant of a replay, and its advantages.
-
-    Six significant digits instead of decimals: a loss that is a mean over many tokens has little credit for each.
-    """
+    """The credit of each token by variant of a replay, with six significant digits, and its advantages."""
     credit = [[x if x is None else float(f"{x:.6g}") for x in values[:most]] for values in completion["credit"]]
     given = ["per token" if isinstance(value, list) else _rounded(value) for value in completion["advantage"]]
     return {"credit": credit, "given": given}
@@ -318,12 +325,14 @@ def _list(value: "pa.Scalar", most: int | None) -> list[Any] | None:
         return None
     if str(items.type) != "double":
         return items.to_pylist()
-    numbers = np.round(items.to_numpy(zero_copy_only=False), DECIMALS)
-    return [x if isfinite(x) else None for x in numbers.tolist()]
+    numbers = items.to_numpy(zero_copy_only=False)
+    size = np.abs(np.nan_to_num(numbers, nan=1.0, posinf=1.0, neginf=1.0))
+    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.maximum(size, 1e-300))))  # faster than a text for each
+    return [x if isfinite(x) else None for x in (np.round(numbers * scale) / scale).tolist()]
 
 
 def _rounded(value: float | None) -> float | None:
-    return round(value, DECIMALS) if value is not None and isfinite(value) else None
+    return float(f"{value:.{DIGITS}g}") if value is not None and isfinite(value) else None
 
 
 def _cut(text: str | None, most: int | None) -> str:
@@ -389,19 +398,54 @@ def chosen_steps(run: RunReader, most: int) -> list[int]:
 # --- the ledger of tokens ---------------------------------------------------------------------------------------------
 
 
+LEDGER_COLUMNS = ("status", "untrained", "prompt_index", "sample", "advantage", "token_advantages")
+
+
 def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
     """What became of the tokens of some steps: how many the policy did not write, were left out, masked, had no
-    advantage, were rejected, and were trained on; and what the loss divides by."""
-    rows, sequences, scored = [], 0, 0
+    advantage, were rejected, and were trained on; what the loss divides by; and steps whose file cannot be read.
+
+    A token without an advantage counts as `at_mean` where another of its group has one. `unrecorded` has the
+    completions beyond the limit of a file.
+    """
+    rows, unreadable = [], []
+    sequences = scored = recorded = unrecorded = 0
     for step in steps:
-        table = run.completions(step, ("status", "untrained"))
+        try:
+            table = run.completions(step, LEDGER_COLUMNS)
+        except UNREADABLE:
+            unreadable.append(step)
+            continue
         if "untrained" not in table.column_names:  # written before there was such a column
             continue
         counts = dict.fromkeys(UNTRAINED, 0)
         for pair in table.column("untrained").combine_chunks().flatten().value_counts().to_pylist():
             counts[pair["values"]] = counts.get(pair["values"], 0) + pair["counts"]
-        rows.append({"step": step, **counts})
         sequences += table.column("status").to_pylist().count("kept")
         scored += counts[""] + counts["no_advantage"] + counts["rejected"]
-    total = {name: sum(row[name] for row in rows) for name in UNTRAINED}
-    return {"steps": rows, "total": total, "sequences": sequences, "scored": scored}
+        at_mean = _at_mean(table)
+        counts |= {"no_advantage": counts["no_advantage"] - at_mean, "at_mean": at_mean}
+        rows.append({"step": step, **counts})
+        recorded += table.num_rows
+        unrecorded += int((table.schema.metadata or {}).get(ROWS_LEFT_OUT, 0))
+    total = {name: sum(row[name] for row in rows) for name in (*UNTRAINED, "at_mean")}
+    found = {"steps": rows, "total": total, "sequences": sequences, "scored": scored, "unreadable": unreadable}
+    return found | {"recorded": recorded, "unrecorded": unrecorded}
+
+
+def _at_mean(table: "pa.Table") -> int:
+    """Tokens without an advantage in groups in which another token has one."""
+
+    def per_row(name: str, holds: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Values for which something holds, in the list of each row."""
+        lists = table.column(name).combine_chunks()
+        owner = np.repeat(np.arange(table.num_rows), lists.value_lengths().fill_null(0).to_numpy())
+        return np.bincount(owner[holds(lists.flatten().to_numpy(zero_copy_only=False))], minlength=table.num_rows)
+
+    group_N = np.array(_group_numbers(table.select(["sample", "prompt_index"]).to_pylist()), np.int64)
+    without_N = per_row("untrained", lambda names: names == "no_advantage")
+    has_advantage_N = np.nan_to_num(table.column("advantage").to_numpy()) != 0
+    if "token_advantages" in table.column_names:
+        has_advantage_N |= per_row("token_advantages", lambda values: np.nan_to_num(values) != 0) > 0
+    has_advantage_G = np.bincount(group_N, has_advantage_N) > 0
+    return int(without_N[has_advantage_G[group_N]].sum())

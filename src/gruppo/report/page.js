@@ -97,8 +97,11 @@ function applyTheme() {
 /** @param {string} name */
 const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
+/** The colour of a run, or of a key. @param {number} i */
+const colour = (i) => variable("c" + ((i % 8) + 1));
+
 function vegaConfig() {
-  const [fg, muted, line, card] = ["fg", "muted", "line", "card"].map(variable);
+  const [muted, line, card] = ["muted", "line", "card"].map(variable);
   const font = getComputedStyle(document.body).fontFamily;
   return {
     background: "transparent", font, padding: { left: 0, right: 4, top: 2, bottom: 0 },
@@ -106,11 +109,10 @@ function vegaConfig() {
             labelFontSize: 11, titleFontSize: 11, titleFontWeight: "normal", labelFont: font, titleFont: font },
     axisX: { grid: false, domain: true, domainColor: line },
     view: { stroke: null },
-    legend: { labelColor: fg, labelFontSize: 11, symbolStrokeWidth: 2.5, padding: 0, offset: 4, labelLimit: 220, columns: 3 },
-    range: { category: [1, 2, 3, 4, 5, 6].map((i) => variable("c" + i)) },
+    range: { category: [0, 1, 2, 3, 4, 5, 6, 7].map(colour) },
     style: {
       usual: { color: variable("usual"), fillOpacity: Number(variable("usual-alpha")) },
-      finding: { stroke: variable("bad"), strokeDash: [4, 3] },
+      finding: { color: variable("bad"), strokeDash: [4, 3] }, // Vega-Lite has a colour of rules that goes before `stroke`
     },
     bar: { cornerRadiusEnd: 3, fill: card },
   };
@@ -166,13 +168,23 @@ function chartCard(chart, place = "chart") {
   for (const [i, key] of chart.keys.entries()) {
     const expect = key.expect.split(";")[0];
     summary.append(i ? ", " : "", el("code", { text: key.key }));
-    if (expect) summary.append(" ", el("span", { class: chart.bounds ? "range" : "", text: expect }));
+    if (expect) summary.append(" ", el("span", { class: key.range ? "range" : "", text: expect }));
     if (key.what) what.append(el("p", {}, el("code", { text: key.key }), ` ${key.what}${key.over ? ", over " + key.over : ""}${key.expect ? "; expect " + key.expect : ""}.`));
   }
   waiting.set(plot, chart.spec);
   seen.observe(plot);
   return el("article", { class: "card chart", "data-keys": chart.keys.map((/** @type {any} */ k) => k.key).join(" ") },
-    el("h3", { text: chart.title }), plot, what);
+    el("h3", { text: chart.title }), chart.legend.length ? el("div", { class: "legend" }, ...chart.legend.map(legendItem)) : null, plot, what);
+}
+
+/** A line as it is drawn, with its name. @param {any} item */
+function legendItem(item) {
+  const [svg, line] = ["svg", "line"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+  for (const [name, value] of [["width", 28], ["height", 8]]) svg.setAttribute(String(name), String(value));
+  for (const [name, value] of [["x2", 28], ["y1", 4], ["y2", 4], ["stroke-width", item.dash ? 2.5 : 5], ["stroke-dasharray", (item.dash ?? []).join(" ")]]) line.setAttribute(String(name), String(value));
+  line.style.stroke = item.color === null ? variable("fg") : colour(item.color);
+  svg.append(line);
+  return el("span", {}, svg, el("span", { text: visible(item.name) }));
 }
 
 function drawCharts() {
@@ -214,7 +226,7 @@ const MOODS = { learning: "good", finished: "good", done: "good", running: "calm
 function runHead(run, i) {
   const several = DATA.runs.length > 1;
   const title = el(several ? "h2" : "h1", {}, several ? el("span", { class: "swatch" }) : null, run.name);
-  if (several) /** @type {HTMLElement} */ (title.firstChild).style.background = variable("c" + ((i % 6) + 1));
+  if (several) /** @type {HTMLElement} */ (title.firstChild).style.background = colour(i);
   const mood = /** @type {Record<string, string>} */ (MOODS)[run.state.name] || "calm";
   const facts = [["model", run.model], ["data", run.data], ["rewards", run.rewards.join(", ")], ["loss", run.loss], ["advantage", run.advantage],
     ["group size", run.group_size], ["seed", run.seed], ["time", duration(run.seconds)], ["device", run.device]];
@@ -279,6 +291,7 @@ function drawLedger() {
     el("p", { class: "lede", text: "From what was generated to what the policy term was computed on, and what it is divided by." })];
   for (const [i, run] of DATA.runs.entries()) {
     const ledger = run.ledger;
+    if (ledger?.note && !ledger.generated) parts.push(el("p", { class: "note", text: visible(ledger.note) }));
     if (!ledger || !ledger.generated) continue;
     const body = el("tbody", {}, el("tr", { class: "sum" }, el("td", { text: "generated" }), el("td", { class: "n", text: number(ledger.generated) }), el("td", { class: "n", text: "100 %" })));
     for (const row of ledger.lines) {
@@ -344,7 +357,7 @@ function take(data) {
 
 async function fetchCharts() {
   const answer = await fetch("charts.json", { cache: "no-store" });
-  if (!answer.ok) return;
+  if (!answer.ok) return void at("charts").replaceChildren(el("p", { class: "note", text: "The charts cannot be made: " + visible(await answer.text()) }));
   const { questions, ledgers } = await answer.json();
   DATA.questions = questions;
   for (const [i, ledger] of ledgers.entries()) DATA.runs[i].ledger = ledger;

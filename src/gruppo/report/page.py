@@ -17,7 +17,17 @@ from typing import Any, Protocol
 
 from gruppo import __version__
 from gruppo.report.charts import Finding, charts, ledger_chart, run_names
-from gruppo.report.data import Limits, TokenTexts, chosen_steps, config_table, ledger, loss_text, step_data, summary
+from gruppo.report.data import (
+    UNREADABLE,
+    Limits,
+    TokenTexts,
+    chosen_steps,
+    config_table,
+    ledger,
+    loss_text,
+    step_data,
+    summary,
+)
 from gruppo.run.completions import json_text
 from gruppo.run.reader import RunReader
 
@@ -63,24 +73,29 @@ def report_page(
     data = page_data(runs, findings=findings, states=states)
     data |= chart_data(runs, findings=findings)
     blocks: list[str] = []
-    shown = recorded = 0
+    shown = chosen = recorded = 0
+    lost = ""
     for i, run in enumerate(runs):
         own = data["runs"][i]
         own["ledger"] = ledger_data(run)
-        steps = chosen_steps(run, MOST_STEPS)
-        own["steps_here"] = steps
-        shown, recorded = shown + len(steps), recorded + len(own["steps_recorded"])
+        steps, unreadable = chosen_steps(run, MOST_STEPS), []
         texts, limits = TokenTexts(run), Limits(tokens=MOST_TOKENS // len(runs) // max(len(steps), 1))
         for step in steps:
-            blocks.append(_packed_step(i, step_data(run, step, texts, limits)))
+            try:
+                blocks.append(_packed_step(i, step_data(run, step, texts, limits)))
+            except UNREADABLE:
+                unreadable.append(step)
+        own["steps_here"] = [step for step in steps if step not in unreadable]
+        shown, chosen = shown + len(own["steps_here"]), chosen + len(steps)
+        recorded += len(own["steps_recorded"])
+        lost += _left_out(run, unreadable)
     command = f"gruppo view {' '.join(data['paths'])}"
+    held = f"It holds the completions of {f'{shown} of' if shown < recorded else 'all'} {recorded} recorded steps"
     data["note"] = (
-        f"It holds the completions of {shown} of {recorded} recorded steps: the first, the last, those with extreme "
-        f"metrics, and others evenly between. {command} shows all."
-        if shown < recorded
-        else f"It holds the completions of all {recorded} recorded steps. Groups beyond its size are left out, which "
-        f"the viewer then notes; {command} shows all."
-    )
+        f"{held}: the first, the last, those with extreme metrics, and others evenly between. {command} shows all."
+        if chosen < recorded
+        else f"{held}. Groups beyond its size are left out, which the viewer then notes; {command} shows all."
+    ) + lost
     blocks.append(_data_block("data", to_json(data), "application/json"))
     scripts = [vega_script(), _source("page.js") + _source("viewer.js")]
     inline = "\n".join(f"<script>{text}</script>" for text in scripts)
@@ -165,33 +180,60 @@ def ledger_data(run: RunReader) -> dict[str, Any] | None:
     recorded = run.completion_steps()
     steps = recorded[:: -(-len(recorded) // LEDGER_STEPS) or 1]
     found = ledger(run, steps)
+    lost = _left_out(run, found["unreadable"])
     if not found["steps"]:
-        return None
+        return {"generated": 0, "note": lost.strip()} if lost else None
     parts = _loss_parts(loss_text(run))
     rejects = "; ".join(f"{name}: {parts[name]}" for name in ("select", "correction") if name in parts)
     titles = {
         "other": ("written by a tool or a user", "part of a completion that the policy did not sample"),
         "left_out": ("in a group left out", "dynamic sampling: no signal, or more than a step takes"),
         "masked": ("in a completion that is masked", "cut off at max_new_tokens, with mask_truncated"),
-        "no_advantage": ("without an advantage", "zero variance: all completions of the group earned the same"),
+        "no_advantage": (
+            "in a group without an advantage",
+            "all completions of the group earned the same, or count as equal",
+        ),
+        "at_mean": (
+            "at the mean of its group",
+            "others of the group have an advantage; it earned what they are compared with, or was not judged",
+        ),
         "rejected": ("rejected by the loss", rejects or "this loss rejects none"),
     }
     lines = [{"title": titles[name][0], "what": titles[name][1], "count": found["total"][name]} for name in titles]
     count = len(found["steps"])
     weight = parts.get("weight", "not recorded; the documentation of the loss has it")
+    config = run.config()
+    minibatches, epochs = (int(config.get(name) or 1) for name in ("minibatches", "epochs_per_batch"))
+    where = "In a recorded step that is"
+    if minibatches * epochs > 1:
+        where = f"A step has {minibatches * epochs} updates, and each divides by what it trains on: on average"
+    sequences, scored = (found[name] / count / minibatches for name in ("sequences", "scored"))
+    limited = " Completions beyond completions_limit count too and are not among these." if found["unrecorded"] else ""
     divisor = [
         f"The loss is a {weight}." if weight.startswith("mean") else f"Weight of a token: {weight}.",
-        f"In a recorded step that is {found['sequences'] / count:,.0f} completions with {found['scored'] / count:,.0f} "
-        "scored tokens. Those without an advantage count as well, and masked completions count as completions.",
+        f"{where} {sequences:,.0f} completions with {scored:,.0f} scored tokens. Those without an advantage count as "
+        f"well, and masked completions count as completions.{limited}",
     ]
     all_ = count == len(recorded)
     note = f"Over {'all ' if all_ else ''}{count} recorded steps{'' if all_ else f' of {len(recorded)}'}."
+    if found["unrecorded"]:
+        covered, made = found["recorded"], found["recorded"] + found["unrecorded"]
+        note += f" It covers {covered:,} of {made:,} completions: completions_limit left out the others."
     trained = found["total"][""]
     made = {"generated": sum(found["total"].values()), "lines": lines, "trained": trained, "divisor": divisor}
     return made | {
-        "note": note,
+        "note": note + lost,
         "chart": ledger_chart(found["steps"], {"": "trained on"} | {k: v[0] for k, v in titles.items()}),
     }
+
+
+def _left_out(run: RunReader, steps: Sequence[int]) -> str:
+    """A sentence on files of completions that cannot be read, after a space; empty where there are none."""
+    files = [run.completions_file(step) for step in steps]
+    if not files:
+        return ""
+    verb = "is" if len(files) == 1 else "are"
+    return f" {', '.join(f.name for f in files)} cannot be read and {verb} left out (in {files[0].parent})."
 
 
 def _loss_parts(text: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Replay: the run's own loss gives the recorded gradient, and others what plain torch computes."""
 
+import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gruppo.cli.main import run as command
+from gruppo.cli.replay import show
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, GSPOLoss
-from gruppo.replay import replay
+from gruppo.replay import Replay, Variant, replay
 from gruppo.run.reader import RunReader
 from gruppo.task.carries import carries_rows
 from gruppo.trainer import GRPOTrainer, TrainConfig
@@ -229,6 +232,60 @@ def test_the_command_prints_a_table_and_writes_all_numbers(
     assert [len(c["credit"][0]) for c in written["completions"]] == [len(row["tokens"]) for row in rows]
     with pytest.raises(InputError, match="exists already"):
         command([*words, "--out", str(out)])
+
+
+def shown_at(width: int, *advantages: str, **facts: Any) -> str:
+    """A replay as it is printed on a terminal of some width: the same loss with several advantages."""
+    zero: dict[str, Any] = {
+        "terms": {},
+        "clipped": 0.0,
+        "masked": 0.0,
+        "moved": 0.0,
+        "lost": 0,
+        "gained": 0,
+        "flipped": 0,
+    }
+    variants = [
+        Variant(
+            loss="decoupled_ppo", advantage=name, value=-0.125, grad_norm=1.5, advantages=[], credit=[], **zero | facts
+        )
+        for name in advantages
+    ]
+    found = Replay(
+        run="runs/first",
+        step=1,
+        update=1,
+        weights=None,
+        recorded_norm=None,
+        replayed_norm=None,
+        variants=variants,
+        cosine=[[1.0] * len(variants)] * len(variants),
+        rollouts=[],
+        rows=[],
+        sampled=[],
+    )
+    file = io.StringIO()
+    show(found, Console(file=file, width=width, highlight=False, markup=False, emoji=False, soft_wrap=True))
+    return file.getvalue()
+
+
+def test_names_stand_whole_in_a_narrow_terminal() -> None:
+    names = ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    text = shown_at(80, *names)
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    assert "…" not in text and max(map(len, lines)) <= 80
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    told: list[list[str]] = []
+    for cell in cells:  # a row without a value goes on with the names of the one before
+        told = [*told[:-1], [told[-1][0] + cell[0], told[-1][1] + cell[1]]] if not cell[2] else [*told, cell[:2]]
+    assert told == [["decoupled_ppo", name] for name in names]
+    assert [cell[2:5] for cell in cells if cell[2]] == [["-0.125000", "1.5", "1.000000"]] * 3
+
+
+def test_credit_of_the_other_sign_is_not_said_to_be_on_other_tokens() -> None:
+    text = shown_at(200, "grpo", "mine", moved=1.0, flipped=69)
+    assert "100.0% of the credit is on other tokens or of the other sign" in text
+    assert "69 change its sign" in text
 
 
 def test_rows_are_those_of_the_file_where_groups_were_left_out(trained: Make) -> None:
