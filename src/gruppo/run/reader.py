@@ -4,7 +4,9 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +158,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             content = file.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
             raise InputError(f"config file {path} has more than {MAX_CONFIG_BYTES:,} bytes; name another file")
-        loader = yaml.SafeLoader(content.decode("utf-8"))
+        text = content.decode("utf-8")
+        nodes = (event for event in yaml.parse(text, Loader=yaml.SafeLoader) if isinstance(event, yaml.NodeEvent))
+        if next(islice(nodes, MAX_CONFIG_VALUES, None), None) is not None:
+            raise InputError(f"config file {path} has more than {MAX_CONFIG_VALUES:,} values; name another file")
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         _check_yaml(node, path)
         values = None if node is None else loader.construct_document(node)
@@ -181,8 +187,8 @@ def _check_yaml(root: Any, path: Path) -> None:
             sizes[id(node)] = MAX_CONFIG_VALUES  # what it is inside itself
             parts = node.value if isinstance(node.value, list) else []
             pairs = [part if isinstance(part, tuple) else (part,) for part in parts]
-            keys = [pair[0].value for pair in pairs if len(pair) == 2 and isinstance(pair[0].value, str)]
-            twice = next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
+            keys = Counter(pair[0].value for pair in pairs if len(pair) == 2 and isinstance(pair[0].value, str))
+            twice = next((key for key, count in keys.items() if count > 1 and key != "<<"), None)
             if twice is not None:
                 raise InputError(f"{path}:{node.start_mark.line + 1}: {twice[:80]!r} is given twice; leave one out")
             sizes[id(node)] = 1 + sum(size(part) for pair in pairs for part in pair)
