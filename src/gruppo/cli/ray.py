@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from gruppo.cli.options import take_value, unset
 from gruppo.errors import InputError, Terminated, require
-from gruppo.output import unhindered
+from gruppo.output import shell_word, unhindered
 from gruppo.run.signals import STOPPED, Interrupted, StopFlag
 
 
@@ -100,7 +100,7 @@ def launch(options: RayOptions, words: Sequence[str], config: Any) -> int:
         except Interrupted:
             if run.newest_step() is None:
                 raise Terminated(Terminated.exit_code) from None
-            print(f"stopped after step {run.newest_step()}; go on with: gruppo resume {config.output}")
+            print(f"stopped after step {run.newest_step()}; go on with: gruppo resume {shell_word(config.output)}")
             return STOPPED
         finally:
             run.close()

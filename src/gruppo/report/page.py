@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from gruppo import __version__
+from gruppo.output import shell_word
 from gruppo.report.charts import Finding, charts, ledger_chart, run_names
 from gruppo.report.data import Limits, TokenTexts, chosen_steps, config_table, ledger, loss_text, step_data, summary
 from gruppo.run.completions import json_text
@@ -73,7 +74,7 @@ def report_page(
         texts, limits = TokenTexts(run), Limits(tokens=MOST_TOKENS // len(runs) // max(len(steps), 1))
         for step in steps:
             blocks.append(_packed_step(i, step_data(run, step, texts, limits)))
-    command = f"gruppo view {' '.join(data['paths'])}"
+    command = f"gruppo view {' '.join(map(shell_word, data['paths']))}"
     data["note"] = (
         f"It holds the completions of {shown} of {recorded} recorded steps: the first, the last, those with extreme "
         f"metrics, and others evenly between. {command} shows all."

@@ -201,7 +201,7 @@ class Snapshots:
             if folder.name != f"step-{step:06d}":
                 raise ValueError(f"step={step} is not that of its folder")
             if not isfinite(kl) or not isfinite(entropy):
-                raise ValueError(f"kl_coefficient={kl}, entropy_coefficient={entropy}: a number is not finite")
+                raise ValueError(f"kl_coefficient is {kl} and entropy_coefficient {entropy}, not finite numbers")
             values = (unfinished or {}).values()
             if not all(isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) for value in values):
                 raise ValueError(f"unfinished={unfinished!r:.200}")
