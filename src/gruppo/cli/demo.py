@@ -13,6 +13,7 @@ from gruppo.cli.train import run
 from gruppo.errors import InputError
 from gruppo.output import shell_word
 from gruppo.run.console import visible
+from gruppo.run.reader import at_home
 
 if TYPE_CHECKING:
     from gruppo.trainer.trainer import GRPOTrainer, TrainResult
@@ -47,7 +48,8 @@ def demo(arguments: Sequence[str]) -> int:
         from gruppo.task.builtin import rebuild_base
         from gruppo.weights.files import set_usual_mode
 
-        if Path(folder).exists() and not Path(folder).is_dir():
+        folder = at_home(folder)
+        if folder.exists() and not folder.is_dir():
             raise InputError(f"--rebuild-base {folder} is a file; name a folder")
         set_usual_mode(rebuild_base(folder, log=print))
         print(f"the base model is in {folder}; train it with: gruppo demo --model {shell_word(folder)}")

@@ -44,6 +44,8 @@ class RayOptions:
         for name, separator in product((field.name for field in fields(cls)), "-_"):
             flag = f"--{name.replace('_', separator)}"
             words, value = take_value(words, flag, "a value")
+            if value is not None and name in given:
+                raise InputError(f"--{name.replace('_', '-')} is given twice; leave one out")
             if value is not None:
                 given[name] = value
         address = given.pop("ray", None)

@@ -33,7 +33,7 @@ class RunReader:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = at_home(path)
         self.model = self.path / "model"
         self.best = self.path / "best"
         """The model with the best held-out accuracy, of a run with `keep_best`."""
@@ -119,6 +119,15 @@ class RunReader:
         return sorted(step for step, folder in folders.items() if (folder / "manifest.json").is_file())
 
 
+def at_home(path: str | Path) -> Path:
+    """A path with ~ written out."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # no such user, or none that has a home
+        user = Path(path).parts[0]
+        raise InputError(f"{path}: no home folder is known for {user}; write the path out, or ./{path}") from None
+
+
 def numbered(folder: Path) -> dict[int, Path]:
     """Entries of a folder by step: `step-000010`, `step-000010.parquet`; anything else in it is left alone."""
     found = ((_NUMBERED.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
@@ -150,7 +159,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The `option: value` lines of a config file."""
     import yaml
 
-    path = Path(path).expanduser()
+    path = at_home(path)
     try:
         if not path.is_file():
             raise InputError(f"config file {path} does not exist; give one that does")
