@@ -5,10 +5,20 @@ concern one group are here, those between groups in `trainer/config.py`.
 """
 
 from os.path import expanduser
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from gruppo.imports import write_spec
 
@@ -29,6 +39,19 @@ class Options(BaseModel):
     """Frozen values; unknown names, NaN and infinity are refused. The text below a field is its help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true for a number and 1 for a truth value: `steps: yes` in YAML would train one step."""
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        is_number, is_truth = bool(kinds & {int, float}), bool in kinds
+        parts = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
+        if is_number and not is_truth and any(isinstance(part, bool) for part in parts):
+            raise PydanticCustomError("truth_for_number", "it is true or false; write a number")
+        if is_truth and not is_number and isinstance(value, int | float) and not isinstance(value, bool):
+            raise PydanticCustomError("number_for_truth", "it is a number; write true or false")
+        return value
 
 
 class ModelOptions(Options):
@@ -384,6 +407,18 @@ _OF_THE_SERVER = {
 """Options of vLLM that a run does not hand on, with the reason."""
 
 
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that the values of an annotation have, also inside tuples and mappings.
+
+    >>> sorted(kind.__name__ for kind in _kinds(Positive | tuple[float, ...] | None))
+    ['NoneType', 'float', 'int']
+    """
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _kinds(parts[0])
+    return set().union(*map(_kinds, parts)) - {...} if parts else {annotation}
+
+
 def _not_empty(texts: tuple[str, ...]) -> tuple[str, ...]:
     if "" in texts:
         raise ValueError("an empty text would end every completion at once; leave it out")
@@ -423,4 +458,9 @@ def _is_address(address: str) -> bool:
 def _at_home(place: str) -> str:
     """The place with ~ written out, also after the kind of a source: `gsm8k:~/train.jsonl`."""
     kind, colon, path = place.rpartition(":")
-    return f"{kind}{colon}{expanduser(path)}" if path.startswith("~") else place
+    if not path.startswith("~"):
+        return place
+    found = expanduser(path)
+    if found == path:
+        raise ValueError(f"no home folder is known for {path.partition('/')[0]}; write the path out, or ./{path}")
+    return f"{kind}{colon}{found}"

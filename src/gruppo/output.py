@@ -3,6 +3,7 @@ and text that is safe to write there."""
 
 import io
 import os
+import shlex
 import sys
 import threading
 import unicodedata
@@ -95,6 +96,16 @@ def printable(text: str, keep: str = "\n\t") -> str:
         c if c.isprintable() or c in keep or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
         for c in text
     )
+
+
+def shell_word(path: object) -> str:
+    """A path or a name as one word of a command that is printed, so that a shell and gruppo read it as it is.
+
+    >>> print(shell_word("runs/first"), shell_word("my run"), shell_word("-dash"))
+    runs/first 'my run' ./-dash
+    """
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 @contextmanager

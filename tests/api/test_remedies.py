@@ -295,3 +295,15 @@ def test_every_missing_extra_is_one_of_the_project() -> None:
                 asked.add(node.args[0].value if isinstance(node.args[0], ast.Constant) else path.stem)
     assert asked == {"train", "data", "tasks", "modelscope", "math", "vllm", "qlora", "ray", "trackers"}
     assert (asked - {"trackers"}) | {"wandb", "trackio"} <= extras.keys()
+
+
+def test_a_path_in_a_printed_command_is_quoted() -> None:
+    """`gruppo resume my run` would be read as two paths."""
+    command = re.compile(r"gruppo (?:resume|export|doctor|report|eval|view|sample|demo|convert)\b[^`\n]*?\{(.*?)\}")
+    unquoted = [
+        f"{path.relative_to(SOURCE)}: {found[0]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for found in command.finditer(path.read_text(encoding="utf-8"))
+        if "shell_word" not in found[1]
+    ]
+    assert unquoted == []

@@ -120,6 +120,7 @@ def data(_: Path) -> Iterator[Case]:
         "empty.csv": b"",
         "header.csv": b"prompt,answer\n",
         "twice.csv": b"prompt,prompt\na,b\n",
+        "wide.csv": b"prompt," + b"".join(b"k%d," % i for i in range(300_000)) + b"k299999\na\n",
         "ragged.csv": b"prompt,answer\na\n",
         "open.csv": b'prompt,answer\n"a,b\n',
         "noprompt.csv": b"a,b\n1,2\n",
@@ -435,6 +436,7 @@ MAKERS: dict[str, Callable[[bytes], bytes]] = {
     "long_key": lambda _: b"? " + b"k" * (1 << 20) + b"\n: 1\n",
     "long_model": lambda _: b"model: " + b"m/" * (1 << 19) + b"\n",
     "big_file": lambda _: b"steps: 2 # " + b"x" * (64 << 20) + b"\n",
+    "many_keys": lambda _: b"".join(b"k%d: 1\n" % i for i in range(90_000)),
     "not_utf8": lambda _: b"\xff\xfe\xfa\n",
     "utf16": lambda _: "steps: 2\n".encode("utf-16"),
     "nul": lambda _: b"steps: 2\0\n",
@@ -442,6 +444,9 @@ MAKERS: dict[str, Callable[[bytes], bytes]] = {
     "deep_row": lambda _: b'{"prompt": "01+01=", "answer": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
     "digits_row": lambda _: b'{"prompt": "01+01=", "answer": ' + b"9" * 5000 + b"}\n",
     "huge_row": lambda _: b'{"prompt": "01+01=", "answer": "' + b"9" * (17 << 20) + b'"}\n',
+    "wide_row": lambda _: (
+        b'{"prompt": "01+01=", ' + b"".join(b'"k%d": 1, ' % i for i in range(300_000)) + b'"k299999": 2}\n'
+    ),
     "bytes_row": lambda _: b'{"prompt": "01+01=", "answer": "\xff"}\n',
     "deep_json": lambda _: b'{"a": ' * 50_000 + b"1" + b"}" * 50_000,
     "slow_pattern": _slow_pattern,

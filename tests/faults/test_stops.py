@@ -38,6 +38,21 @@ def steps_in(run: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
+@pytest.mark.parametrize("name", ["my run", "-dash", "a'b $HOME"])
+def test_the_command_that_a_stopped_run_prints_can_be_pasted_into_a_shell(
+    name: str, start: Start, flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [f"--output={name}" if word == "OUT" else word for word in flags(Path("OUT")) if word != "--output"]
+    stopped = start(["train", *words], ("recorded", 2, "term"))
+    assert stopped.wait(30) == 75, stopped.output
+    command = stopped.output.partition("go on with: gruppo ")[2].partition("\n")[0]
+    shown = subprocess.run(["sh", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True).stdout
+    verb, path = shown.splitlines()
+    assert (verb, Path(path)) == ("resume", Path(name))
+    assert start([verb, path]).wait() == 0
+
+
 @pytest.mark.row("R-11", "SIGTERM at each site of a step")
 @pytest.mark.parametrize(
     ("site", "taken", "saved"),

@@ -35,6 +35,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 )
 
 from gruppo.errors import InputError, RankError
+from gruppo.output import shell_word
 from gruppo.run.lock import drop_lock
 from gruppo.run.reader import numbered
 from gruppo.run.signals import STOPPED, StopFlag
@@ -344,7 +345,7 @@ class ClusterRun:
         if self.losses > most:
             raise RankError(
                 f"{what}, and --max-restarts {most} are used up; look for the cause, then go on with: gruppo resume "
-                f"{self.folder} --ray {self.options.ray} --ranks {self.options.ranks} "
+                f"{shell_word(self.folder)} --ray {self.options.ray} --ranks {self.options.ranks} "
                 f"--samplers {self.options.samplers}"
             )
         print(f"ray: {what}; {then} (restart {self.losses} of {most})", file=sys.stderr, flush=True)

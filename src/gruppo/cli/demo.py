@@ -11,7 +11,9 @@ from gruppo.cli.options import parse_run, take_flag, take_value
 from gruppo.cli.report import write_report
 from gruppo.cli.train import run
 from gruppo.errors import InputError
+from gruppo.output import shell_word
 from gruppo.run.console import visible
+from gruppo.run.reader import at_home
 
 if TYPE_CHECKING:
     from gruppo.trainer.trainer import GRPOTrainer, TrainResult
@@ -46,10 +48,11 @@ def demo(arguments: Sequence[str]) -> int:
         from gruppo.task.builtin import rebuild_base
         from gruppo.weights.files import set_usual_mode
 
-        if Path(folder).exists() and not Path(folder).is_dir():
+        folder = at_home(folder)
+        if folder.exists() and not folder.is_dir():
             raise InputError(f"--rebuild-base {folder} is a file; name a folder")
         set_usual_mode(rebuild_base(folder, log=print))
-        print(f"the base model is in {folder}; train it with: gruppo demo --model {folder}")
+        print(f"the base model is in {folder}; train it with: gruppo demo --model {shell_word(folder)}")
         return 0
     words, overwrite = take_flag(words, "--overwrite")
     words, is_viewed = take_flag(words, "--view")
@@ -85,7 +88,7 @@ def show_learning(console: Console, trainer: "GRPOTrainer", result: "TrainResult
     )
     console.print(f"run: {trainer.run.path}   model: {trainer.run.model}   curve: {picture}")
     console.print(f"report: {write_report([trainer.run])}")
-    console.print(f'try: gruppo sample --model {trainer.run.model} "47+85=" --num-samples 4')
+    console.print(f'try: gruppo sample --model {shell_word(trainer.run.model)} "47+85=" --num-samples 4')
 
 
 def free_name(output: str) -> str:

@@ -11,6 +11,7 @@ import tyro
 
 from gruppo.cli.options import parse, unset
 from gruppo.errors import InputError
+from gruppo.output import shell_word
 from gruppo.run.reader import RunReader, read_lines
 from gruppo.trainer.config import TrainConfig
 
@@ -269,7 +270,9 @@ def sample(arguments: Sequence[str]) -> int:
     if not given.prompts:
         raise InputError('sample needs at least one prompt, e.g. gruppo sample "47+85="')
     if given.run is None and os.path.isfile(os.path.join(given.prompts[0], "config.yaml")):
-        raise InputError(f"{given.prompts[0]!r} is a run directory, not a prompt; give it as --run {given.prompts[0]}")
+        raise InputError(
+            f"{given.prompts[0]!r} is a run directory, not a prompt; give it as --run {shell_word(given.prompts[0])}"
+        )
     config = sample_config(given)
     output = completions_file(given.output)
     from rich.console import Console

@@ -8,14 +8,15 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import field, make_dataclass
+from dataclasses import field, make_dataclass, replace
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import tyro
 
 from gruppo.errors import InputError
-from gruppo.run.reader import read_yaml
+from gruppo.run.reader import at_home, read_yaml
 from gruppo.trainer.config import TrainConfig, called_here
 from gruppo.trainer.elsewhere import ELSEWHERE, REFUSED
 
@@ -31,7 +32,7 @@ OF_THE_VERB = {
 
 
 def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) -> T:
-    """An instance of `kind` from flags; raises InputError for a wrong one, with what it should be.
+    """An instance of the dataclass `kind` from flags; raises InputError for a wrong one, with what it should be.
 
     Args:
         options: further ones of `tyro.cli`. Without a `description`, the docstring of `kind` is the help: paragraphs,
@@ -42,11 +43,19 @@ def parse(kind: type[T], arguments: Sequence[str], verb: str, **options: Any) ->
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return tyro.cli(kind, args=list(arguments), prog=f"gruppo {verb}", **options)
+            found = tyro.cli(kind, args=list(arguments), prog=f"gruppo {verb}", **options)
     except SystemExit as ended:
         if ended.code != 2:
             raise
         raise InputError(_plain_text(said.getvalue())) from None
+    return replace(found, **{name: _expanded(value) for name, value in vars(found).items()})
+
+
+def _expanded(value: Any) -> Any:
+    """The value of a flag; of paths, ~ is written out."""
+    if isinstance(value, tuple):
+        return tuple(map(_expanded, value))
+    return at_home(value) if isinstance(value, Path) else value
 
 
 def _wrapped(text: str) -> str:
@@ -106,7 +115,7 @@ def parse_run(
         from gruppo.recipes import recipe
 
         chosen = recipe(name)
-    file = read_yaml(path) if path else {}
+    file = read_yaml(path) if path is not None else {}
     values = preset | (chosen.values if chosen else {}) | file
     default = TrainConfig.read(values, where=path or verb)
     given = vars(parse(_flags(default, others), words, verb, description=description))
@@ -174,12 +183,18 @@ def take_flag(words: list[str], flag: str) -> tuple[list[str], bool]:
 
 
 def take_value(words: list[str], flag: str, what: str = "a file name") -> tuple[list[str], str | None]:
-    """Remove `flag VALUE` or `flag=VALUE` from the words and return the value."""
+    """Remove `flag VALUE` or `flag=VALUE` from the words and return the value; it may be given once."""
     for i, word in enumerate(words):
-        if word == flag:
-            if i + 1 == len(words):
-                raise InputError(f"{flag} needs {what} after it")
-            return words[:i] + words[i + 2 :], words[i + 1]
-        if word.startswith(f"{flag}="):
-            return words[:i] + words[i + 1 :], word.removeprefix(f"{flag}=")
+        name, is_joined, value = word.partition("=")
+        if name != flag:
+            continue
+        rest = words[i + (1 if is_joined else 2) :]
+        if not is_joined and i + 1 == len(words):
+            raise InputError(f"{flag} needs {what} after it")
+        if any(other.partition("=")[0] == flag for other in rest):
+            raise InputError(f"{flag} is given twice; leave one out")
+        value = value if is_joined else words[i + 1]
+        if not value:
+            raise InputError(f"{flag} is empty; give {what}")
+        return words[:i] + rest, value
     return words, None

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from gruppo.cli.options import take_value, unset
 from gruppo.errors import InputError, Terminated, require
-from gruppo.output import unhindered
+from gruppo.output import shell_word, unhindered
 from gruppo.run.signals import STOPPED, Interrupted, StopFlag
 
 
@@ -44,6 +44,8 @@ class RayOptions:
         for name, separator in product((field.name for field in fields(cls)), "-_"):
             flag = f"--{name.replace('_', separator)}"
             words, value = take_value(words, flag, "a value")
+            if value is not None and name in given:
+                raise InputError(f"--{name.replace('_', '-')} is given twice; leave one out")
             if value is not None:
                 given[name] = value
         address = given.pop("ray", None)
@@ -100,7 +102,7 @@ def launch(options: RayOptions, words: Sequence[str], config: Any) -> int:
         except Interrupted:
             if run.newest_step() is None:
                 raise Terminated(Terminated.exit_code) from None
-            print(f"stopped after step {run.newest_step()}; go on with: gruppo resume {config.output}")
+            print(f"stopped after step {run.newest_step()}; go on with: gruppo resume {shell_word(config.output)}")
             return STOPPED
         finally:
             run.close()

@@ -17,7 +17,7 @@ from rich.console import Console
 from gruppo.cli.options import parse, parse_run, take_flag, unset
 from gruppo.cli.ray import RayOptions, launch
 from gruppo.errors import InputError, RankError, Terminated
-from gruppo.output import unhindered
+from gruppo.output import shell_word, unhindered
 from gruppo.run.lock import started
 from gruppo.run.reader import RunReader
 from gruppo.run.signals import STOPPED
@@ -215,7 +215,9 @@ def _run(
         with _viewed(trainer.run.path, console) if view else nullcontext():
             result = trainer.train()
         if result.status == "stopped":
-            console.print(f"stopped after step {result.step} and saved; go on with: gruppo resume {config.output}")
+            console.print(
+                f"stopped after step {result.step} and saved; go on with: gruppo resume {shell_word(config.output)}"
+            )
             return STOPPED
         show(console, trainer, result)
         if config.keep_best:

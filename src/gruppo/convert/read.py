@@ -3,11 +3,10 @@
 import re
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from gruppo.errors import InputError
-from gruppo.run.reader import read_yaml
+from gruppo.run.reader import at_home, read_yaml
 
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "None": None, "null": None}
 """Words that stand for a value; `none` is the name of a choice, e.g. of scale_rewards."""
@@ -34,7 +33,7 @@ def read_options(words: Sequence[str]) -> dict[str, Any]:
 
 def read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return at_home(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
 

@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from gruppo import __version__
+from gruppo.output import shell_word
 from gruppo.report.charts import Finding, charts, ledger_chart, run_names
 from gruppo.report.data import (
     UNREADABLE,
@@ -89,7 +90,7 @@ def report_page(
         shown, chosen = shown + len(own["steps_here"]), chosen + len(steps)
         recorded += len(own["steps_recorded"])
         lost += _left_out(run, unreadable)
-    command = f"gruppo view {' '.join(data['paths'])}"
+    command = f"gruppo view {' '.join(map(shell_word, data['paths']))}"
     held = f"It holds the completions of {f'{shown} of' if shown < recorded else 'all'} {recorded} recorded steps"
     data["note"] = (
         f"{held}: the first, the last, those with extreme metrics, and others evenly between. {command} shows all."

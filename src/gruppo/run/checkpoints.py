@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from gruppo import faults
 from gruppo.errors import CheckpointError
+from gruppo.output import shell_word
 from gruppo.run.reader import numbered
 from gruppo.weights.files import Entries, commit_folder, read_manifest, remove, remove_temporary, temporary
 
@@ -42,7 +43,7 @@ class Checkpoints:
                 files = (path for path in self._folders()[last].rglob("*") if path.is_file())
                 size = sum(path.stat().st_size for path in files) / 2**20
                 ahead = f"a checkpoint needs about {size:.1f} MiB; the steps after {last} are lost; then go on from it"
-            raise CheckpointError(f"{error}; {ahead}: gruppo resume {self.folder.parent}") from error
+            raise CheckpointError(f"{error}; {ahead}: gruppo resume {shell_word(self.folder.parent)}") from error
         self._current = step
         if faults.PLAN:
             faults.PLAN.reach("committed", step)

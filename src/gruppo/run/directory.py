@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gruppo import __version__
 from gruppo.errors import InputError
+from gruppo.output import shell_word
 from gruppo.run.lock import NAME, give_back_lock, take_lock
 from gruppo.run.reader import RunReader, numbered, read_lines
 from gruppo.types import Group, Prompt
@@ -147,8 +148,9 @@ class RunDirectory(RunReader):
             self._has_begun = True  # the other one has, and stays
             output = str(self.path)
             raise InputError(
-                f"output={output!r} exists already; nothing was touched. Go on with `gruppo resume {output}`, start "
-                "over in its place with --overwrite (in Python overwrite=True), or choose another output"
+                f"output={output!r} exists already; nothing was touched. Go on with "
+                f"`gruppo resume {shell_word(output)}`, start over in its place with --overwrite (in Python "
+                "overwrite=True), or choose another output"
             )
         if not is_saved:
             logger.warning("%s holds a run that ended before its first checkpoint; it starts over", self.path)

@@ -4,7 +4,9 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,7 @@ class RunReader:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = at_home(path)
         self.model = self.path / "model"
         self.best = self.path / "best"
         """The model with the best held-out accuracy, of a run with `keep_best`."""
@@ -117,6 +119,15 @@ class RunReader:
         return sorted(step for step, folder in folders.items() if (folder / "manifest.json").is_file())
 
 
+def at_home(path: str | Path) -> Path:
+    """A path with ~ written out."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # no such user, or none that has a home
+        user = Path(path).parts[0]
+        raise InputError(f"{path}: no home folder is known for {user}; write the path out, or ./{path}") from None
+
+
 def numbered(folder: Path) -> dict[int, Path]:
     """Entries of a folder by step: `step-000010`, `step-000010.parquet`; anything else in it is left alone."""
     found = ((_NUMBERED.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
@@ -148,7 +159,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The `option: value` lines of a config file."""
     import yaml
 
-    path = Path(path).expanduser()
+    path = at_home(path)
     try:
         if not path.is_file():
             raise InputError(f"config file {path} does not exist; give one that does")
@@ -156,7 +167,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             content = file.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
             raise InputError(f"config file {path} has more than {MAX_CONFIG_BYTES:,} bytes; name another file")
-        loader = yaml.SafeLoader(content.decode("utf-8"))
+        text = content.decode("utf-8")
+        nodes = (event for event in yaml.parse(text, Loader=yaml.SafeLoader) if isinstance(event, yaml.NodeEvent))
+        if next(islice(nodes, MAX_CONFIG_VALUES, None), None) is not None:
+            raise InputError(f"config file {path} has more than {MAX_CONFIG_VALUES:,} values; name another file")
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         _check_yaml(node, path)
         values = None if node is None else loader.construct_document(node)
@@ -181,8 +196,8 @@ def _check_yaml(root: Any, path: Path) -> None:
             sizes[id(node)] = MAX_CONFIG_VALUES  # what it is inside itself
             parts = node.value if isinstance(node.value, list) else []
             pairs = [part if isinstance(part, tuple) else (part,) for part in parts]
-            keys = [pair[0].value for pair in pairs if len(pair) == 2 and isinstance(pair[0].value, str)]
-            twice = next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
+            keys = Counter(pair[0].value for pair in pairs if len(pair) == 2 and isinstance(pair[0].value, str))
+            twice = next((key for key, count in keys.items() if count > 1 and key != "<<"), None)
             if twice is not None:
                 raise InputError(f"{path}:{node.start_mark.line + 1}: {twice[:80]!r} is given twice; leave one out")
             sizes[id(node)] = 1 + sum(size(part) for pair in pairs for part in pair)

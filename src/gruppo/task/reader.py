@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -88,10 +89,13 @@ def _parse_line(line: bytes) -> Mapping[str, Any] | str:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {twice!r} appears twice in one object")
+        raise ValueError(f"key {_twice(name for name, _ in pairs)!r} appears twice in one object")
     return result
+
+
+def _twice(names: Iterable[str]) -> str:
+    """The first of several names that comes again; the time is linear in their number."""
+    return next(name for name, count in Counter(names).items() if count > 1)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -124,8 +128,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
             if header is None:
                 raise InputError(f"{path} is empty; the first line must name the columns")
             if len(set(header)) < len(header):
-                twice = next(name for name in header if header.count(name) > 1)
-                raise InputError(f"{path}:1: column {twice!r} appears twice")
+                raise InputError(f"{path}:1: column {_twice(header)!r} appears twice")
             line = reader.line_num + 1  # a quoted value may span lines: a record is named by its first
             for fields in reader:
                 place, line = f"{path}:{line}", reader.line_num + 1
@@ -156,7 +159,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
-                raise InputError(f"{path}: two columns have the same name: {', '.join(names)}")
+                raise InputError(f"{path}: two columns have the same name: {_twice(names)!r}; rename one")
             texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
             groups = [file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)]
             if max(groups, default=0) > allowed:

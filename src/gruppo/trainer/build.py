@@ -15,6 +15,7 @@ from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
 from gruppo.options import DataOptions, ModelOptions, RewardOptions, RunOptions, read_sampler
+from gruppo.output import shell_word
 from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.sampler.base import SamplingParams
@@ -408,7 +409,8 @@ def _new_adapter(options: ModelOptions, objects: Objects, seed: int) -> "LoraSpe
             name = next(iter(given))
             raise InputError(
                 f"lora_{name}={given[name]!r} is for a new adapter, and model {options.model!r} holds one already: "
-                f"leave it out to go on with that one, or start from `gruppo export {options.model} FOLDER --merge`"
+                "leave it out to go on with that one, or start from "
+                f"`gruppo export {shell_word(options.model)} FOLDER --merge`"
             )
         return None
     if not options.lora:

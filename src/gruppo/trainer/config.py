@@ -10,6 +10,7 @@ from pydantic import ValidationError, model_validator
 
 from gruppo import options
 from gruppo.errors import InputError
+from gruppo.output import shell_word
 from gruppo.run.reader import RunReader, read_yaml
 from gruppo.trainer.elsewhere import ELSEWHERE, REFUSED, TRL, TRL_TRAINER
 
@@ -161,7 +162,8 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
             lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
     if where.endswith((".yaml", ".yml")) and sum(item["loc"][0] in TRL for item in error.errors() if item["loc"]) > 1:
         lines.append(
-            f"{where} looks like a configuration of TRL; `gruppo convert trl {where}` prints it as one of gruppo"
+            f"{where} looks like a configuration of TRL; `gruppo convert trl {shell_word(where)}` prints it as one of "
+            "gruppo"
         )
     lines = list(dict.fromkeys(lines))
     more = [f"{where}: and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []

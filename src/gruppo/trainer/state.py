@@ -2,11 +2,11 @@
 that moves. `Snapshots` saves it with the model in every checkpoint."""
 
 import json
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FILE = "trainer.json"
 REFERENCE = "reference.safetensors"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, SafetensorError)
+"""What a file that is not one of ours raises when it is read."""
 
 
 @dataclass(slots=True)
@@ -63,8 +65,11 @@ class SolvedPrompts:
         return {"retired": sorted(self.retired), "streak": sorted(self.streak.items())}
 
     def load(self, state: dict[str, list]) -> None:
-        self.retired = set(state["retired"])
-        self.streak = {int(index): int(count) for index, count in state["streak"]}
+        retired = {_number(index) for index in state["retired"]}
+        streak = {_number(index): _number(count) for index, count in state["streak"]}
+        if retired and len(retired) >= self.num_prompts:
+            raise ValueError(f"all {self.num_prompts} prompts are retired")
+        self.retired, self.streak = retired, streak
 
 
 @dataclass(slots=True)
@@ -191,13 +196,18 @@ class Snapshots:
         state = self.state
         try:
             facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            step, version, unfinished = operator.index(facts["step"]), int(facts["version"]), facts["unfinished"]
+            step, version, unfinished = _number(facts["step"]), _number(facts["version"]), facts["unfinished"]
             kl, entropy = float(facts["kl_coefficient"]), float(facts["entropy_coefficient"])
-            if step < 0 or not all(isinstance(value, int | float | None) for value in (unfinished or {}).values()):
-                raise ValueError(f"step={step!r}, unfinished={unfinished!r:.200}")
+            if folder.name != f"step-{step:06d}":
+                raise ValueError(f"step={step} is not that of its folder")
+            if not isfinite(kl) or not isfinite(entropy):
+                raise ValueError(f"kl_coefficient is {kl} and entropy_coefficient {entropy}, not finite numbers")
+            values = (unfinished or {}).values()
+            if not all(isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) for value in values):
+                raise ValueError(f"unfinished={unfinished!r:.200}")
             state.solved.load(facts["solved"])
             reference = None if state.reference is None else load_file(folder / REFERENCE)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise CheckpointError(f"{folder / FILE} cannot be read: {error}") from error
         self.model.load_state(folder)
         if state.reference is not None and reference is not None:
@@ -205,3 +215,10 @@ class Snapshots:
         self.model.version, state.kl.coefficient, state.entropy.coefficient = version, kl, entropy
         state.loaded = folder
         return step, unfinished
+
+
+def _number(value: Any) -> int:
+    """A step, a version or the index of a prompt; files of a run hold them in 32 bits."""
+    if not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ValueError(f"{value!r:.80} is not a number of a step, of a version or of a prompt")
+    return value

@@ -12,7 +12,7 @@ import torch
 
 from gruppo import doctor, faults
 from gruppo.errors import CheckpointError, InputError, NumericError, RewardError
-from gruppo.output import printable, unhindered
+from gruppo.output import printable, shell_word, unhindered
 from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
@@ -441,7 +441,7 @@ class GRPOTrainer:
         if not self.step_number and self.run.model.exists():
             raise InputError(
                 f"{self.run.path} has a model and no checkpoint to go on from; train on from the model with "
-                f"--model {self.run.model} and another output"
+                f"--model {shell_word(self.run.model)} and another output"
             )
         if not self.step_number and self.unfinished is None:
             logger.warning("%s was not saved after a step; it starts over", self.run.path)
@@ -465,7 +465,7 @@ class GRPOTrainer:
             for text in (state.text, *(f"{each.severity}: {each.text}. {each}" for each in found)):
                 self.recorder.say(printable(text))
             if found:
-                self.recorder.say(f"more: gruppo doctor {self.run.path}")
+                self.recorder.say(f"more: gruppo doctor {shell_word(self.run.path)}")
         except Exception as problem:
             logger.warning("the end of the run could not be looked at: %s", problem)
 
@@ -485,7 +485,9 @@ class GRPOTrainer:
             return
         self.recorder.checkpointed(self.step_number)
         logger.warning(
-            "step %d is saved; with the cause removed, go on with: gruppo resume %s", self.step_number, self.run.path
+            "step %d is saved; with the cause removed, go on with: gruppo resume %s",
+            self.step_number,
+            shell_word(self.run.path),
         )
 
     def _save_model(self, *, replace_it: bool) -> None:

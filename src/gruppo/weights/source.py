@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import GruppoError, InputError, require
+from gruppo.output import shell_word
 from gruppo.weights.files import MANIFEST, digest_tensors
 from gruppo.weights.folder import ADAPTER, check_floating, check_folder, check_whole, cut, read_object
 
@@ -51,7 +52,9 @@ def resolve(model_id: str, *, weights: bool = False) -> str:
         return str(fetched)
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():  # a run directory
         if not (folder / "model").is_dir():
-            raise InputError(f"run {folder} has no model yet, which its end saves; `gruppo resume {folder}` goes on")
+            raise InputError(
+                f"run {folder} has no model yet, which its end saves; `gruppo resume {shell_word(folder)}` goes on"
+            )
         folder /= "model"
     check_folder(folder)
     return str(folder)
@@ -144,7 +147,7 @@ def base_of(model_id: str) -> str:
     if holds_adapter(base):
         raise InputError(
             f"{config} names {base!r} as its base model (base_model_name_or_path), which is an adapter itself; fold "
-            f"that one into its own base first: gruppo export {base} FOLDER --merge"
+            f"that one into its own base first: gruppo export {shell_word(base)} FOLDER --merge"
         )
     return base
 

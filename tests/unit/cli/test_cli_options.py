@@ -271,3 +271,19 @@ def test_what_was_not_written_is_not_set(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("steps: 5\n")
     config = parsed("--config", str(tmp_path / "run.yaml"), "--no-tensorboard", "--group_size=4")
     assert config.model_fields_set == {"steps", "tensorboard", "group_size"}
+
+
+def test_a_value_flag_is_given_once_and_not_empty() -> None:
+    with pytest.raises(InputError, match="--x is given twice; leave one out"):
+        take_value(["--x", "1", "--x=2"], "--x")
+    with pytest.raises(InputError, match="--x is empty; give a name"):
+        take_value(["--x", ""], "--x", "a name")
+    assert take_value(["--x", "--x-other", "--x-other"], "--x") == (["--x-other"], "--x-other")
+
+
+def test_numbers_written_as_text_and_words_for_truth_stay_values(tmp_path: Path) -> None:
+    """YAML reads 1e-5 as a text, and a quoted yes too."""
+    (tmp_path / "run.yaml").write_text("lr: 1e-5\nsteps: '3'\nlora: 'yes'\nloss_options: {a: true, b: 1}\n")
+    config = parsed("--config", str(tmp_path / "run.yaml"))
+    assert (config.lr, config.steps, config.lora) == (1e-5, 3, True)
+    assert config.loss_options == {"a": True, "b": 1} and config.loss_options["a"] is True

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gruppo.errors import InputError
+from gruppo.output import shell_word
 from gruppo.random import row_keys
 from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
 from gruppo.sampler.vllm.engine import Engine, Request, engine_arguments
@@ -66,7 +67,7 @@ class vLLMSampler(Sampler):
         if source.holds_adapter(model_id):
             raise InputError(
                 f"model {model_id!r} is an adapter, which vLLM cannot start from; fold it into its base first: "
-                f"gruppo export {model_id} FOLDER --merge"
+                f"gruppo export {shell_word(model_id)} FOLDER --merge"
             )
         if lora is not None and at_once > 1:
             raise InputError(
