@@ -424,6 +424,51 @@ def die_while_loading(words: list[str]) -> None:
     gruppo(words)
 
 
+# --- a model that can be saved ------------------------------------------------------------------------------------
+
+NO_EFFECT = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 1, "eos_token_id": 2}
+"""A generation config as many hub models have it: transformers loads it, and refuses to save it."""
+
+
+@pytest.fixture
+def greedy_base(tmp_path: Path) -> Path:
+    from gruppo.weights.source import resolve
+
+    shutil.copytree(resolve("builtin"), tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(NO_EFFECT))
+    return tmp_path / "base"
+
+
+def generation_in(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "generation_config.json").read_text())
+    return {name: found.get(name) for name in NO_EFFECT}
+
+
+def test_a_model_with_generation_options_of_no_effect_is_saved_with_them(
+    greedy_base: Path, start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run, options = tmp_path / "run", {"model": greedy_base, "steps": 4, "keep_best": True, "eval_every": 1}
+    process = start(["train", *flags(run, **options)])
+    assert process.wait() == 0, process.output
+    assert generation_in(run / "model") == NO_EFFECT
+    if (run / "best").exists():  # an evaluation was better than that of the start
+        assert generation_in(run / "best") == NO_EFFECT
+    exported = start(["export", str(run), str(tmp_path / "exported")])
+    assert exported.wait() == 0, exported.output
+    assert generation_in(tmp_path / "exported") == NO_EFFECT
+
+
+def test_an_adapter_is_merged_into_a_model_with_generation_options_of_no_effect(
+    greedy_base: Path, start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(["train", *flags(run, model=greedy_base, steps=2, lora=True)])
+    assert process.wait() == 0, process.output
+    merged = start(["export", str(run), str(tmp_path / "merged"), "--merge"])
+    assert merged.wait() == 0, merged.output
+    assert generation_in(tmp_path / "merged") == NO_EFFECT
+
+
 # --- a status that is true ----------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -369,12 +370,12 @@ def export(arguments: Sequence[str]) -> int:
     if given.merge:
         import torch
 
-        from gruppo.model.checkpoint import save_pretrained
+        from gruppo.model.checkpoint import save_pretrained, write_model
         from gruppo.model.lora import merge
         from gruppo.weights.source import load_dequantized, load_tokenizer
 
         adapted: Any = load_dequantized(str(folder), dtype=torch.float32)
-        save_pretrained(merge(adapted).save_pretrained, load_tokenizer(str(folder)), given.output, {})
+        save_pretrained(partial(write_model, merge(adapted)), load_tokenizer(str(folder)), given.output, {})
     else:
         TransformersModel(str(folder), device="cpu").save(given.output)
     print(f"{given.output} holds the {'merged model' if given.merge else 'adapter' if is_adapter else 'model'}")

@@ -288,6 +288,7 @@ class RankedModel(TransformersModel):
 
     def write_weights(self, folder: Path) -> None:
         """As in one process; each rank writes its rows, and no rank gathers the model. An adapter is gathered."""
+        from gruppo.model.checkpoint import write_generation_config
         from gruppo.model.shards import write_whole
 
         if self.replicated:
@@ -303,7 +304,7 @@ class RankedModel(TransformersModel):
                 if self.ranks.rank == 0:
                     self.model.config.save_pretrained(folder)  # type: ignore[operator,union-attr]
                     if getattr(self.model, "generation_config", None) is not None:
-                        self.model.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
+                        write_generation_config(self.model.generation_config, Path(folder))
             self.ranks.highest(0)  # all files are there
 
     def save_state(self, folder: Path) -> Entries:
