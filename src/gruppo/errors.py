@@ -4,6 +4,7 @@ Every class is also the standard exception a caller would expect, so `except Val
 class means for the command line is its `exit_code`.
 """
 
+import signal
 from importlib import import_module
 
 
@@ -57,9 +58,13 @@ class RankError(GruppoError, RuntimeError):
 
 
 class Terminated(SystemExit):
-    """SIGTERM before training began. Not `SystemExit` itself, which a user's module may raise."""
+    """SIGTERM, SIGHUP or SIGUSR1 before training began. Not `SystemExit` itself, which a user's module may raise."""
 
-    exit_code = 143
+    exit_code = 143  # of SIGTERM; that of another signal is 128 and its number
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        self.exit_code = 128 + number
+        super().__init__(self.exit_code)
 
 
 def require(extra: str, module: str, what_for: str) -> MissingExtraError:

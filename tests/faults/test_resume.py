@@ -173,10 +173,11 @@ def test_a_signal_saves_and_exits_75_and_the_run_resumes_to_the_same_bits(
     assert product(run) == product(whole["full"])
 
 
-@pytest.mark.row("R-11", "SIGTERM twice")
-def test_a_second_signal_leaves_at_once(start: Start, flags: Flags, tmp_path: Path) -> None:
-    twice = [("recorded", 3, "term")] * 2
-    assert start(["train", *flags(tmp_path / "run")], *twice).wait(30) == 128 + signal.SIGTERM
+@pytest.mark.parametrize("first", ["int", "term"])
+@pytest.mark.row("R-11", "SIGINT after SIGINT and after SIGTERM")
+def test_ctrl_c_after_another_signal_leaves_at_once(first: str, start: Start, flags: Flags, tmp_path: Path) -> None:
+    twice = [("recorded", 3, first), ("recorded", 3, "int")]
+    assert start(["train", *flags(tmp_path / "run")], *twice).wait(30) == 128 + signal.SIGINT
 
 
 @pytest.mark.row("R-04", "SIGKILL before the rename")

@@ -1,5 +1,5 @@
-"""StopFlag: on Ctrl-C or SIGTERM the run finishes the current critical section, saves and exits; a second one exits
-immediately. SIGHUP (a terminal that is closed) and SIGUSR1 (a warning of Slurm) save and exit, too."""
+"""StopFlag: on Ctrl-C, SIGTERM, SIGHUP (a terminal that is closed) or SIGUSR1 (a warning of Slurm) the run finishes the
+current critical section, saves and exits. Later signals change nothing, but for Ctrl-C, which exits at once."""
 
 import os
 import signal
@@ -9,6 +9,12 @@ from types import FrameType
 
 STOPPED = 75
 """Exit code of a run that a signal stopped and that was saved: queue it again and resume."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Signals that stop a run, besides Ctrl-C. Not SIGHUP where it is ignored (nohup): a run outlives its terminal."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGUSR1] if outlives else [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
 class Interrupted(Exception):
@@ -33,19 +39,18 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            if number in (signal.SIGHUP, signal.SIGUSR1):  # a terminal sends more than one when it closes
-                return
-            os._exit(128 + number)
+            # A terminal that closes sends several, and a queue SIGTERM after its warning: the save must come to its
+            # end. A save that hangs is left by Ctrl-C.
+            if number == signal.SIGINT:
+                os._exit(128 + number)
+            return
         self.signal = number
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle the signals while inside; only the main thread can, elsewhere they keep their meaning."""
         try:
-            stops = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run outlives its terminal
-                stops.append(signal.SIGHUP)
-            previous = {n: signal.signal(n, self._handle) for n in stops}
+            previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, *stop_signals())}
         except ValueError:
             yield
             return
