@@ -58,9 +58,9 @@ class RankError(GruppoError, RuntimeError):
 
 
 class Terminated(SystemExit):
-    """SIGTERM, SIGHUP or SIGUSR1 before training began. Not `SystemExit` itself, which a user's module may raise."""
+    """SIGTERM before training began (SIGHUP: 129, SIGUSR1: 138). Not `SystemExit`, which a user's module may raise."""
 
-    exit_code = 143  # of SIGTERM; that of another signal is 128 and its number
+    exit_code = 143
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         self.exit_code = 128 + number

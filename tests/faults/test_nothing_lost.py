@@ -208,6 +208,35 @@ def test_a_run_without_its_origin_is_refused(part: Path, capsys: pytest.CaptureF
         assert "origin.json cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("lost", [["status.json"], ["status.json", "metrics.jsonl"]])
+def test_a_changed_config_is_refused_though_a_full_disk_dropped_records(
+    lost: list[str], part: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in lost:
+        (part / name).unlink()
+    config = part / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 7\n", "seed: 8\n"))
+    assert exit_code(["resume", str(part), "--steps", "6"]) == 2
+    assert "seed 7 -> 8" in capsys.readouterr().err
+
+
+def test_a_run_whose_origin_lacks_options_is_refused_until_they_are_accepted(
+    part: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = json.loads((part / "origin.json").read_text())
+    for content, lacking in (({}, "lacks model"), (origin | {"seed": 9}, "seed 9 -> 7")):
+        (part / "origin.json").write_text(json.dumps(content))
+        assert exit_code(["resume", str(part), "--steps", "6"]) == 2
+        message = capsys.readouterr().err
+        assert lacking in message and "--accept-changes" in message
+    del origin["held-out prompts"]
+    (part / "origin.json").write_text(json.dumps(origin))
+    assert exit_code(["resume", str(part), "--steps", "6"]) == 2
+    assert "origin.json is damaged and lacks held-out prompts." in capsys.readouterr().err
+    assert exit_code(["resume", str(part), "--steps", "6", "--accept-changes"]) == 0
+    assert exit_code(["resume", str(part), "--steps", "7"]) == 0
+
+
 ADAPTER_WORDS = {
     "resume": ["resume", "RUN", "--steps", "14"],
     "eval": ["eval", "RUN"],
