@@ -38,7 +38,10 @@ def work(connection: Connection, parent: int, is_bound: bool) -> None:
     home = os.getcwd()
     try:
         given: dict[str, str | Callable[..., Any]] = connection.recv()
-        functions = {name: import_object(f, "reward") if isinstance(f, str) else f for name, f in given.items()}
+        functions = {
+            name: import_object(given_as, "reward", own_process=True) if isinstance(given_as, str) else given_as
+            for name, given_as in given.items()
+        }
         for function in functions.values():
             if callable(prepare := getattr(function, "prepare", None)):
                 prepare()
