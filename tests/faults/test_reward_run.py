@@ -125,8 +125,20 @@ MEDDLERS = {
     "grad": "torch.set_grad_enabled(False)",
     "dtype": "torch.set_default_dtype(torch.float64)",
     "device": 'torch.set_default_device("meta")',
-    "class": 'class Reward:\n    def __init__(self):\n        os.chdir("elsewhere")\n    __call__ = staticmethod(reward)',
-    "call": 'def moves(completions, **columns):\n    os.chdir("/")\n    return reward(completions)\nmoves.isolated = False',
+    "class": """
+class Reward:
+    def __init__(self):
+        os.chdir("elsewhere")
+
+    __call__ = staticmethod(reward)
+""",
+    "call": """
+def moves(completions, **columns):
+    os.chdir("/")
+    return reward(completions)
+
+moves.isolated = False
+""",
 }
 
 
@@ -179,3 +191,34 @@ def test_what_a_reward_changes_in_the_process_does_not_change_the_run(
         assert last(metrics) == expected, name
         if name in CHANGED:
             assert output.count(CHANGED[name]) == 1 and f"meddler_{name}" in output, output
+
+
+def with_few_files(words: list[str]) -> None:
+    """The command line where one more file can be opened when reward workers start."""
+    import resource
+
+    from gruppo.reward.workers import WorkerPool
+
+    begin = WorkerPool.start
+
+    def start_with_few(self: WorkerPool) -> None:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        begin(self)
+
+    WorkerPool.start = start_with_few
+    gruppo(words)
+
+
+def test_too_few_open_files_for_a_worker_are_named_with_the_limit(flags: Flags, tmp_path: Path) -> None:
+    words = ["train", *flags(tmp_path / "run"), "--rewards", "test_reward_run:float_of_length"]
+    process = WarmProcess(tmp_path / "log", with_few_files, words)
+    assert process.wait() == 2, process.output
+    process.close()
+    assert "Too many open files" in process.output and "(ulimit -n)" in process.output
+    assert "Traceback" not in process.output and not (tmp_path / "run").exists()
+
+
+def float_of_length(completions: list[str], **columns: object) -> list[float]:
+    return [float(len(text)) for text in completions]
