@@ -187,6 +187,27 @@ def test_a_run_directory_writes_where_it_lies_whatever_its_config_names(
     assert RunReader(part).status()["step"] == 6
 
 
+@pytest.mark.parametrize(("verb", "name"), [("eval", "eval.parquet"), ("report", "report.html")])
+@pytest.mark.row("R-47", "a run directory of a stranger whose eval.parquet or report.html is a link")
+def test_a_link_in_a_run_directory_is_replaced_and_not_followed(
+    verb: str, name: str, part: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "of-mine"
+    target.write_text("mine")
+    (part / name).symlink_to(target)
+    assert exit_code([verb, str(part)]) == 0
+    assert target.read_text() == "mine"
+    assert not (part / name).is_symlink() and (part / name).stat().st_size > 100
+
+
+def test_a_link_that_the_user_names_for_a_report_is_followed(part: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    assert exit_code(["report", str(part), "--output", str(tmp_path / "link.html")]) == 0
+    assert (tmp_path / "link.html").is_symlink() and (tmp_path / "page.html").stat().st_size > 100
+    assert exit_code(["report", str(part), "--output", "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device()
+
+
 @pytest.mark.row("R-47", "../x and an absolute path as the user's own output")
 def test_an_output_of_the_users_own_is_made_there_and_nowhere_else(flags: Flags, start: Start, tmp_path: Path) -> None:
     # Flags and config are the user's; code that they name is run, so an output is not confined to a root.

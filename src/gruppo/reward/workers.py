@@ -71,8 +71,8 @@ class WorkerPool:
             files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
             raise InputError(
                 f"a reward worker cannot be started, {len(self.workers)} of {self.size} run: {error}. The limits here "
-                f"are {_limit(files)} open files (ulimit -n) and {_limit(processes)} processes (ulimit -u); raise them, or "
-                "lower reward_workers"
+                f"are {_limit(files)} open files (ulimit -n) and {_limit(processes)} processes (ulimit -u); raise "
+                "them, or lower reward_workers"
             ) from error
 
     def close(self) -> None:

@@ -187,7 +187,9 @@ def leaves_an_alarm(completions, step, **kwargs):
 def leaves_an_exception(completions, **kwargs):
     """As `leaves_an_alarm`, by a thread."""
 
-    def raise_there(ident=threading.get_ident()):
+    ident = threading.get_ident()
+
+    def raise_there():
         time.sleep(0.5)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(ValueError))
 
