@@ -4,6 +4,7 @@ Every class is also the standard exception a caller would expect, so `except Val
 class means for the command line is its `exit_code`.
 """
 
+import signal
 from importlib import import_module
 
 
@@ -57,9 +58,13 @@ class RankError(GruppoError, RuntimeError):
 
 
 class Terminated(SystemExit):
-    """SIGTERM before training began. Not `SystemExit` itself, which a user's module may raise."""
+    """SIGTERM before training began (SIGHUP: 129, SIGUSR1: 138). Not `SystemExit`, which a user's module may raise."""
 
     exit_code = 143
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        self.exit_code = 128 + number
+        super().__init__(self.exit_code)
 
 
 def require(extra: str, module: str, what_for: str) -> MissingExtraError:

@@ -145,6 +145,19 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "1" / name, tmp_path / "2" / name)
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_ranks_save_a_model_with_generation_options_of_no_effect(tmp_path: Path) -> None:
+    base, run, given = tmp_path / "base", tmp_path / "run", {"do_sample": False, "temperature": 0.6, "eos_token_id": 2}
+    shutil.copytree(resolve("builtin"), base)
+    (base / "generation_config.json").write_text(json.dumps(given))
+    found = finish(start(train_command(run, steps=2, model=base), 2))
+    assert [code for code, _ in found] == [0, 0], found
+    saved = json.loads((run / "model" / "generation_config.json").read_text())
+    assert {name: saved.get(name) for name in given} == given
+
+
 REPLICATED = ["grpo", "lora with kl", "gspo with kl, shared prompts", "drgrpo, minibatches", "ahead", "not exact"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from test_resume import product, tensor_hash, tree_hash
-from warm_process import WarmProcess, can_mount, fill, gruppo, on_small_disk
+from warm_process import WarmProcess, can_mount, fill, gruppo, mount, on_small_disk
 
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
@@ -184,6 +184,38 @@ def test_what_is_estimated_is_what_a_run_writes(
     assert ended.wait() == 0, ended.output
     written = sum(path.stat().st_size for path in (kept / "run").rglob("*") if path.is_file())
     assert written / MIB == pytest.approx(2 * 1.9 + 0.6 + 0.1, abs=0.2)  # the third checkpoint was there for a moment
+
+
+def on_full_disk(arguments: list[str], disk: str, kept: str) -> None:
+    """The command line on a disk that holds a copy of `kept` and is full; what is on it at the end is copied."""
+    from gruppo.cli.main import main
+
+    mount(disk, f"size={16 * MIB}")
+    shutil.copytree(kept, disk, dirs_exist_ok=True)
+    fill(Path(disk))
+    try:
+        main(list(arguments))
+    finally:
+        (Path(disk) / "filler").unlink()
+        shutil.copytree(disk, Path(kept).parent / "after")
+
+
+@pytest.mark.row("R-08", "eval and report where a full or read-only disk holds the run")
+@pytest.mark.parametrize("state", ["full", "read-only"])
+def test_a_disk_that_takes_no_file_costs_neither_the_numbers_of_an_evaluation_nor_earlier_files(
+    state: str, disk: Path, process: Callable[..., WarmProcess], tmp_path: Path, undisturbed: Path
+) -> None:
+    begin, reason = (on_full_disk, "No space left") if state == "full" else (on_read_only_disk, "Read-only file system")
+    for name, words in (("eval.parquet", ["eval", f"{disk}/run"]), ("report.html", ["report", f"{disk}/run"])):
+        kept = tmp_path / name / "kept"
+        shutil.copytree(undisturbed, kept / "run")
+        (kept / "run" / name).write_text("of last week")
+        ended = process(begin, words, str(disk), str(kept))
+        assert ended.wait() == 2, ended.output
+        assert reason in ended.output and "Traceback" not in ended.output
+        assert name != "eval.parquet" or "95 % interval" in ended.output
+        after = tmp_path / name / "after" if state == "full" else kept
+        assert (after / "run" / name).read_text() == "of last week"
 
 
 def on_read_only_disk(arguments: list[str], disk: str, kept: str) -> None:

@@ -187,6 +187,27 @@ def test_a_run_directory_writes_where_it_lies_whatever_its_config_names(
     assert RunReader(part).status()["step"] == 6
 
 
+@pytest.mark.parametrize(("verb", "name"), [("eval", "eval.parquet"), ("report", "report.html")])
+@pytest.mark.row("R-47", "a run directory of a stranger whose eval.parquet or report.html is a link")
+def test_a_link_in_a_run_directory_is_replaced_and_not_followed(
+    verb: str, name: str, part: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "of-mine"
+    target.write_text("mine")
+    (part / name).symlink_to(target)
+    assert exit_code([verb, str(part)]) == 0
+    assert target.read_text() == "mine"
+    assert not (part / name).is_symlink() and (part / name).stat().st_size > 100
+
+
+def test_a_link_that_the_user_names_for_a_report_is_followed(part: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    assert exit_code(["report", str(part), "--output", str(tmp_path / "link.html")]) == 0
+    assert (tmp_path / "link.html").is_symlink() and (tmp_path / "page.html").stat().st_size > 100
+    assert exit_code(["report", str(part), "--output", "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device()
+
+
 @pytest.mark.row("R-47", "../x and an absolute path as the user's own output")
 def test_an_output_of_the_users_own_is_made_there_and_nowhere_else(flags: Flags, start: Start, tmp_path: Path) -> None:
     # Flags and config are the user's; code that they name is run, so an output is not confined to a root.
@@ -206,6 +227,35 @@ def test_a_run_without_its_origin_is_refused(part: Path, capsys: pytest.CaptureF
         (part / "origin.json").write_bytes(content)
         assert exit_code(["resume", str(part), "--steps", "6"]) == 2
         assert "origin.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost", [["status.json"], ["status.json", "metrics.jsonl"]])
+def test_a_changed_config_is_refused_though_a_full_disk_dropped_records(
+    lost: list[str], part: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in lost:
+        (part / name).unlink()
+    config = part / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 7\n", "seed: 8\n"))
+    assert exit_code(["resume", str(part), "--steps", "6"]) == 2
+    assert "seed 7 -> 8" in capsys.readouterr().err
+
+
+def test_a_run_whose_origin_lacks_options_is_refused_until_they_are_accepted(
+    part: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = json.loads((part / "origin.json").read_text())
+    for content, lacking in (({}, "lacks model"), (origin | {"seed": 9}, "seed 9 -> 7")):
+        (part / "origin.json").write_text(json.dumps(content))
+        assert exit_code(["resume", str(part), "--steps", "6"]) == 2
+        message = capsys.readouterr().err
+        assert lacking in message and "--accept-changes" in message
+    del origin["held-out prompts"]
+    (part / "origin.json").write_text(json.dumps(origin))
+    assert exit_code(["resume", str(part), "--steps", "6"]) == 2
+    assert "origin.json is damaged and lacks held-out prompts." in capsys.readouterr().err
+    assert exit_code(["resume", str(part), "--steps", "6", "--accept-changes"]) == 0
+    assert exit_code(["resume", str(part), "--steps", "7"]) == 0
 
 
 ADAPTER_WORDS = {
@@ -422,6 +472,51 @@ def die_while_loading(words: list[str]) -> None:
 
     build.build_model = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     gruppo(words)
+
+
+# --- a model that can be saved ------------------------------------------------------------------------------------
+
+NO_EFFECT = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 1, "eos_token_id": 2}
+"""A generation config as many hub models have it: transformers loads it, and refuses to save it."""
+
+
+@pytest.fixture
+def greedy_base(tmp_path: Path) -> Path:
+    from gruppo.weights.source import resolve
+
+    shutil.copytree(resolve("builtin"), tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(NO_EFFECT))
+    return tmp_path / "base"
+
+
+def generation_in(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "generation_config.json").read_text())
+    return {name: found.get(name) for name in NO_EFFECT}
+
+
+def test_a_model_with_generation_options_of_no_effect_is_saved_with_them(
+    greedy_base: Path, start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run, options = tmp_path / "run", {"model": greedy_base, "steps": 4, "keep_best": True, "eval_every": 1}
+    process = start(["train", *flags(run, **options)])
+    assert process.wait() == 0, process.output
+    assert generation_in(run / "model") == NO_EFFECT
+    if (run / "best").exists():  # an evaluation was better than that of the start
+        assert generation_in(run / "best") == NO_EFFECT
+    exported = start(["export", str(run), str(tmp_path / "exported")])
+    assert exported.wait() == 0, exported.output
+    assert generation_in(tmp_path / "exported") == NO_EFFECT
+
+
+def test_an_adapter_is_merged_into_a_model_with_generation_options_of_no_effect(
+    greedy_base: Path, start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(["train", *flags(run, model=greedy_base, steps=2, lora=True)])
+    assert process.wait() == 0, process.output
+    merged = start(["export", str(run), str(tmp_path / "merged"), "--merge"])
+    assert merged.wait() == 0, merged.output
+    assert generation_in(tmp_path / "merged") == NO_EFFECT
 
 
 # --- a status that is true ----------------------------------------------------------------------------------------

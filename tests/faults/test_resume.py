@@ -179,6 +179,13 @@ def test_a_second_signal_leaves_at_once(start: Start, flags: Flags, tmp_path: Pa
     assert start(["train", *flags(tmp_path / "run")], *twice).wait() == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("first", ["int", "term"])
+@pytest.mark.row("R-11", "SIGINT after SIGINT and after SIGTERM")
+def test_ctrl_c_after_another_signal_leaves_at_once(first: str, start: Start, flags: Flags, tmp_path: Path) -> None:
+    twice = [("recorded", 3, first), ("recorded", 3, "int")]
+    assert start(["train", *flags(tmp_path / "run")], *twice).wait(30) == 128 + signal.SIGINT
+
+
 @pytest.mark.row("R-04", "SIGKILL before the rename")
 def test_dying_while_a_checkpoint_appears_leaves_the_one_before(
     whole: dict[str, Path], start: Start, flags: Flags, tmp_path: Path

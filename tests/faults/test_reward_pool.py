@@ -331,6 +331,17 @@ def test_a_worker_that_is_killed_while_idle_is_nobodys_failure():
         assert result.tracebacks == {}
 
 
+@pytest.mark.parametrize("name", ["leaves_an_alarm", "leaves_an_exception"])
+@pytest.mark.row("R-19", "an exception that a call left for the time after it")
+def test_an_exception_that_a_call_left_behind_is_nobodys_failure(name):
+    with scorer(name, workers=2, deadline_s=20.0) as rewards:
+        # Both are ready; the second is given what it leaves behind; it waits while the first works; both work.
+        for step, texts in enumerate((["a", "b"], ["a", "leave"], ["slow"], ["slow", "slow"])):
+            result = rewards.score(["p", "q"][: len(texts)], texts, step=step)
+            assert result.totals == [1.0] * len(texts) and result.tracebacks == {}
+        assert len(rewards.worker_pids) == 2
+
+
 def test_a_worker_that_no_longer_reads_does_not_block_the_trainer(monkeypatch):
     monkeypatch.setattr(workers, "_PIPE_STALL_S", 1)
     with scorer("stray_thread", deadline_s=200.0) as rewards:

@@ -1,11 +1,12 @@
 """R-13, R-16 and R-48: rewards that fail in a real run, and what reaches the terminal of what they quote."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from warm_process import WarmProcess
+from warm_process import WarmProcess, gruppo
 
 pytestmark = pytest.mark.slow
 
@@ -107,3 +108,117 @@ def test_a_comparing_reward_that_is_late_once_gives_the_run_that_was_not(
     assert metrics[0] == metrics[1]
     means = [json.loads(line)["reward/mean"] for line in metrics[0].splitlines()]
     assert sum(means[3:]) > 0  # alone, every completion would get 0
+
+
+# --- modules and functions that change the process ----------------------------------------------------------------
+
+DISTINCT = """
+import os, torch
+
+def reward(completions, **columns):
+    return [float(len(set(c))) for c in completions]
+"""
+
+MEDDLERS = {
+    "plain": "",
+    "folder": 'os.chdir("elsewhere")',
+    "grad": "torch.set_grad_enabled(False)",
+    "dtype": "torch.set_default_dtype(torch.float64)",
+    "device": 'torch.set_default_device("meta")',
+    "class": """
+class Reward:
+    def __init__(self):
+        os.chdir("elsewhere")
+
+    __call__ = staticmethod(reward)
+""",
+    "call": """
+def moves(completions, **columns):
+    os.chdir("/")
+    return reward(completions)
+
+moves.isolated = False
+""",
+}
+
+
+def in_folder(folder: str, words: list[str]) -> None:
+    os.chdir(folder)
+    gruppo(words)
+
+
+@pytest.fixture
+def meddled(tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, bytes]]:
+    """Output and metrics of a run with one of the modules, from a folder of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(name: str) -> tuple[str, bytes]:
+        (tmp_path / f"meddler_{name}.py").write_text(DISTINCT + MEDDLERS[name])
+        home = tmp_path / name
+        (home / "elsewhere").mkdir(parents=True)
+        function = {"class": "Reward", "call": "moves"}.get(name, "reward")
+        words = ["train", *flags(Path("runs/run"), steps=3, save_every=2, eval_every=0)]
+        words += ["--rewards", f"meddler_{name}:{function}"]
+        process = WarmProcess(tmp_path / f"{name}.log", in_folder, str(home), words)
+        assert process.wait() == 0, process.output
+        process.close()
+        assert sorted(path.name for path in home.iterdir()) == ["elsewhere", "runs"]
+        assert not any((home / "elsewhere").iterdir()) and (home / "runs" / "run" / "model").is_dir()
+        return process.output, (home / "runs" / "run" / "metrics.jsonl").read_bytes()
+
+    return run
+
+
+CHANGED = {
+    "folder": "set the working directory to ",
+    "grad": "set torch's gradient mode to False; it is True again",
+    "dtype": "set torch's default dtype to torch.float64; it is torch.float32 again",
+    "device": "set torch's default device to meta; it is cpu again",
+    "class": "set the working directory to ",
+}
+
+
+def test_what_a_reward_changes_in_the_process_does_not_change_the_run(
+    meddled: Callable[[str], tuple[str, bytes]],
+) -> None:
+    def last(metrics: bytes) -> dict[str, float]:
+        found = json.loads(metrics.splitlines()[-1])
+        return {key: found[key] for key in ("reward/mean", "optim/grad_norm", "eval/accuracy")}
+
+    expected = last(meddled("plain")[1])
+    for name in set(MEDDLERS) - {"plain"}:
+        output, metrics = meddled(name)
+        assert last(metrics) == expected, name
+        if name in CHANGED:
+            assert output.count(CHANGED[name]) == 1 and f"meddler_{name}" in output, output
+
+
+def with_few_files(words: list[str]) -> None:
+    """The command line where one more file can be opened when reward workers start."""
+    import resource
+
+    from gruppo.reward.workers import WorkerPool
+
+    begin = WorkerPool.start
+
+    def start_with_few(self: WorkerPool) -> None:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        begin(self)
+
+    WorkerPool.start = start_with_few
+    gruppo(words)
+
+
+def test_too_few_open_files_for_a_worker_are_named_with_the_limit(flags: Flags, tmp_path: Path) -> None:
+    words = ["train", *flags(tmp_path / "run"), "--rewards", "test_reward_run:float_of_length"]
+    process = WarmProcess(tmp_path / "log", with_few_files, words)
+    assert process.wait() == 2, process.output
+    process.close()
+    assert "Too many open files" in process.output and "(ulimit -n)" in process.output
+    assert "Traceback" not in process.output and not (tmp_path / "run").exists()
+
+
+def float_of_length(completions: list[str], **columns: object) -> list[float]:
+    return [float(len(text)) for text in completions]

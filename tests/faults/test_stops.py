@@ -98,6 +98,57 @@ def test_the_signals_of_terminals_and_schedulers_save_too(
     assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{status['step']:06d}"]
 
 
+@pytest.mark.row("R-11", "two signals, the second while the first is saved")
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("hup", "hup"), ("usr1", "usr1"), ("hup", "term"), ("usr1", "term"), ("term", "term"), ("int", "term")],
+)
+def test_a_second_signal_does_not_end_the_save_of_the_first(
+    first: str, second: str, start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    stopped = start(["train", *flags(run, save_every=20)], ("recorded", 7, first), ("filled", 7, second))
+    assert stopped.wait(30) == 75, stopped.output
+    assert json.loads((run / "status.json").read_text()) == {"status": "stopped", "step": 7}
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000007"]
+    assert not (run / "lock").exists()
+
+
+@pytest.mark.row("R-11", "a signal while model/ is written at the end")
+@pytest.mark.parametrize("action", ["hup", "usr1", "term", "int"])
+def test_a_signal_while_the_model_is_written_leaves_a_run_that_is_done(
+    action: str, start: Start, flags: Flags, tmp_path: Path, undisturbed: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(["train", *flags(run)], ("filled", 0, action))
+    assert process.wait(30) == 0, process.output
+    assert json.loads((run / "status.json").read_text()) == {"status": "done", "step": 20}
+    assert product(run) == product(undisturbed)
+
+
+def signalled_at_start(arguments: list[str], number: int) -> None:
+    """The command line with a signal once the model is loaded, before training begins."""
+    from gruppo.trainer import build
+
+    load = build.build_model
+
+    def load_and_signal(*args: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return load(*args)
+
+    build.build_model = load_and_signal
+    gruppo(arguments)
+
+
+@pytest.mark.row("R-11", "a signal before training begins")
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_the_start_leaves_nothing(number: int, flags: Flags, tmp_path: Path) -> None:
+    process = WarmProcess(tmp_path / "log", signalled_at_start, ["train", *flags(tmp_path / "runs" / "run")], number)
+    assert process.wait(60) == 128 + number, process.output
+    process.close()
+    assert not (tmp_path / "runs").exists()
+
+
 def ignoring_hangup(arguments: list[str]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     gruppo(arguments)

@@ -5,12 +5,14 @@ import difflib
 import importlib
 import io
 import os
+import signal
 import sys
 import traceback
 
 from gruppo import __version__
 from gruppo.errors import GruppoError, require_train
 from gruppo.output import printable, unhindered
+from gruppo.run.signals import STOPPED, stop_signals
 
 OVERVIEW = """\
 gruppo: group-relative policy optimization of language models
@@ -84,6 +86,9 @@ def main(argv: list[str] | None = None) -> None:
         with unhindered():
             print(printable(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
+    if code == STOPPED:  # a signal that follows the first must not replace the code by its own
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_IGN)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # torch's threads of a rank may outlive the interpreter, and then abort a process that has done its work.
         atexit._run_exitfuncs()

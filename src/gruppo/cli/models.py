@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +18,10 @@ from gruppo.run.reader import RunReader, read_lines
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
+    from gruppo.reward import RewardScorer
     from gruppo.sampler import Sampler
+    from gruppo.task.prompts import PromptSet
+    from gruppo.trainer.evaluate import Evaluation
     from gruppo.types import Group
 
 MAX_SAMPLES = 65_536
@@ -108,13 +113,24 @@ def evaluate_model(arguments: Sequence[str]) -> int:
             result = evaluate(prompts, sampler, scorer, params, num_samples=config.eval_samples)
         finally:
             sampler.close()
-    if output is not None:
-        write_completions(output, result.groups())
     if given.json:
         print(json.dumps({"prompts": len(prompts), **result.metrics}))
-        return 0
-    chosen = "" if len(prompts) == len(found) else f" of {len(found)}"
-    print(f"{len(prompts)}{chosen} prompts of {config.data}" + (f", chosen with seed {config.seed}" if chosen else ""))
+    else:
+        show_evaluation(config, found, len(prompts), scorer, result)
+    if output is not None:  # after the numbers, which a full disk must not cost
+        sys.stdout.flush()
+        write_completions(output, result.groups())
+        if not given.json:
+            print(f"completions: {output}")
+    return 0
+
+
+def show_evaluation(
+    config: TrainConfig, found: "PromptSet", num_prompts: int, scorer: "RewardScorer", result: "Evaluation"
+) -> None:
+    """Print what was scored and the numbers."""
+    chosen = "" if num_prompts == len(found) else f" of {len(found)}"
+    print(f"{num_prompts}{chosen} prompts of {config.data}" + (f", chosen with seed {config.seed}" if chosen else ""))
     rewards = ", ".join(reward.name for reward in scorer.rewards)
     judged = f"rewards {rewards}; an answer is correct where {scorer.correct_by} is at least {scorer.correct_at:g}"
     for sentence in (*found.reading, found.left_out(), judged):
@@ -125,9 +141,6 @@ def evaluate_model(arguments: Sequence[str]) -> int:
             low, high = result.metrics.get(f"{name}_low"), result.metrics.get(f"{name}_high")
             interval = "" if low is None or high is None else f"   95 % interval {low:.4f} to {high:.4f}"
             print(f"{name:<16}{value:.4f}{interval}")
-    if output is not None:
-        print(f"completions: {output}")
-    return 0
 
 
 def eval_config(given: EvalArguments) -> TrainConfig:
@@ -211,10 +224,11 @@ def completions_file(path: Path | None) -> Path | None:
 def write_completions(path: Path, groups: "Sequence[Group]") -> None:
     """Completions as the files of a run have them (docs/run_directory.md)."""
     from gruppo.run.completions import completions_table, parquet_bytes
+    from gruppo.weights.files import replace_file
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(parquet_bytes(completions_table(0, groups)))
+        replace_file(path, parquet_bytes(completions_table(0, groups)))
     except OSError as error:
         raise InputError(f"output={str(path)!r} cannot be written: {error}; choose another") from error
 
@@ -372,12 +386,12 @@ def export(arguments: Sequence[str]) -> int:
     if given.merge:
         import torch
 
-        from gruppo.model.checkpoint import save_pretrained
+        from gruppo.model.checkpoint import save_pretrained, write_model
         from gruppo.model.lora import merge
         from gruppo.weights.source import load_dequantized, load_tokenizer
 
         adapted: Any = load_dequantized(str(folder), dtype=torch.float32)
-        save_pretrained(merge(adapted).save_pretrained, load_tokenizer(str(folder)), given.output, {})
+        save_pretrained(partial(write_model, merge(adapted)), load_tokenizer(str(folder)), given.output, {})
     else:
         TransformersModel(str(folder), device="cpu").save(given.output)
     print(f"{given.output} holds the {'merged model' if given.merge else 'adapter' if is_adapter else 'model'}")

@@ -101,7 +101,7 @@ def launch(options: RayOptions, words: Sequence[str], config: Any) -> int:
             return run.run()
         except Interrupted:
             if run.newest_step() is None:
-                raise Terminated(Terminated.exit_code) from None
+                raise Terminated from None
             print(f"stopped after step {run.newest_step()}; go on with: gruppo resume {shell_word(config.output)}")
             return STOPPED
         finally:

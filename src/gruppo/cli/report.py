@@ -1,5 +1,6 @@
 """`gruppo report` and `gruppo view`: a run as a page, in a file or live."""
 
+import os
 import sys
 import threading
 import webbrowser
@@ -56,12 +57,18 @@ def write_report(runs: Sequence[RunReader], output: Path | None = None) -> str:
     """Write the page of the runs; returns the address with which a browser opens it."""
     from gruppo.doctor import summary
     from gruppo.report.page import report_page
+    from gruppo.weights.files import replace_file
 
     path = output or (runs[0].path / FILE if len(runs) == 1 else Path(FILE))
     found = [summary(run) for run in runs]
     page = report_page(runs, states=[state for state, _ in found], findings=[findings for _, findings in found])
     try:
-        path.write_text(page, encoding="utf-8")
+        if output is None:
+            replace_file(path, page.encode())
+        elif output.exists() and not output.is_file():  # such as /dev/stdout
+            output.write_text(page, encoding="utf-8")
+        else:  # a link that the user names is followed, one in a run directory is not
+            replace_file(Path(os.path.realpath(output)), page.encode())
     except OSError as error:
         raise InputError(f"--output {path} cannot be written: {error}; name another file") from error
     return path.resolve().as_uri()

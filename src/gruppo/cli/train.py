@@ -20,7 +20,7 @@ from gruppo.errors import InputError, RankError, Terminated
 from gruppo.output import shell_word, unhindered
 from gruppo.run.lock import started
 from gruppo.run.reader import RunReader
-from gruppo.run.signals import STOPPED
+from gruppo.run.signals import STOPPED, stop_signals
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -95,20 +95,21 @@ def resume(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _leaving_tidily() -> Iterator[None]:
-    """SIGTERM as an exception, so that a run that has not begun takes back what it made. Training handles it itself."""
+    """Signals as exceptions, so that a run that has not begun takes back what it made. Training handles them itself."""
 
-    def leave(*_: object) -> None:
-        raise Terminated(Terminated.exit_code)
+    def leave(number: int, frame: object) -> None:
+        raise Terminated(number)
 
     try:
-        before = signal.signal(signal.SIGTERM, leave)
+        before = {number: signal.signal(number, leave) for number in stop_signals()}
     except ValueError:  # not the main thread
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -112,6 +112,26 @@ def save_pretrained(
     commit_folder(folder, write, {"kind": "model", **facts})
 
 
+def write_model(model: Any, folder: Path, **options: Any) -> None:
+    """Write all weights and configs, or of a PEFT model the adapter, as `save_pretrained` of transformers and PEFT."""
+    generation = None if hasattr(model, "disable_adapter") else getattr(model, "generation_config", None)
+    if generation is None:
+        model.save_pretrained(folder, **options)
+        return
+    model.generation_config = type(generation)()
+    try:
+        model.save_pretrained(folder, **options)
+    finally:
+        model.generation_config = generation
+    write_generation_config(generation, folder)
+
+
+def write_generation_config(generation: Any, folder: Path) -> None:
+    """Write a generation config with the values that it has. transformers loads one with values that have no effect (a
+    temperature without do_sample), which many hub models have, and its `save_pretrained` refuses to write it."""
+    generation.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
+
+
 def load_pretrained(model: nn.Module, folder: Path, *, base: str | None = None) -> None:
     """Read a folder of `save_pretrained` into a model of the same kind.
 

@@ -279,6 +279,7 @@ class RankedModel(TransformersModel):
 
     def write_weights(self, folder: Path) -> None:
         """As in one process; each rank writes its rows, and no rank gathers the model. An adapter is gathered."""
+        from gruppo.model.checkpoint import write_generation_config, write_model
         from gruppo.model.shards import write_whole
 
         if self.replicated:
@@ -294,7 +295,7 @@ class RankedModel(TransformersModel):
                 if self.ranks.rank == 0:
                     self.model.config.save_pretrained(folder)  # type: ignore[operator,union-attr]
                     if getattr(self.model, "generation_config", None) is not None:
-                        self.model.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
+                        write_generation_config(self.model.generation_config, Path(folder))
             else:  # a model whose files have other names than its weights; every rank has had all of it before
                 weights = {}
                 for name, tensor in self.model.state_dict().items():
@@ -302,7 +303,7 @@ class RankedModel(TransformersModel):
                     if self.ranks.rank == 0:
                         weights[name] = (full.to(self.dtype) if full.is_floating_point() else full).cpu()
                 if self.ranks.rank == 0:
-                    self.model.save_pretrained(folder, safe_serialization=True, state_dict=weights)  # type: ignore[operator]
+                    write_model(self.model, Path(folder), state_dict=weights)
             self.ranks.highest(0)  # all files are there
 
     def save_state(self, folder: Path) -> Entries:

@@ -479,7 +479,9 @@ class TransformersModel:
 
     def write_weights(self, folder: Path) -> None:
         """Write all weights, or with LoRA the adapter, under the names that transformers and PEFT give them."""
-        self.model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]  # transformers' and PEFT's
+        from gruppo.model.checkpoint import write_model
+
+        write_model(self.model, folder)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote into this model."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from gruppo.errors import GruppoError, InputError, Terminated, require
-from gruppo.imports import did_you_mean, import_name, import_object, read_spec
+from gruppo.imports import did_you_mean, import_name, import_object, put_back, read_spec
 from gruppo.output import printable
 from gruppo.reward.call import Parameters, name_of, parameters_of, short_traceback
 from gruppo.reward.length import LengthPenalty, SoftOverlong
@@ -105,7 +105,8 @@ def load_reward(
         source = ""  # a worker needs the parameters too: send the object
         parameters = _typed(target, default_name, options) | parameters
         try:
-            target = target(**parameters)
+            with put_back(f"reward {spec!r}"):
+                target = target(**parameters)
         except (KeyboardInterrupt, MemoryError, GruppoError, Terminated):
             raise
         except BaseException as error:  # also `sys.exit()`

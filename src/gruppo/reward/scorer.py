@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -211,7 +212,13 @@ class RewardScorer:
             while queue:
                 indices, deadline_s = queue.popleft()
                 call = (reward.name, reward.function, given.arguments(reward, indices), len(indices))
-                result = call_within(deadline_s, self._poll, *call) if reward.is_timed else call_reward(*call)
+                # The paths of a run begin in the working directory, wherever a function goes.
+                here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+                try:
+                    result = call_within(deadline_s, self._poll, *call) if reward.is_timed else call_reward(*call)
+                finally:
+                    os.fchdir(here)
+                    os.close(here)
                 queue.extend(self._record(outcomes[reward.name], given, indices, result))
         if self._isolated and given.num:
             self._score_in_workers(given, outcomes)

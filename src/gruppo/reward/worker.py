@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -38,11 +39,20 @@ def work(connection: Connection, parent: int, is_bound: bool) -> None:
     home = os.getcwd()
     try:
         given: dict[str, str | Callable[..., Any]] = connection.recv()
-        functions = {name: import_object(f, "reward") if isinstance(f, str) else f for name, f in given.items()}
+        functions = {
+            name: import_object(given_as, "reward", own_process=True) if isinstance(given_as, str) else given_as
+            for name, given_as in given.items()
+        }
         for function in functions.values():
             if callable(prepare := getattr(function, "prepare", None)):
                 prepare()
-        _send(connection, {"ready": True})
+    except (EOFError, OSError):  # the parent is gone
+        return
+    except BaseException as error:
+        _refuse(connection, error)
+        return
+    _send(connection, {"ready": True})
+    try:
         while (call := _next_call(connection, parent)) is not None:
             os.chdir(home)
             random.seed(call.seed)
@@ -61,20 +71,38 @@ def work(connection: Connection, parent: int, is_bound: bool) -> None:
             _send(connection, {"id": call.id, "result": fields})
     except (EOFError, OSError):  # the parent is gone
         return
-    except BaseException as error:
-        _send(connection, {"failed": str(error) if isinstance(error, GruppoError) else short_traceback(error)})
+    # Any other exception is one that a function left behind, in a thread of its own: it ends the process, as a crash.
 
 
 def _next_call(connection: Connection, parent: int) -> Call | None:
+    """The next call; None where the parent is gone, or the call cannot be rebuilt here."""
+    signal.setitimer(signal.ITIMER_REAL, 0)  # a timer that a function left on
     # A fork of the parent may hold the other end open, so a closed pipe is not the only sign of its death. And a
     # thread that a function left behind may hold the lock, so the watchdog also guards the wait.
-    _arm_watchdog(_IDLE_DEADLINE_S)
-    while not connection.poll(_PARENT_CHECK_S):
+    has_call = False
+    while not has_call:
         if os.getppid() != parent:
             return None
         _arm_watchdog(_IDLE_DEADLINE_S)
+        try:
+            has_call = connection.poll(_PARENT_CHECK_S)
+        except OSError:
+            raise
+        except BaseException:  # left behind by a function that was called before, as the next call is not to blame for
+            continue
     _arm_watchdog(_RECEIVE_DEADLINE_S)
-    return connection.recv()
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        raise
+    except Exception as error:
+        _refuse(connection, error)
+        return None
+
+
+def _refuse(connection: Connection, error: BaseException) -> None:
+    """Answer that what was sent cannot be used."""
+    _send(connection, {"failed": str(error) if isinstance(error, GruppoError) else short_traceback(error)})
 
 
 def _arm_watchdog(seconds: float) -> None:

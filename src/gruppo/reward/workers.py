@@ -12,6 +12,7 @@ import logging
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -63,8 +64,16 @@ class WorkerPool:
 
     def start(self) -> None:
         """Start the missing workers without waiting until they are ready."""
-        while len(self.workers) < self.size:
-            self.workers.append(WorkerHandle(self._functions, self._start_s))
+        try:
+            while len(self.workers) < self.size:
+                self.workers.append(WorkerHandle(self._functions, self._start_s))
+        except OSError as error:
+            files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+            raise InputError(
+                f"a reward worker cannot be started, {len(self.workers)} of {self.size} run: {error}. The limits here "
+                f"are {_limit(files)} open files (ulimit -n) and {_limit(processes)} processes (ulimit -u); raise "
+                "them, or lower reward_workers"
+            ) from error
 
     def close(self) -> None:
         while self.workers:
@@ -232,6 +241,10 @@ class WorkerHandle:
         if self._process.exitcode is not None:
             self._process.close()
         return "stopped answering" if code is None else ending(code)
+
+
+def _limit(number: int) -> str:
+    return "any number of" if number == resource.RLIM_INFINITY else str(number)
 
 
 def _read_result(fields: object, num: int) -> CallResult | None:

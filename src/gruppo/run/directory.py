@@ -18,7 +18,7 @@ from gruppo.output import shell_word
 from gruppo.run.lock import NAME, give_back_lock, take_lock
 from gruppo.run.reader import RunReader, numbered, read_lines
 from gruppo.types import Group, Prompt
-from gruppo.weights.files import remove, remove_temporary, temporary
+from gruppo.weights.files import remove, remove_temporary, replace_file
 
 if TYPE_CHECKING:
     from gruppo.run.completions import StepRecord
@@ -87,8 +87,8 @@ class RunDirectory(RunReader):
             has_lock = True
             if is_used:
                 run._clear(overwrite)
-            _replace(path / "config.yaml", config.encode(), flush=True)
-            _replace(path / "env.json", json.dumps(current_environment(), indent=1).encode())
+            replace_file(path / "config.yaml", config.encode(), flush=True)
+            replace_file(path / "env.json", json.dumps(current_environment(), indent=1).encode())
         except BaseException as error:
             if has_lock:
                 run.__exit__(type(error), error, None)
@@ -171,7 +171,7 @@ class RunDirectory(RunReader):
         """
         with self._needed():
             self.forget_after(step, redo_line=redo_line)
-            _replace(self.path / "config.yaml", config.encode(), flush=True)
+            replace_file(self.path / "config.yaml", config.encode(), flush=True)
         changes = self.environment_changes()
         if changes:
             logger.warning(
@@ -188,7 +188,7 @@ class RunDirectory(RunReader):
                 kept = read_lines(path)
                 if name != "events.jsonl":  # what happened has happened
                     kept = [line for line in kept if _step(line) <= step - redo_line]
-                _replace(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+                replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         completions = self.path / "completions"
         if not completions.is_symlink():  # what is in its target may not be the run's
             for file in [file for at, file in numbered(completions).items() if at > step]:
@@ -212,7 +212,7 @@ class RunDirectory(RunReader):
         path, content = self.path / "status.json", {"status": status, "step": step}
         with self._dropping(path.name):
             try:
-                _replace(path, json.dumps(content | facts, indent=1).encode())
+                replace_file(path, json.dumps(content | facts, indent=1).encode())
             except OSError:
                 # A full disk: the block that the file has already takes a short text.
                 _overwrite(path, json.dumps(content | {k: v[:500] for k, v in facts.items()}, indent=1).encode())
@@ -233,7 +233,7 @@ class RunDirectory(RunReader):
     def write_origin(self, origin: Mapping[str, Any]) -> None:
         """What the run was made from, for `gruppo resume` to compare with."""
         with self._needed():
-            _replace(self.path / "origin.json", json.dumps(origin, indent=1).encode(), flush=True)
+            replace_file(self.path / "origin.json", json.dumps(origin, indent=1).encode(), flush=True)
 
     def write_held_out(self, prompts: Sequence[Prompt]) -> None:
         """The rows that are held out, as a data set: `prompt` and the other columns under the names of the run."""
@@ -242,7 +242,7 @@ class RunDirectory(RunReader):
         if prompts:
             lines = [json_text({"prompt": prompt.source, **prompt.columns}) + "\n" for prompt in prompts]
             with self._needed():
-                _replace(self.held_out, "".join(lines).encode())
+                replace_file(self.held_out, "".join(lines).encode())
 
     def write_completions(self, step: int, groups: Sequence[Group], limit: int | None = None) -> int:
         """The rollouts of a step, at most `limit` of them; returns how many were left out."""
@@ -263,7 +263,7 @@ class RunDirectory(RunReader):
         content = parquet_bytes(record_table(record))
         file = self.completions_file(record.step)
         file.parent.mkdir(exist_ok=True)
-        _replace(file, content)
+        replace_file(file, content)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a line to a file, all of it or nothing; it is on its way to the disk whatever happens next."""
@@ -346,21 +346,6 @@ def _step(line: Mapping[str, Any]) -> float:
     """Step of a record; one without is as if it were never written."""
     step = line.get("step")
     return step if isinstance(step, int) else inf
-
-
-def _replace(path: Path, content: bytes, *, flush: bool = False) -> None:
-    """Write a file aside and rename it: half a file would look like a whole one. `flush`: it survives a power cut."""
-    aside = temporary(path)
-    try:
-        with aside.open("xb") as file:
-            file.write(content)
-            if flush:
-                file.flush()
-                os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def _overwrite(path: Path, content: bytes) -> None:

@@ -1,5 +1,5 @@
-"""StopFlag: on Ctrl-C or SIGTERM the run finishes the current critical section, saves and exits; a second one exits
-immediately. SIGHUP (a terminal that is closed) and SIGUSR1 (a warning of Slurm) save and exit, too."""
+"""StopFlag: on Ctrl-C, SIGTERM, SIGHUP (a terminal that is closed) or SIGUSR1 (a warning of Slurm) the run finishes the
+current critical section, saves and exits. Ctrl-C after another signal, and a second SIGTERM, exit at once."""
 
 import os
 import signal
@@ -11,6 +11,12 @@ STOPPED = 75
 """Exit code of a run that a signal stopped and that was saved: queue it again and resume."""
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Signals that stop a run, besides Ctrl-C. Not SIGHUP where it is ignored (nohup): a run outlives its terminal."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGUSR1] if outlives else [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+
+
 class Interrupted(Exception):
     """Raised at a safe point after a signal: the weights are those of the last finished step."""
 
@@ -20,6 +26,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._is_told = False
+        """Whether there was a signal by which somebody stops a run, not a warning."""
 
     def poll(self) -> None:
         if self.signal is not None:
@@ -33,19 +41,19 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            if number in (signal.SIGHUP, signal.SIGUSR1):  # a terminal sends more than one when it closes
-                return
-            os._exit(128 + number)
-        self.signal = number
+            # A terminal that closes sends several, and a queue SIGTERM after its warning: the save must come to its
+            # end. A save that hangs is left by Ctrl-C or a second SIGTERM.
+            if number == signal.SIGINT or (number == signal.SIGTERM and self._is_told):
+                os._exit(128 + number)
+        else:
+            self.signal = number
+        self._is_told |= number in (signal.SIGINT, signal.SIGTERM)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle the signals while inside; only the main thread can, elsewhere they keep their meaning."""
         try:
-            stops = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run outlives its terminal
-                stops.append(signal.SIGHUP)
-            previous = {n: signal.signal(n, self._handle) for n in stops}
+            previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, *stop_signals())}
         except ValueError:
             yield
             return

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gruppo.errors import InputError
-from gruppo.run.reader import RunReader
+from gruppo.run.reader import RunReader, numbered
 from gruppo.trainer.config import TrainConfig
 from gruppo.types import Prompt
 
@@ -40,11 +40,17 @@ def _name_of_type(value: Any) -> str:
 def check(run: RunReader, now: Mapping[str, Any], *, accept: bool) -> list[str]:
     """Differences between what a run was made from and what it is given now; an error unless they are accepted."""
     run.check()
-    if not (run.path / "status.json").exists():  # it never began
+    # Any of them shows that it began: a full disk may have dropped the others.
+    has_record = any((run.path / name).exists() for name in ("status.json", "metrics.jsonl"))
+    if not has_record and not numbered(run.path / "checkpoints"):
         return []
     try:
         then = run.origin()
         found = [f"{name} {then[name]!r} -> {now[name]!r}" for name in now if name in then and then[name] != now[name]]
+        usual = options_of(TrainConfig())  # an option that is newer than the run has its default
+        if missing := [name for name in now if name not in then and (name not in usual or now[name] != usual[name])]:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            found.append(f"its origin.json is damaged and lacks {', '.join(missing[:5])}{more}")
     except InputError as error:
         found = [str(error)]
     if found and not accept:

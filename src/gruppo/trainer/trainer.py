@@ -303,7 +303,8 @@ class GRPOTrainer:
 
     def train(self) -> TrainResult:
         """Run to the last step (or a stop), save the model, return how it went."""
-        with unhindered():
+        # To its very end: a signal while the run or its model is saved must not end the process.
+        with unhindered(), self.stop.listening():
             return self._train()
 
     def _train(self) -> TrainResult:
@@ -311,21 +312,20 @@ class GRPOTrainer:
         result = TrainResult(first)
         try:
             recorder.started(first, loss=repr(self.model.loss))
-            if not recorder.quiet:
-                self._show_plan()
-            if first:
-                recorder.say(f"resuming after step {first}")
-            if text := self.prompts.train.left_out():
-                recorder.warned(first, "rows_left_out", text)
             try:
-                with self.stop.listening():
-                    if first == 0:
-                        result.before = self.evaluate()
-                        if result.before is not None:
-                            recorder.evaluated(0, result.before.metrics)
-                    while self.unfinished is not None or self.step_number < self.config.steps:
-                        if self._take_step(result):
-                            break
+                if not recorder.quiet:
+                    self._show_plan()
+                if first:
+                    recorder.say(f"resuming after step {first}")
+                if text := self.prompts.train.left_out():
+                    recorder.warned(first, "rows_left_out", text)
+                if first == 0:
+                    result.before = self.evaluate()
+                    if result.before is not None:
+                        recorder.evaluated(0, result.before.metrics)
+                while self.unfinished is not None or self.step_number < self.config.steps:
+                    if self._take_step(result):
+                        break
             except Interrupted as signal_name:
                 recorder.flush()
                 self.snapshots.save(self.step_number, self.unfinished)

@@ -74,6 +74,25 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
+def replace_file(path: Path, content: bytes, *, flush: bool = False) -> None:
+    """Write a file aside and rename it: half a file would look like a whole one. A link is replaced, not followed.
+
+    Args:
+        flush: it survives a power cut.
+    """
+    aside = temporary(path)
+    try:
+        with aside.open("xb") as file:
+            file.write(content)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
 def remove(path: Path) -> None:
     """Remove a file or folder at once: nothing half-removed keeps its name. Of a link the link alone goes."""
     if path.is_symlink() or not path.is_dir():

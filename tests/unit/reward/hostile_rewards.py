@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import random
 import resource
@@ -168,6 +169,34 @@ def not_a_number(completions, **kwargs):
 
 def one_value(completions, **kwargs):
     return [1.0]
+
+
+def leaves_an_alarm(completions, step, **kwargs):
+    """Raise ValueError half a second after a call with "leave"; a call with "slow" takes a second and a half."""
+
+    def late(*_):
+        raise ValueError("too late")
+
+    if "leave" in completions:
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    time.sleep(1.5 if "slow" in completions else 0.2)
+    return [1.0] * len(completions)
+
+
+def leaves_an_exception(completions, **kwargs):
+    """As `leaves_an_alarm`, by a thread."""
+
+    ident = threading.get_ident()
+
+    def raise_there():
+        time.sleep(0.5)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(ValueError))
+
+    if "leave" in completions:
+        threading.Thread(target=raise_there, daemon=True).start()
+    time.sleep(1.5 if "slow" in completions else 0.2)
+    return [1.0] * len(completions)
 
 
 def meddles(completions, **kwargs):
