@@ -111,7 +111,7 @@ class RunReader:
         try:
             return pq.read_table(file, columns=None if columns is None else list(columns))
         except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{file} cannot be read: {error}") from error
+            raise InputError(f"{file} cannot be read: {error}; choose another step") from error
 
     def checkpoint_steps(self) -> list[int]:
         """The steps with a checkpoint that was finished. Whether its files are whole is for `Checkpoints` to check."""
