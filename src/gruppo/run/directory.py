@@ -200,7 +200,7 @@ class RunDirectory(RunReader):
         """Differences from the environment in which the run began, which could change the last digits."""
         try:
             then, now = ({**env, **env.get("packages", {})} for env in (self.environment(), current_environment()))
-        except (InputError, TypeError):  # TypeError: its packages are no mapping
+        except InputError:
             return ["env.json cannot be read"]
         names = sorted((then.keys() | now.keys()) - {"packages"})
         return [f"{name} {then.get(name)} -> {now.get(name)}" for name in names if then.get(name) != now.get(name)]

@@ -79,7 +79,10 @@ class RunReader:
 
     def environment(self) -> dict[str, Any]:
         """Versions, threads and device of the machine on which the run began."""
-        return _read_json(self.path / "env.json")
+        found = _read_json(self.path / "env.json")
+        if not isinstance(found.get("packages", {}), dict):
+            raise InputError(f"{self.path / 'env.json'} cannot be read: its packages must be a mapping")
+        return found
 
     def metrics(self) -> list[dict[str, Any]]:
         """A line per step; a number that was not finite is None."""
