@@ -48,9 +48,9 @@ class Options(BaseModel):
         is_number, is_truth = bool(kinds & {int, float}), bool in kinds
         parts = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
         if is_number and not is_truth and any(isinstance(part, bool) for part in parts):
-            raise PydanticCustomError("truth_for_number", "it is true or false; write a number")
+            raise PydanticCustomError("kind", "it is true or false; write a number")
         if is_truth and not is_number and isinstance(value, int | float) and not isinstance(value, bool):
-            raise PydanticCustomError("number_for_truth", "it is a number; write true or false")
+            raise PydanticCustomError("kind", "it is a number; write true or false")
         return value
 
 

@@ -158,7 +158,7 @@ def replay(
     line = next((line for line in run.metrics() if line.get("step") == step and step > 0), None)
     if line is None:
         raise InputError(f"{run.path} has no step {step}; its completions are of steps {run.completion_steps()}")
-    recorded = groups_of(run.completions(step))
+    recorded = _recorded(run, step)
     groups = [group for group in recorded if group.status == "kept"]
     expected = int(line.get("dynamic/groups_kept", config.prompts_per_step))
     if len(groups) != expected:
@@ -195,6 +195,17 @@ def replay(
 
 
 # --- variants ---------------------------------------------------------------------------------------------------------
+
+
+def _recorded(run: RunReader, step: int) -> list[Group]:
+    """The groups of a step; a file of completions that a run did not write is refused."""
+    table = run.completions(step)
+    try:
+        return groups_of(table)
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{run.completions_file(step)} is not as a run writes it: {error}; choose another step"
+        ) from error
 
 
 def _cases(

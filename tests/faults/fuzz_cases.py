@@ -121,6 +121,7 @@ def data(_: Path) -> Iterator[Case]:
         "header.csv": b"prompt,answer\n",
         "twice.csv": b"prompt,prompt\na,b\n",
         "wide.csv": b"prompt," + b"".join(b"k%d," % i for i in range(300_000)) + b"k299999\na\n",
+        "self.csv": b"prompt,answer,self\n1+1=,2,x\n1+2=,3,x\n1+3=,4,x\n",
         "ragged.csv": b"prompt,answer\na\n",
         "open.csv": b'prompt,answer\n"a,b\n',
         "noprompt.csv": b"a,b\n1,2\n",
@@ -326,6 +327,9 @@ def spoil(folder: Path, entry: dict[str, Any]) -> None:
     path = folder / entry["file"]
     if entry.get("gone"):
         path.unlink()
+    elif entry.get("make") == "fifo":
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
     elif entry.get("make") == "folder":
         path.unlink(missing_ok=True)
         path.mkdir()
@@ -400,6 +404,25 @@ def _tensors(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[by
     return lambda before: save(change(load(before)))
 
 
+def _column(name: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[bytes], bytes]:
+    """Other values in a column of a file of completions; they keep its type where they fit it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def spoiled(before: bytes) -> bytes:
+        table = pq.read_table(pa.BufferReader(before))
+        values, at = change(table[name].to_pylist()), table.schema.get_field_index(name)
+        try:
+            column = pa.array(values, table.schema.field(at).type)
+        except pa.ArrowException:
+            column = pa.array(values)
+        sink = pa.BufferOutputStream()
+        pq.write_table(table.set_column(at, name, column), sink)
+        return sink.getvalue().to_pybytes()
+
+    return spoiled
+
+
 def _header(header: bytes, size: int | None = None, rest: bytes = b"") -> bytes:
     return struct.pack("<Q", len(header) if size is None else size) + header + rest
 
@@ -437,6 +460,14 @@ MAKERS: dict[str, Callable[[bytes], bytes]] = {
     "long_model": lambda _: b"model: " + b"m/" * (1 << 19) + b"\n",
     "big_file": lambda _: b"steps: 2 # " + b"x" * (64 << 20) + b"\n",
     "many_keys": lambda _: b"".join(b"k%d: 1\n" % i for i in range(90_000)),
+    "other_columns": lambda _: parquet_of(["1+1="]),
+    "null_tokens": _column("tokens", lambda values: [None] * len(values)),
+    "holes_in_tokens": _column("tokens", lambda values: [[None, *tokens] for tokens in values]),
+    "null_advantage": _column("advantage", lambda values: [None] * len(values)),
+    "text_rewards": _column("reward", lambda values: ["x"] * len(values)),
+    "no_json_columns": _column("columns", lambda values: ["{"] * len(values)),
+    "list_columns": _column("columns", lambda values: ["[]"] * len(values)),
+    "late_samples": _column("sample", lambda values: [5] * len(values)),
     "not_utf8": lambda _: b"\xff\xfe\xfa\n",
     "utf16": lambda _: "steps: 2\n".encode("utf-16"),
     "nul": lambda _: b"steps: 2\0\n",

@@ -18,7 +18,7 @@ from gruppo.cli.options import parse, unset
 from gruppo.errors import GruppoError, InputError
 from gruppo.output import printable
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
-from gruppo.task.prompts import PromptSet, load_prompts
+from gruppo.task.prompts import PromptSet, check_columns, load_prompts
 from gruppo.task.sources import resolve_source
 
 PERCENTILES = (0, 50, 90, 99, 100)
@@ -79,6 +79,7 @@ def check_data(given: DataCheckArguments, console: Console | None = None) -> int
         columns = given.column_map | ({} if given.answer_column == "answer" else {given.answer_column: "answer"})
         options: Any = {"prompt_column": given.prompt_column, "column_map": columns}
         rows = resolve_source(given.source, on_bad_row="drop", **options)
+        check_columns(rows)
         prompts, longest, unknown_id = None, None, None
         if given.model is not None:
             from gruppo.weights.source import load_tokenizer, longest_prompt

@@ -1,6 +1,6 @@
 """`gruppo demo`: the embedded model learns to add, on any CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ from gruppo.run.console import visible
 from gruppo.run.reader import at_home
 
 if TYPE_CHECKING:
+    from gruppo.trainer.evaluate import Evaluation
     from gruppo.trainer.trainer import GRPOTrainer, TrainResult
+    from gruppo.types import Prompt
 
 DEMO_HELP = """A tiny language model learns to carry, in about a minute on one CPU core.
 
@@ -65,30 +67,40 @@ def demo(arguments: Sequence[str]) -> int:
 
 def show_learning(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
     """Some held-out prompts before and after, those that changed first; the learning curve and the accuracy."""
-    from gruppo.report.curve import save_png, terminal_chart
+    from gruppo.report.curve import save_png
 
-    assert result.before is not None and result.after is not None
+    if result.before is not None and result.after is not None:  # not with eval_prompts=0
+        _show_held_out(console, trainer.prompts.held_out.prompts, result.before, result.after, result.metrics)
+    picture = trainer.run.path / "learning_curve.png"
+    save_png(result.metrics, picture)
+    console.print(f"run: {trainer.run.path}   model: {trainer.run.model}   curve: {picture}")
+    console.print(f"report: {write_report([trainer.run])}")
+    console.print(f'try: gruppo sample --model {shell_word(trainer.run.model)} "47+85=" --num-samples 4')
+
+
+def _show_held_out(
+    console: Console,
+    prompts: Sequence["Prompt"],
+    before: "Evaluation",
+    after: "Evaluation",
+    metrics: Sequence[Mapping[str, Any]],
+) -> None:
+    from gruppo.report.curve import terminal_chart
+
     table = Table(title="held-out prompts, greedy", title_justify="left")
     for name in ("prompt", "before", "after", "right answer"):
         table.add_column(name)
-    prompts = trainer.prompts.held_out.prompts
-    rows = list(zip(prompts, result.before.greedy, result.after.greedy, strict=True))
+    rows = list(zip(prompts, before.greedy, after.greedy, strict=True))
     rows.sort(key=lambda row: bool(row[1].correct) - bool(row[2].correct))  # gained first; else the order stays
     for prompt, old, new in rows[:6]:
         texts = (prompt.text, old.trajectory.text, new.trajectory.text, prompt.columns.get("answer"))
         table.add_row(*map(visible, texts))
     console.print(table, soft_wrap=False)
-    points = [(m["step"], m["eval/accuracy"]) for m in result.metrics if "eval/accuracy" in m]
+    points = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
     console.print(terminal_chart(points, title="held-out accuracy (greedy) by step"), soft_wrap=False)
-    picture = trainer.run.path / "learning_curve.png"
-    save_png(result.metrics, picture)
     console.print(
-        f"held-out accuracy on {len(prompts)} prompts never trained on: "
-        f"{result.before.accuracy:.3f} -> {result.after.accuracy:.3f}"
+        f"held-out accuracy on {len(prompts)} prompts never trained on: {before.accuracy:.3f} -> {after.accuracy:.3f}"
     )
-    console.print(f"run: {trainer.run.path}   model: {trainer.run.model}   curve: {picture}")
-    console.print(f"report: {write_report([trainer.run])}")
-    console.print(f'try: gruppo sample --model {shell_word(trainer.run.model)} "47+85=" --num-samples 4')
 
 
 def free_name(output: str) -> str:

@@ -70,6 +70,10 @@ def check_run(path: Path, console: Console, *, as_json: bool = False) -> int:
 
 def check_installation(console: Console) -> int:
     """Print versions, devices and disk, and run the self-test; 1 where a check fails."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # libraries of torch cannot be loaded from it
+        raise InputError("the working directory is deleted; change into another and start again") from None
     import torch
 
     from gruppo import __version__
@@ -90,7 +94,7 @@ def check_installation(console: Console) -> int:
         console.print(f"{'device':<14}{torch.cuda.get_device_name(i)}, {free:.0f} of {total:.0f} GiB free")
     if not torch.cuda.is_available():
         console.print(f"{'device':<14}cpu (no GPU that torch can use)")
-    free = shutil.disk_usage(Path.cwd()).free
+    free = shutil.disk_usage(here).free
     console.print(f"{'disk':<14}{free / 2**30:.0f} GiB free here" + (": little" if free < LITTLE_DISK else ""))
     is_sound = True
     for check in self_test():

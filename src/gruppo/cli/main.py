@@ -10,7 +10,7 @@ import sys
 import traceback
 
 from gruppo import __version__
-from gruppo.errors import GruppoError, require_train
+from gruppo.errors import GruppoError, InputError, require_train
 from gruppo.output import printable, unhindered
 from gruppo.run.signals import STOPPED, stop_signals
 
@@ -71,21 +71,27 @@ def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     _make_safe_to_print()
     try:
-        code = run(arguments)
+        try:
+            code = run(arguments)
+        except SystemExit as ended:  # the help of a verb, or SIGTERM
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         sys.stdout.flush()
     except GruppoError as error:
-        with unhindered():
-            print(printable(f"gruppo: {error}"), file=sys.stderr)
+        _complain(f"gruppo: {error}\n")
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the reader of our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         code = 141
-    except Exception:  # a defect; its text may quote a model, a data row or a file
-        with unhindered():
-            print(printable(traceback.format_exc()), end="", file=sys.stderr)
-        code = 1
+    except Exception as error:
+        if isinstance(error, OSError) and not _can_print():
+            _complain(f"gruppo: standard output cannot be written: {error.strerror}; free some space, or redirect it\n")
+            _drop_output()
+            code = InputError.exit_code
+        else:  # a defect; its text may quote a model, a data row or a file
+            _complain(traceback.format_exc())
+            code = 1
     if code == STOPPED:  # a signal that follows the first must not replace the code by its own
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)
@@ -106,6 +112,26 @@ def _make_safe_to_print() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def _complain(text: str) -> None:
+    """Print to standard error, if that takes it."""
+    with unhindered():
+        print(printable(text), end="", file=sys.stderr)
+
+
+def _can_print() -> bool:
+    """Whether standard output takes another line."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
+
+
+def _drop_output() -> None:
+    """Let what is still to be written go nowhere: the end of the process would try again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run(arguments: list[str]) -> int:
     """Run a command line and return its exit code."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -124,5 +150,5 @@ def run(arguments: list[str]) -> int:
     known = [" ".join(words) for words in VERBS]
     near = [" ".join(words) for words in started] or difflib.get_close_matches(arguments[0], known, n=1)
     hint = f"did you mean {near[0]!r}? There" if near else "there"
-    print(f"gruppo: there is no verb {' '.join(arguments[:2])!r}; {hint} are: {', '.join(known)}", file=sys.stderr)
+    _complain(f"gruppo: there is no verb {' '.join(arguments[:2])!r}; {hint} are: {', '.join(known)}\n")
     return 2

@@ -47,7 +47,7 @@ class ViewServer(ThreadingHTTPServer):
         self._summaries: tuple[str, list[State], list[Sequence[Finding]]] = ("", [], [])
         try:
             super().__init__((LOOPBACK, port), _Handler)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise InputError(f"port {port} of {LOOPBACK} cannot be used: {error}; give another --port") from error
         self.hosts = {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
         self.url = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"

@@ -214,19 +214,34 @@ def completions_table(step: int, groups: Sequence[Group], limit: int | None = No
 
 def groups_of(table: pa.Table) -> list[Group]:
     """The groups that `completions_table` wrote, without greedy completions and without tokens that a loss rejected."""
+    found = table.schema
+    for field in SCHEMA:
+        if found.get_field_index(field.name) < 0 or found.field(field.name).type != field.type:
+            raise ValueError(f"it has no column {field.name!r} of type {field.type}")
+    for field in found:
+        if field.name.startswith("reward/") and field.type != pa.float64():
+            raise ValueError(f"column {field.name!r} has no numbers")
     groups: list[Group] = []
     rollouts: list[Rollout] = []
     for row in table.to_pylist():
         if row["sample"] == 0:
             rollouts = []
-            columns = json.loads(row["columns"])
+            columns = dict(json.loads(row["columns"]).items())
             prompt = Prompt(
-                token_ids=tuple(row["prompt_ids"]), text=row["prompt"], columns=columns, index=row["prompt_index"]
+                token_ids=_entries(row, "prompt_ids"), text=row["prompt"], columns=columns, index=row["prompt_index"]
             )
             groups.append(Group(prompt=prompt, rollouts=(), status=row["status"]))
         rollouts.append(_rollout(row, groups[-1].prompt))
         groups[-1] = replace(groups[-1], rollouts=tuple(rollouts))
     return groups
+
+
+def _entries(row: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    """The values of a list in a row, each of which must be there."""
+    values = tuple(row[name])
+    if None in values:
+        raise ValueError(f"a value in {name!r} is absent")
+    return values
 
 
 def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
@@ -235,19 +250,22 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
     def per_token(name: str) -> tuple[float, ...] | None:
         values = row[name]
         if values is None or sampled is None:
-            return None if values is None else tuple(values)
-        return tuple(value for value, is_sampled in zip(values, sampled, strict=True) if is_sampled)
+            return None if values is None else _entries(row, name)
+        kept = [value for value, is_sampled in zip(values, sampled, strict=True) if is_sampled]
+        return _entries({name: kept}, name)
 
     trajectory = Trajectory(
         prompt=prompt,
-        tokens=tuple(row["tokens"]),
+        tokens=_entries(row, "tokens"),
         sampled=sampled,
         logps=per_token("logps"),
-        versions=tuple(row["versions"]),
+        versions=_entries(row, "versions"),
         text=row["completion"],
         stop_reason=row["stop_reason"],
     )
     advantage = per_token("token_advantages")
+    if advantage is None and row["advantage"] is None:
+        raise ValueError("a value in 'advantage' is absent")
     return Rollout(
         trajectory=trajectory,
         reward=row["reward"],

@@ -79,7 +79,10 @@ class RunReader:
 
     def environment(self) -> dict[str, Any]:
         """Versions, threads and device of the machine on which the run began."""
-        return _read_json(self.path / "env.json")
+        found = _read_json(self.path / "env.json")
+        if not isinstance(found.get("packages", {}), dict):
+            raise InputError(f"{self.path / 'env.json'} cannot be read: its packages must be a mapping")
+        return found
 
     def metrics(self) -> list[dict[str, Any]]:
         """A line per step; a number that was not finite is None."""
@@ -111,7 +114,7 @@ class RunReader:
         try:
             return pq.read_table(file, columns=None if columns is None else list(columns))
         except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{file} cannot be read: {error}") from error
+            raise InputError(f"{file} cannot be read: {error}; choose another step") from error
 
     def checkpoint_steps(self) -> list[int]:
         """The steps with a checkpoint that was finished. Whether its files are whole is for `Checkpoints` to check."""

@@ -84,6 +84,16 @@ class PromptSet:
         return kept, replace(self, prompts=held_out, dropped=())
 
 
+def check_columns(rows: Rows) -> None:
+    """Refuse columns with the name of something else that rewards receive; `self` is the object of a class's method."""
+    clash = [name for name in rows.columns if name in STANDARD | {"self"}]
+    if clash:
+        raise InputError(
+            f"{rows.source}: rewards receive something else under the name {clash[0]!r}; "
+            f"rename the column: column_map={{{clash[0]!r}: 'row_{clash[0]}'}}"
+        )
+
+
 def load_prompts(
     source: Any,
     tokenizer: "PreTrainedTokenizerBase",
@@ -113,12 +123,7 @@ def load_prompts(
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}")
     rows = resolve_source(source, on_bad_row=on_bad_row, prompt_column=prompt_column, column_map=column_map)
-    clash = [name for name in rows.columns if name in STANDARD]
-    if clash:
-        raise InputError(
-            f"{rows.source}: rewards receive something else under the name {clash[0]!r}; "
-            f"rename the column: column_map={{{clash[0]!r}: 'row_{clash[0]}'}}"
-        )
+    check_columns(rows)
 
     prompts: list[Prompt] = []
     dropped = list(rows.dropped)

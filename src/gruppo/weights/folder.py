@@ -46,6 +46,9 @@ def check_folder(folder: Path, *, name: str = "", needs_weights: bool = True) ->
         name: of a hub's model. Code that it brings besides a model that transformers has is not run, and no reason to
             refuse it.
     """
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():  # a reader would wait for its other end
+            raise InputError(f"model folder {name or folder} holds {path.name!r}, which is no file; remove it")
     if (folder / ADAPTER).is_file():
         read_object(folder / ADAPTER)
         if needs_weights and not (folder / "adapter_model.safetensors").is_file():

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,51 @@ def test_wrong_names_of_loss_advantage_and_rewards_are_one_error(tmp_path: Path)
     for line, name in zip(lines, ("grop", "gropu", "exact_mach", "think_fromat"), strict=True):
         assert f"{name!r}" in line
     assert not output.exists()
+
+
+# --- output and places that fail ------------------------------------------------------------------------------------
+
+
+def in_process(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """A shell's command in a process of its own, with `gruppo` as it is here."""
+    words = f"{sys.executable} -m gruppo"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    shell = ["sh", "-c", command.replace("gruppo", words, 1)]
+    return subprocess.run(shell, cwd=folder, capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("words", ["losses", "--help", "train --help", "sample 1+1= --max-new-tokens 2"])
+def test_an_output_that_is_full_is_one_line_and_exit_code_2(words: str, tmp_path: Path) -> None:
+    ended = in_process(f"gruppo {words} >/dev/full", tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("gruppo: standard output cannot be written: No space left on device")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_an_unknown_verb_is_exit_code_2_where_errors_cannot_be_written(tmp_path: Path) -> None:
+    assert in_process("gruppo nosuch 2>/dev/full", tmp_path).returncode == 2
+
+
+def test_doctor_refuses_a_working_directory_that_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    ended = in_process("rmdir ../gone; gruppo doctor", tmp_path / "gone")
+    assert ended.returncode == 2
+    assert ended.stderr == "gruppo: the working directory is deleted; change into another and start again\n"
+
+
+def test_a_demo_without_held_out_prompts_ends_with_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 0 --no-tensorboard"
+    assert run(["demo", *words.split(), "--output", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert f"report: {(tmp_path / 'run' / 'report.html').as_uri()}" in out and "held-out accuracy" not in out
+
+
+@pytest.mark.parametrize("name", ["self", "completions"])
+def test_data_check_refuses_a_column_that_training_would(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2", name: "x"}) + "\n")
+    assert run(["data", "check", str(tmp_path / "rows.jsonl")]) == 2
+    assert f"rewards receive something else under the name '{name}'; rename the column" in capsys.readouterr().out
