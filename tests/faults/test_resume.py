@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from warm_process import WarmProcess
 
 from gruppo.cli.main import main
+from gruppo.run.reader import RunReader
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
 pytestmark = pytest.mark.slow
@@ -411,3 +412,19 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_taken_over(
     newest = max(int(p.name.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*"))
     assert exit_code(["resume", str(run), "--steps", str(newest + 1)]) == 0
     assert not (run / "lock").exists()
+
+
+@pytest.mark.row("R-55", "a copy of a run that goes on")
+def test_a_copy_of_a_run_in_use_is_not_in_use(start: Start, flags: Flags, tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    first = start(["train", *flags(run, steps=5000, save_every=1, eval_prompts=0, completions_every=0)])
+    first.wait_until((run / "checkpoints" / "step-000002").exists)
+    first.send(signal.SIGSTOP)
+    shutil.copytree(run, copy)
+    newest = max(int(p.name.removeprefix("step-")) for p in (copy / "checkpoints").glob("step-*"))
+    lock = (run / "lock").read_text()
+    assert RunReader(copy).status()["status"] == "killed" and RunReader(run).status()["status"] == "running"
+    assert exit_code(["resume", str(copy), "--steps", str(newest + 1)]) == 0
+    assert not (copy / "lock").exists() and (run / "lock").read_text() == lock
+    assert exit_code(["resume", str(run)]) == 2
+    first.kill()

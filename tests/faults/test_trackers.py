@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from warm_process import WarmProcess
+from warm_process import WarmProcess, can_mount, mount
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +111,36 @@ def test_tensorboard_in_trouble_is_dropped_with_one_line(fault: str, run: Callab
         "exits": ("init raised SystemExit: 0",),
     }
     assert line.partition("switched off: ")[2] in reasons[fault]
+
+
+def board_on_full_disk(disk: str, num_records: int) -> None:
+    """Records for TensorBoard on a disk of 8 kB; prints what it ends with."""
+    from gruppo.run.tensorboard import FailedElsewhere, TensorBoard
+
+    mount(disk, "size=8k")
+    try:
+        board = TensorBoard(Path(disk))
+        for step in range(num_records):
+            board.log(step, {f"metric/{i}": 0.5 for i in range(100)})
+            time.sleep(0.01)  # its thread writes meanwhile
+        board.close()
+    except (FailedElsewhere, OSError) as error:
+        print(f"ended with {error}")
+
+
+@pytest.mark.parametrize("num_records", [6, 40])
+def test_tensorboard_on_a_full_disk_is_one_line(num_records: int, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    tried = WarmProcess(tmp_path / "tried", can_mount, str(disk))
+    if tried.wait():
+        pytest.skip("a process may not mount a file system of its own here")
+    process = WarmProcess(tmp_path / "log", board_on_full_disk, str(disk), num_records)
+    assert process.wait(60) == 0, process.output
+    for each in (tried, process):
+        each.close()
+    (line,) = process.output.splitlines()
+    assert line.startswith("ended with raised OSError") and "No space left" in line
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

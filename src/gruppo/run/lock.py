@@ -19,14 +19,14 @@ def take_lock(folder: Path) -> None:
     try:
         with _guarded(folder) as is_guarded:
             # A lock is written under the guard: what is not JSON was written by a process that died of it.
-            if lock.exists() and not (_is_gone(_owner(lock)) or (is_guarded and _is_cut(lock))):
+            if is_owned(folder) and not (is_guarded and _is_cut(lock)):
                 owner = _owner(lock)
                 raise InputError(
                     f"{folder} is in use by process {owner.get('pid')} on {owner.get('host')}; stop it first "
                     f"(or delete {lock} if it no longer runs)"
                 )
             lock.unlink(missing_ok=True)
-            text = json.dumps(_me()).encode()
+            text = json.dumps(_me() | {"path": str(folder.absolute())}).encode()
             descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             try:
                 os.write(descriptor, text)
@@ -44,7 +44,7 @@ def take_lock(folder: Path) -> None:
 def give_back_lock(folder: Path) -> None:
     """Delete the lock, if it is this process's. A signal may have come before its text was written."""
     with suppress(OSError), _guarded(folder) as is_guarded:
-        if _owner(folder / NAME) == _me() or (is_guarded and _is_cut(folder / NAME)):
+        if _me().items() <= _owner(folder / NAME).items() or (is_guarded and _is_cut(folder / NAME)):
             (folder / NAME).unlink()
 
 
@@ -59,7 +59,8 @@ def drop_lock(folder: Path, pid: int, host: str) -> None:
 def is_owned(folder: Path) -> bool:
     """Whether a process owns the directory, as far as can be told from this machine."""
     lock = folder / NAME
-    return lock.exists() and not _is_gone(_owner(lock))
+    owner = _owner(lock)
+    return lock.exists() and not _is_gone(owner) and not _is_copy(lock, owner)
 
 
 @contextmanager
@@ -99,6 +100,17 @@ def _is_cut(lock: Path) -> bool:
     except (ValueError, RecursionError):
         return True
     return False
+
+
+def _is_copy(lock: Path, owner: dict[str, Any]) -> bool:
+    """Whether a lock was copied together with a directory that is in use and still lies where its owner has it."""
+    path = owner.get("path")
+    if owner.get("host") != socket.gethostname() or not isinstance(path, str):
+        return False
+    try:
+        return not os.path.samefile(path, lock.parent) and _owner(Path(path) / NAME) == owner
+    except (OSError, ValueError):
+        return False
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ ends: with nothing, or with what failed.
 """
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -54,6 +55,9 @@ def work() -> None:
     """Main function of the process: write the metrics that arrive."""
     connection, facts = begin()
     answer = ""
+    # TensorBoard writes in a thread, whose exception would be printed, and is lost where the thread fails last.
+    failures: list[BaseException | None] = []
+    threading.excepthook = lambda failed: failures.append(failed.exc_value)
     try:
         # Generated modules, whose names no type checker sees
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
@@ -66,6 +70,8 @@ def work() -> None:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
             writer.add_event(Event(wall_time=seconds, step=step, summary=Summary(value=values)))
         writer.close()
+        for failure in failures:
+            raise failure or OSError("the thread that writes has ended")
     except BaseException as error:  # `sys.exit()` in a library included
         answer = f"raised {type(error).__name__}: {error}"
     connection.send_bytes(answer.encode("utf-8", "replace"))
