@@ -245,7 +245,9 @@ def test_a_run_whose_origin_lacks_options_is_refused_until_they_are_accepted(
     part: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     origin = json.loads((part / "origin.json").read_text())
-    for content, lacking in (({}, "lacks model"), (origin | {"seed": 9}, "seed 9 -> 7")):
+    no_seed = {name: value for name, value in origin.items() if name != "seed"}
+    cases = (({}, "origin.json is damaged and lacks "), (no_seed, "lacks seed."), (origin | {"seed": 9}, "seed 9 -> 7"))
+    for content, lacking in cases:
         (part / "origin.json").write_text(json.dumps(content))
         assert exit_code(["resume", str(part), "--steps", "6"]) == 2
         message = capsys.readouterr().err
@@ -256,6 +258,11 @@ def test_a_run_whose_origin_lacks_options_is_refused_until_they_are_accepted(
     assert "origin.json is damaged and lacks held-out prompts." in capsys.readouterr().err
     assert exit_code(["resume", str(part), "--steps", "6", "--accept-changes"]) == 0
     assert exit_code(["resume", str(part), "--steps", "7"]) == 0
+    # An option that came with a newer version of gruppo, at its default.
+    origin = json.loads((part / "origin.json").read_text())
+    del origin["rank_deadline"]
+    (part / "origin.json").write_text(json.dumps(origin))
+    assert exit_code(["resume", str(part), "--steps", "8"]) == 0
 
 
 ADAPTER_WORDS = {
