@@ -1,4 +1,4 @@
-"""Processes as a test sees them from outside, by /proc."""
+"""Processes as a test sees them from outside, by /proc and by what they write."""
 
 import time
 from collections.abc import Callable
@@ -24,6 +24,12 @@ def is_running(number: int) -> bool:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def steps_in(run: Path) -> int:
+    """Whole lines of metrics that a run has written: its steps, and the evaluation before the first."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def wait_until(is_true: Callable[[], object], seconds: float) -> None:

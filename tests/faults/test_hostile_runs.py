@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from processes import steps_in
 from safetensors.torch import load_file, save_file
 from test_resume import product, tensor_hash
 from warm_process import WarmProcess, gruppo
@@ -66,12 +67,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, short_run: Callable[..
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps_in(run: Path) -> int:
-    """Lines of metrics that are whole."""
-    file = run / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def checkpoints(run: Path) -> list[str]:

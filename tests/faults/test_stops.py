@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import wait_until
+from processes import steps_in, wait_until
 from test_resume import product
 from warm_process import WarmProcess, gruppo
 
@@ -30,12 +30,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, short_run: Callable[..
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     GRPOTrainer(TrainConfig(**short_run(run)), quiet=True).train()
     return run
-
-
-def steps_in(run: Path) -> int:
-    """Steps that are recorded, with the evaluation before the first."""
-    metrics = run / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 @pytest.mark.parametrize("name", ["my run", "-dash", "a'b $HOME"])

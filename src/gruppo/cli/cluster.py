@@ -436,7 +436,9 @@ def connected(options: "RayOptions") -> Iterator[str]:
     try:
         _check_address(options.ray)
         ray.init(address=options.ray, **usual)
-    except (ConnectionError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
+        if options.ray == "auto" and not isinstance(error, ConnectionError):
+            raise
         if options.ray != "auto":
             raise InputError(
                 f"--ray {options.ray}: no cluster answers there ({str(error)[:200]}); give the address that `ray "

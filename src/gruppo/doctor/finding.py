@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from gruppo.doctor.table import Points
+from gruppo.doctor.table import Points, Table
 
 FEWEST_STEPS = 5
 """Steps below which nothing is judged: fewer are noise."""
@@ -59,7 +59,7 @@ class Stretch:
         return f"since step {self.begin}" if self.is_now else f"in steps {self.begin} to {self.last}"
 
 
-def means_of(points: Points) -> tuple[int, list[float]]:
+def _means(points: Points) -> tuple[int, list[float]]:
     """Length of the windows, and the mean of each; none for too few points."""
     width = min(WINDOW, len(points))
     if len(points) < FEWEST_STEPS:
@@ -70,13 +70,13 @@ def means_of(points: Points) -> tuple[int, list[float]]:
 
 def beyond(points: Points, bound: float, *, above: bool = True) -> Stretch | None:
     """The last windows in a row whose mean is above (or below) a bound; None if there are none."""
-    width, means = means_of(points)
+    width, means = _means(points)
     sign = 1 if above else -1
-    out = [i for i, mean in enumerate(means) if sign * mean > sign * bound]
-    if not out:
+    is_out = [sign * mean > sign * bound for mean in means]
+    if not any(is_out):
         return None
-    first = last = out[-1]
-    while first - 1 in out:
+    first = last = max(i for i, out in enumerate(is_out) if out)
+    while first and is_out[first - 1]:
         first -= 1
     begin = next(i for i in range(first, first + width) if sign * points[i][1] > sign * bound)
     worst = max(means[first : last + 1], key=lambda mean: sign * mean)
@@ -94,8 +94,6 @@ class Change:
 
     first: float
     last: float
-    best: float
-    """The highest mean of any window."""
     error: float
     """Standard error of the difference, from the spread within the windows."""
 
@@ -104,16 +102,15 @@ class Change:
         """None for fewer points than two windows of `FEWEST_STEPS`.
 
         >>> Change.of([(step, float(step > 5)) for step in range(1, 11)])
-        Change(first=0.0, last=1.0, best=1.0, error=0.0)
+        Change(first=0.0, last=1.0, error=0.0)
         """
         values = np.array([value for _, value in points], float)
         width = min(WINDOW, len(values) // 2)
         if width < FEWEST_STEPS:
             return None
         first, last = values[:width], values[-width:]
-        means = np.convolve(values, np.ones(width) / width, "valid")
         error = float(np.sqrt((first.var(ddof=1) + last.var(ddof=1)) / width))
-        return cls(float(first.mean()), float(last.mean()), float(means.max()), error)
+        return cls(float(first.mean()), float(last.mean()), error)
 
     def rises(self, by: float = 0.0) -> bool:
         return self.last - self.first > max(SURE * self.error, by)
@@ -143,15 +140,13 @@ class Fall:
     """The last step of the best ones."""
 
     @classmethod
-    def of(cls, rewards: Points, spreads: Points) -> "Fall | None":
-        """None where there is no collapse.
+    def of(cls, table: Table) -> "Fall | None":
+        """None where there is no collapse. The spread of the rewards within a step tells what is much.
 
-        Args:
-            spreads: standard deviation of the rewards within each step, which tells what is much.
-
-        >>> Fall.of([(step, 0.8 if step < 9 else 0.0) for step in range(1, 21)], [])
+        >>> Fall.of(Table(metrics=[{"step": step, "reward/mean": 0.8 if step < 9 else 0.0} for step in range(1, 21)]))
         Fall(best=0.8, last=0.0, step=5)
         """
+        rewards, spreads = table.series(REWARD), table.series("reward/std")
         values = np.array([value for _, value in rewards], float)
         width = min(WINDOW, len(values) // 2)
         if width < FEWEST_STEPS:

@@ -147,7 +147,7 @@ MOSTLY = 0.5
 def dead_groups(table: Table) -> Iterator[Finding]:
     """Completions of a group all earn the same: the task is too easy, too hard, or the policy is too sure."""
     found = beyond(table.series(DEAD_FRAC), DEAD)
-    if found is None or not found.is_now or _is_constant(table) or not table.series(REWARD) or _fall(table):
+    if found is None or not found.is_now or _is_constant(table) or not table.series(REWARD) or Fall.of(table):
         return
     share = f"{found.mean:.0%} of the groups are dead {found.when}"
     right, wrong, reward = (
@@ -225,13 +225,9 @@ def never_right(table: Table) -> Iterator[Finding]:
         )
 
 
-def _fall(table: Table) -> Fall | None:
-    return Fall.of(table.series(REWARD), table.series("reward/std"))
-
-
 def collapse(table: Table) -> Iterator[Finding]:
     """The policy has lost what it could."""
-    fall = _fall(table)
+    fall = Fall.of(table)
     if fall is not None:
         yield Finding(
             rule="collapse",

@@ -61,7 +61,7 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
     because = f": {reward}{held_out}"
     scores, lows, highs = (table.series(f"eval/accuracy{end}") for end in ("", "_low", "_high"))
     has_bounds = len(scores) > 1 and len(scores) == len(lows) == len(highs)
-    fall = Fall.of(table.series("reward/mean"), table.series("reward/std"))
+    fall = Fall.of(table)
     if fall is not None:
         return State("collapsed", f"{how}, collapsed: reward fell from {fall.best:.3f} to {fall.last:.3f}{held_out}")
     if has_bounds:

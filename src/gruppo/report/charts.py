@@ -135,9 +135,9 @@ def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()
     names = run_names(runs)
     series = {name: metric_series(run) for name, run in zip(names, runs, strict=True)}
     for name, run, own in zip(names, runs, findings, strict=False):
-        for metric in {finding.metric for finding in own if finding.metric} - series[name].keys():
-            if points := Table.of(run).series(metric):  # the doctor takes some from the completions
-                series[name][metric] = points
+        missing = {finding.metric for finding in own if finding.metric} - series[name].keys()
+        table = Table.of(run) if missing else None  # the doctor takes some from the completions
+        series[name] |= {metric: points for metric in missing if table and (points := table.series(metric))}
     known = sorted({key for each in series.values() for key in each if not _is_end(key, each)})
     marks = [(name, finding) for name, each in zip(names, findings, strict=False) for finding in each]
     marked = {finding.metric for _, finding in marks}
