@@ -1,13 +1,17 @@
 """Precision: the numbers in which a model computes, and layers that would score the same tokens differently."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gruppo.model.optim import MasterWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HALF = (torch.bfloat16, torch.float16)
 
 
 def half_or_float(dtype: str) -> torch.dtype:
@@ -36,6 +40,47 @@ def in_precision(
         else:
             parameter.data = parameter.data.to(compute)
     return make(model, halved, compute) if halved else None
+
+
+def can_widen(model: nn.Module) -> bool:
+    """Whether all of it can compute in float32: 4-bit layers and shards have a precision of their own."""
+    return all(p.is_floating_point() and not isinstance(p.data, DTensor) for p in model.parameters())
+
+
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """The model computes in float32 meanwhile. Layers are widened one at a time, each for its own call."""
+    kept: dict[nn.Parameter, Tensor] = {}
+
+    def widen(parameter: nn.Parameter) -> None:
+        if parameter.element_size() == 2:
+            kept[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        for parameter in module.parameters(recurse=False):
+            widen(parameter)
+        # Some families cast to the precision of a layer's weight before they call it.
+        return tuple(x.float() if isinstance(x, Tensor) and x.dtype in HALF else x for x in inputs)
+
+    def after(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in kept and parameter not in adapter:
+                parameter.data = kept.pop(parameter)
+
+    adapter = {parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    hooks: list[Any] = []
+    try:
+        for parameter in adapter:  # PEFT casts to their precision, and they are small
+            widen(parameter)
+        for module in model.modules():
+            hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, data in kept.items():
+            parameter.data = data
 
 
 def frozen_first(model: nn.Module) -> nn.Parameter:
