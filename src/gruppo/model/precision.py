@@ -48,8 +48,8 @@ def can_widen(model: nn.Module) -> bool:
 
 
 @contextmanager
-def widened(model: nn.Module) -> Iterator[None]:
-    """The model computes in float32 meanwhile. Layers are widened one at a time, each for its own call."""
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """The model computes in float32 meanwhile, without TF32: each layer is widened for its own call."""
     kept: dict[nn.Parameter, Tensor] = {}
 
     def widen(parameter: nn.Parameter) -> None:
@@ -70,6 +70,8 @@ def widened(model: nn.Module) -> Iterator[None]:
 
     adapter = {parameter for name, parameter in model.named_parameters() if ".lora_" in name}
     hooks: list[Any] = []
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
         for parameter in adapter:  # PEFT casts to their precision, and they are small
             widen(parameter)
@@ -77,6 +79,7 @@ def widened(model: nn.Module) -> Iterator[None]:
             hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
         yield
     finally:
+        torch.set_float32_matmul_precision(precision)
         for hook in hooks:
             hook.remove()
         for parameter, data in kept.items():
