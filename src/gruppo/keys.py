@@ -5,6 +5,7 @@ doctor read it, too. A metric of your own lists its keys in `Metric.keys`; they 
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -61,6 +62,28 @@ def find(name: str) -> Key | None:
     'values of one reward function, before its weight'
     """
     return min((key for key in KEYS if key.matches(name)), key=lambda key: key.name.count("<"), default=None)
+
+
+HELD_OUT_SCORES = ("eval/accuracy", "eval/reward")
+"""Keys of the held-out score: the first that is there. Where no reward decides what is right, that is the second."""
+
+
+def held_out_key(metrics: Collection[str]) -> str | None:
+    """The key of the held-out score among these; None where nothing was evaluated.
+
+    >>> held_out_key({"eval/reward": 0.5, "eval/accuracy": 0.25}), held_out_key({"reward/mean": 0.5})
+    ('eval/accuracy', None)
+    """
+    return next((key for key in HELD_OUT_SCORES if key in metrics), None)
+
+
+def held_out_name(key: str) -> str:
+    """The held-out score in words.
+
+    >>> held_out_name("eval/reward")
+    'held-out reward'
+    """
+    return f"held-out {key.partition('/')[2]}"
 
 
 TOKENS, KEPT, GROUPS = "live tokens, all updates", "kept tokens", "groups sampled"
@@ -147,13 +170,18 @@ KEYS = (
     Key("policy/loss", "the loss", "mean over updates"),
     Key(
         "policy/kl",
-        "KL of the policy to the reference per token, before `beta`; with `beta`",
-        "mean over updates",
+        "KL of the policy to the reference, a mean over tokens whatever the loss, before `beta`; with `beta`",
+        "kept tokens, mean over updates",
         expect="below 0.1, rising slowly",
         healthy=(-1.0, 1.0),
         remedy="the policy is far from where it started; lower lr, raise beta, or move the reference with ref_every",
     ),
-    Key("policy/<term>", "its terms, before their coefficients: policy, entropy, pull, nll", "mean over updates"),
+    Key(
+        "policy/<term>",
+        "its other terms before their coefficients: `policy` as the loss adds it up, `entropy`, `pull` and `nll` as "
+        "means over tokens",
+        "mean over updates",
+    ),
     Key("policy/entropy_coef", "coefficient of the entropy bonus in this step; with `entropy_target`", reduce="last"),
     Key(
         "optim/grad_norm", "norm of the gradient before clipping", "updates with a finite gradient", line="grad {:.2g}"
@@ -274,10 +302,19 @@ KEYS = (
     Key("dynamic/groups_dropped", "groups without signal", GROUPS, reduce="sum"),
     Key("dynamic/groups_surplus", "groups with signal beyond the batch", GROUPS, reduce="sum"),
     Key("dynamic/prompts_retired", "prompts that retired as solved; with `retire_solved`", "all steps", reduce="last"),
-    Key("eval/accuracy", "share of held-out prompts whose greedy answer is right", HELD_OUT, line="held-out {:.3f}"),
+    Key(
+        "eval/accuracy",
+        "share of held-out prompts whose greedy answer is right; where a reward decides what is right",
+        HELD_OUT,
+        line="held-out accuracy {:.3f}",
+    ),
     Key("eval/accuracy_low", "lower end of Wilson's 95 % interval", HELD_OUT),
     Key("eval/accuracy_high", "upper end of Wilson's 95 % interval", HELD_OUT),
-    Key("eval/reward", "weighted sum of the greedy answers", HELD_OUT),
+    Key(
+        "eval/reward", "mean weighted sum of the rewards of the greedy answers", HELD_OUT, line="held-out reward {:.3f}"
+    ),
+    Key("eval/reward_low", "lower end of the mean's 95 % interval", HELD_OUT),
+    Key("eval/reward_high", "upper end of the mean's 95 % interval", HELD_OUT),
     Key("eval/pass@<k>", "unbiased pass@k of sampled answers; with `eval_samples`", HELD_OUT),
     Key("eval/pass@<k>_low", "lower end of Wilson's interval for as many trials as prompts", HELD_OUT),
     Key("eval/pass@<k>_high", "upper end of that interval", HELD_OUT),

@@ -139,9 +139,10 @@ class RewardOptions(Options):
     reward_workers: Positive = 2
     """Number of processes that run your own reward functions."""
     correct_by: str | None = None
-    """Name of the reward that decides which answers are correct. Unset: the first verifier, else the first reward."""
-    correct_at: float = 1.0
-    """Lowest value of that reward, before weights and penalties, that counts as correct."""
+    """Name of the reward that decides which answers are correct. Unset: the first verifier. Without either, nothing
+    does: a run then reports held-out reward instead of held-out accuracy."""
+    correct_at: float | None = None
+    """Lowest value of that reward, before weights and penalties, that counts as correct. Unset: 1."""
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -335,11 +336,12 @@ class EvalOptions(Options):
     eval_samples: Count = 0
     """Sampled completions per held-out prompt, for pass@k. 0: the greedy completion only."""
     stop_at_score: float | None = None
-    """Stop early once the held-out accuracy reaches this value."""
+    """Stop early once the held-out score reaches this value: the accuracy, or the reward where none decides what is
+    correct."""
     patience: Count = 0
-    """Stop early after this many evaluations in a row without a better held-out accuracy. 0 disables it."""
+    """Stop early after this many evaluations in a row without a better held-out score. 0 disables it."""
     keep_best: bool = False
-    """Also save the model with the best held-out accuracy so far, as `best` in the run directory."""
+    """Also save the model with the best held-out score so far, as `best` in the run directory."""
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> Self:

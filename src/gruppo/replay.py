@@ -253,7 +253,8 @@ def _estimated(config: TrainConfig, line: dict[str, Any], groups: list[Group], n
             f"advantage={name!r} compares with a greedy completion, which a run with advantage={config.advantage!r} "
             "did not sample; choose another"
         )
-    weights, correct_by = {}, ""
+    is_judged = any(rollout.correct is not None for group in groups for rollout in group.rollouts)
+    weights, correct_by = {}, "recorded" if is_judged else None
     if getattr(estimate, "per_reward", False):
         names = list(groups[0].rollouts[0].rewards)
         weights, correct_by = {names[0]: 1.0}, names[0]

@@ -68,6 +68,22 @@ def nines(completions: Sequence[str], **_: Any) -> list[float]:
     return [text.count("9") / 3 for text in completions]
 
 
+def evens(completions: Sequence[str], **_: Any) -> list[float]:
+    """A style that has nothing to do with the sum: even digits."""
+    return [sum(digit in "02468" for digit in text) / 4 for text in completions]
+
+
+def distinct(completions: Sequence[str], **_: Any) -> list[float]:
+    """A reward that knows no right or wrong."""
+    return [float(len(set(text))) for text in completions]
+
+
+def fails_in_step_14(completions: Sequence[str], step: int, **_: Any) -> list[float]:
+    if step == 13:
+        raise RuntimeError("the judge is gone")
+    return [float(text.count("1")) for text in completions]
+
+
 def length(completions: Sequence[str], **_: Any) -> list[float]:
     return [len(text) / 48 for text in completions]
 
@@ -141,7 +157,21 @@ def never_rewarded(output: Path) -> RunReader:
     return RunReader(output)
 
 
+def failed(output: Path) -> RunReader:
+    """The reward fails in the middle of the run, on every completion."""
+    with suppress(RewardError):
+        trained(output, {"rewards": [fails_in_step_14]}, steps=20)
+    return RunReader(output)
+
+
+def wrong_columns() -> list[dict[str, str]]:
+    """Held-out rows whose answers are those of other rows."""
+    rows = carries_rows("heldout")[:64]
+    return [row | {"answer": f"x{other['answer']}"} for row, other in zip(rows, rows[1:] + rows[:1], strict=True)]
+
+
 HELD_OUT = carries_rows("heldout")[:64]
+EVALUATED: dict[str, Any] = {"eval_data": "builtin:carries?split=heldout", "eval_prompts": 128}
 
 FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
     "the reward is always 1": ("constant_reward", lambda p: trained(p, {"rewards": [always_one]})),
@@ -155,6 +185,47 @@ FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
         "reward_hacking",
         lambda p: trained(p, {"rewards": ["exact_match", nines]}, reward_weights=(1.0, 5.0), lr=3e-3, steps=40),
     ),
+    "a style is paid beside the answer, and only the style is learned": (
+        "reward_hacking",
+        lambda p: trained(
+            p,
+            {"rewards": ["exact_match", evens]},
+            **EVALUATED,
+            reward_weights=(0.02, 1.0),
+            lr=3e-4,
+            steps=60,
+            temperature=1.3,
+        ),
+    ),
+    "the same, named the other way round": (
+        "reward_hacking",
+        lambda p: trained(
+            p,
+            {"rewards": [evens, "exact_match"]},
+            **EVALUATED,
+            reward_weights=(1.0, 0.0),
+            lr=1e-3,
+            steps=40,
+            eval_every=10,
+        ),
+    ),
+    "lr is a hundred times too high": ("collapse", lambda p: trained(p, **EVALUATED, lr=1e-2, steps=24, seed=31)),
+    "lr is three hundred times too high": ("collapse", lambda p: trained(p, **EVALUATED, lr=3e-2, steps=24, seed=32)),
+    "lr is a thousand times too high": ("collapse", lambda p: trained(p, lr=1e-1, steps=24, seed=33)),
+    "lr is far too high for an adapter": (
+        "collapse",
+        lambda p: trained(p, **EVALUATED, lora=True, lr=1.0, steps=24, seed=34),
+    ),
+    "temperature is 0.02": ("no_exploration", lambda p: trained(p, **EVALUATED, temperature=0.02, steps=24, seed=35)),
+    "temperature is 0.03, with a graded reward": (
+        "no_exploration",
+        lambda p: trained(p, {"rewards": [digits_right]}, temperature=0.03, steps=24, seed=36),
+    ),
+    "the answers of the held-out rows are of another form": (
+        "never_right",
+        lambda p: trained(p, {"eval_data": wrong_columns()}, eval_prompts=None, lr=1e-5, steps=24, seed=37),
+    ),
+    "the reward fails on all of a later step": ("failed", failed),
     "the reward pays for length": (
         "length_exploitation",
         lambda p: trained(p, {"rewards": [length]}, lr=1e-3, steps=30, max_new_tokens=48, temperature=2.0),
@@ -200,7 +271,19 @@ FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
     "the sampler has other weights": ("stale_sampler", other_weights),
     "lr is 1e-10": ("precision_lost", lambda p: trained(p, lr=1e-10)),
 }
-"""What is wrong, the rule that must see it, and the run."""
+"""What is wrong, the rule that must name it first, and the run."""
+
+LEARNS_ALL_THE_SAME = {
+    "the reward is NaN for some",
+    "some rewards are a thousand times too high",
+    "one gradient is NaN",
+    "two rows in three are the same",
+    "held-out rows are in the data",
+    "no update reaches the sampler",
+    "the sampler has other weights",
+    "the prompts need no carries",
+}
+"""Faults with which the share of right answers may rise."""
 
 HEALTHY: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -221,6 +304,15 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "dropped carries wanted, KL in the reward": {"data": "dropped", "kl_in_reward": 0.01, "seed": 11},
     "lr falls to 0": {"lr_schedule": "cosine", "steps": 60, "seed": 13},
     "share of right digits": {"rewards": "digits", "normalization": "centered", "seed": 12},
+    "a verifier beside a style that it does not harm": {
+        "rewards": ("exact_match", "pattern_match:pattern=^([0-9]{3})$"),
+        "reward_weights": (1.0, 0.1),
+        "seed": 14,
+    },
+    "few held-out prompts": {"eval_prompts": 16, "seed": 15},
+    "a reward without right or wrong": {"rewards": "distinct", "lr": 3e-4, "seed": 16},
+    "Dr. GRPO with a KL penalty": {"loss": "drgrpo", "beta": 0.02, "seed": 18},
+    "REINFORCE with a KL penalty": {"loss": "reinforce", "beta": 0.002, "seed": 19},
     "the demo": {"steps": 200, "prompts_per_step": 32, "warmup_steps": 10, "completions_every": 10},
 }
 """Options of runs in which nothing is wrong: losses, advantages, tasks, LoRA, seeds."""
@@ -248,6 +340,7 @@ def healthy(name: str, output: Path) -> RunReader:
         objects["data"] = [row for row in carries_rows("train") if has_carry(row["prompt"])]
     if options.get("data") == "dropped":
         objects["data"], options["eval_data"] = dropped(), None
-    if options.get("rewards") == "digits":
-        objects["rewards"] = [digits_right]
+    named = {"digits": digits_right, "distinct": distinct}
+    if options.get("rewards") in named:
+        objects["rewards"] = [named[options["rewards"]]]
     return trained(output, objects, **{k: v for k, v in options.items() if k not in objects})

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from real_runs import FAULTS, HEALTHY, healthy
+from real_runs import FAULTS, HEALTHY, LEARNS_ALL_THE_SAME, healthy
 from safetensors.torch import load_file
 
 from gruppo.doctor import findings, state_line, summary
@@ -18,16 +18,19 @@ pytestmark = [
 def test_a_real_fault_is_found(fault: str, tmp_path: Path, record_property) -> None:
     rule, make = FAULTS[fault]
     state, found = summary(make(tmp_path / "run"))
-    record_property("doctor", f"{fault:62} {state.name:10} {', '.join(each.rule for each in found)}")
-    assert rule in {each.rule for each in found}, (state, found)
+    record_property("doctor", f"{fault:66} {state.name:10} {', '.join(each.rule for each in found)}\n    {state.text}")
+    assert found and found[0].rule == rule, (state, found)
+    assert "learned" not in state.text or fault in LEARNS_ALL_THE_SAME, state
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_has_no_finding_and_learned(name: str, tmp_path: Path, record_property) -> None:
     state, found = summary(healthy(name, tmp_path / "run"))
-    record_property("doctor", f"{name:62} {state.name:10} {', '.join(each.rule for each in found) or 'nothing'}")
+    rules = ", ".join(each.rule for each in found) or "nothing"
+    record_property("doctor", f"{name:66} {state.name:10} {rules}\n    {state.text}")
     assert found == []
     assert state.name == "finished", state
+    assert ("it learned" in state.text) == (name != "a reward without right or wrong")
 
 
 def test_updates_that_the_rule_calls_lost_changed_no_weight(tmp_path: Path) -> None:

@@ -97,10 +97,10 @@ def _show_held_out(
         table.add_row(*map(visible, texts))
     console.print(table, soft_wrap=False)
     points = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
-    console.print(terminal_chart(points, title="held-out accuracy (greedy) by step"), soft_wrap=False)
-    console.print(
-        f"held-out accuracy on {len(prompts)} prompts never trained on: {before.accuracy:.3f} -> {after.accuracy:.3f}"
-    )
+    if points:  # not with a reward that knows no right answer, whose values have no usual range
+        console.print(terminal_chart(points, title="held-out accuracy (greedy) by step"), soft_wrap=False)
+    scores = " -> ".join(f"{each.score:.3f}" for each in (before, after) if each.score is not None)
+    console.print(f"{after.name} on {len(prompts)} prompts never trained on: {scores}")
 
 
 def free_name(output: str) -> str:

@@ -55,8 +55,8 @@ class EvalArguments:
     stop: Annotated[tuple[str, ...] | None, unset("STR [STR ...]")] = None
     """Texts that end a completion. Unset: as the run, else none."""
     correct_by: Annotated[str | None, unset("STR")] = None
-    """Name of the reward that decides which answers are correct. Unset: as the run, else the first verifier, else the
-    first reward."""
+    """Name of the reward that decides which answers are correct. Unset: as the run, else the first verifier; without
+    either there is a held-out reward and no accuracy."""
     correct_at: Annotated[float | None, unset("FLOAT")] = None
     """Lowest value of that reward that counts as correct. Unset: as the run, else 1."""
     prompt_column: Annotated[str | None, unset("STR")] = None
@@ -132,7 +132,7 @@ def show_evaluation(
     chosen = "" if num_prompts == len(found) else f" of {len(found)}"
     print(f"{num_prompts}{chosen} prompts of {config.data}" + (f", chosen with seed {config.seed}" if chosen else ""))
     rewards = ", ".join(reward.name for reward in scorer.rewards)
-    judged = f"rewards {rewards}; an answer is correct where {scorer.correct_by} is at least {scorer.correct_at:g}"
+    judged = f"rewards {rewards}; {scorer.verdict}"
     for sentence in (*found.reading, found.left_out(), judged):
         if sentence:
             print(sentence)

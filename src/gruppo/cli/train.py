@@ -17,6 +17,7 @@ from rich.console import Console
 from gruppo.cli.options import parse, parse_run, take_flag, unset
 from gruppo.cli.ray import RayOptions, launch
 from gruppo.errors import InputError, RankError, Terminated
+from gruppo.keys import held_out_name
 from gruppo.output import shell_word, unhindered
 from gruppo.run.lock import started
 from gruppo.run.reader import RunReader
@@ -127,11 +128,11 @@ def _viewed(path: Path, console: Console) -> Iterator[None]:
             process.stdin.close()  # it ends with this, also where the run is killed
 
 
-def show_accuracy(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
-    """The held-out accuracy, and where the model is."""
-    if result.after is not None:
-        before = "" if result.before is None else f"{result.before.accuracy:.3f} -> "
-        console.print(f"held-out accuracy {before}{result.after.accuracy:.3f}")
+def show_score(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
+    """The held-out score, and where the model is."""
+    if result.after is not None and result.after.score is not None:
+        before = "" if result.before is None or result.before.score is None else f"{result.before.score:.3f} -> "
+        console.print(f"{result.after.name} {before}{result.after.score:.3f}")
     console.print(f"done: {trainer.run.model} holds the model, {trainer.run.path} the run")
 
 
@@ -143,7 +144,7 @@ def run(
     overwrite: bool = False,
     view: bool = False,
     opening: str = "",
-    show: Show = show_accuracy,
+    show: Show = show_score,
 ) -> int:
     """Train: print `opening` before, and after a run that was not stopped what `show` prints. Of the ranks that a
     launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile."""
@@ -223,6 +224,9 @@ def _run(
         show(console, trainer, result)
         if config.keep_best:
             best = [event for event in trainer.run.events() if event["event"] == "best"][-1:]
-            found = [f"best: step {b['step']} with {b['accuracy']:.3f}, in {trainer.run.best}" for b in best]
+            found = [
+                f"best: step {b['step']}, {held_out_name(b['key'])} {b['score']:.3f}, in {trainer.run.best}"
+                for b in best
+            ]
             console.print(*found or ["best: no evaluation was better than the first"])
         return 0

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from gruppo.doctor.table import Points, Table
+from gruppo.doctor.table import Points
 
 FEWEST_STEPS = 5
 """Steps below which nothing is judged: fewer are noise."""
@@ -120,48 +120,6 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.first:.3g} -> {self.last:.3g}"
-
-
-FALLEN = 0.5
-"""Share of what was gained whose loss is a collapse."""
-SURE_OF_THE_BEST = 4.0
-"""Standard errors that a fall from the best must have: the best of many windows is above their mean by chance."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fall:
-    """A collapse: a reward that has lost most of what it had, whatever its unit and its zero."""
-
-    best: float
-    """The highest mean over `FEWEST_STEPS` steps: a policy may be lost within the first few."""
-    last: float
-    """Mean of the last window."""
-    step: int
-    """The last step of the best ones."""
-
-    @classmethod
-    def of(cls, table: Table) -> "Fall | None":
-        """None where there is no collapse. The spread of the rewards within a step tells what is much.
-
-        >>> Fall.of(Table(metrics=[{"step": step, "reward/mean": 0.8 if step < 9 else 0.0} for step in range(1, 21)]))
-        Fall(best=0.8, last=0.0, step=5)
-        """
-        rewards, spreads = table.series(REWARD), table.series("reward/std")
-        values = np.array([value for _, value in rewards], float)
-        width = min(WINDOW, len(values) // 2)
-        if width < FEWEST_STEPS:
-            return None
-        means = np.convolve(values, np.ones(FEWEST_STEPS) / FEWEST_STEPS, "valid").round(12)
-        top = int(means.argmax())
-        best, last = float(means[top]), float(values[-width:].mean())
-        # From neighbouring steps, so that what the reward gains and loses is no noise.
-        noise = np.sqrt(np.square(np.diff(values)).mean() / 2 * (1 / FEWEST_STEPS + 1 / width))
-        if best - last <= max(SURE_OF_THE_BEST * noise, FALLEN * (best - means.min())):
-            return None
-        is_much = best - last > FALLEN * max((value for _, value in spreads), default=float("inf"))
-        if is_much or (values.min() >= 0 and last < FALLEN * best):
-            return cls(best, last, rewards[top + FEWEST_STEPS - 1][0])
-        return None
 
 
 def departure(points: Points, bound: float, *, above: bool = False) -> int | None:

@@ -13,13 +13,13 @@ from gruppo.doctor.finding import (
     REWARD,
     SKIPPED,
     Change,
-    Fall,
     Finding,
     Severity,
     Stretch,
     beyond,
     departure,
 )
+from gruppo.doctor.progress import LEAST_RISE, Fall, Progress
 from gruppo.doctor.table import Points, Table
 from gruppo.keys import find
 from gruppo.output import printable
@@ -149,6 +149,8 @@ def dead_groups(table: Table) -> Iterator[Finding]:
     found = beyond(table.series(DEAD_FRAC), DEAD)
     if found is None or not found.is_now or _is_constant(table) or not table.series(REWARD) or Fall.of(table):
         return
+    if _is_sure_from_the_start(table):
+        return
     share = f"{found.mean:.0%} of the groups are dead {found.when}"
     right, wrong, reward = (
         _mean_since(found.begin, table.series(name))
@@ -212,33 +214,78 @@ def _is_never_right(table: Table) -> bool:
 
 
 def never_right(table: Table) -> Iterator[Finding]:
-    """The reward rises, and no answer ever counts as right."""
-    if _is_never_right(table):
-        yield Finding(
-            rule="never_right",
-            severity="warning",
-            step=None,
-            text="no answer counts as right, although the reward rises",
-            evidence=f"{CORRECT} is 0 in all {len(table.steps)} steps, {REWARD} {Change.of(table.series(REWARD))}",
-            remedy="lower correct_at to what a right answer earns, or name the reward that decides in correct_by",
-            metric=CORRECT,
-        )
+    """No answer ever counts as right: none of training, or, though some of those do, none on held-out prompts."""
+    held_out, some = table.series("eval/accuracy"), any(share for _, share in table.series(CORRECT))
+    rises, none_held_out = (
+        _is_never_right(table),
+        len(held_out) > 1 and not any(score for _, score in held_out) and some,
+    )
+    if not rises and not none_held_out:
+        return
+    evidence = f"{CORRECT} is 0 in all {len(table.steps)} steps, {REWARD} {Change.of(table.series(REWARD))}"
+    remedy = "lower correct_at to what a right answer earns, or name the reward that decides in correct_by"
+    yield Finding(
+        rule="never_right",
+        severity="warning",
+        step=None,
+        text="no answer counts as right, although the reward rises" if rises else "no held-out answer is ever right",
+        evidence=evidence if rises else f"eval/accuracy is 0 in all {len(held_out)} evaluations",
+        remedy=remedy
+        if rises
+        else f"try `gruppo reward check` on a right answer; if it counts, easier prompts; {remedy}",
+        metric=CORRECT if rises else "eval/accuracy",
+    )
 
 
 def collapse(table: Table) -> Iterator[Finding]:
     """The policy has lost what it could."""
     fall = Fall.of(table)
     if fall is not None:
+        rates = [rate for _, rate in table.series("optim/lr")]
+        lr = f" (lr={max(rates):g})" if rates else ""
+        early = fall.step <= FEWEST_STEPS
+        since = f"in the steps up to {fall.step}" if fall.step else "before the first step"
         yield Finding(
             rule="collapse",
             severity="problem",
             step=fall.step,
-            text="the policy has collapsed",
-            evidence=f"{REWARD} fell from {fall.best:.3g} in the steps up to {fall.step} to {fall.last:.3g}",
-            remedy="lower lr, clip_range or max_grad_norm, or raise beta or warmup_steps; keep_best keeps the model of "
+            text="the policy has collapsed" + (f" within the first steps{lr}" if early else ""),
+            evidence=f"{fall.key} fell from {fall.best:.3g} {since} to {fall.last:.3g}",
+            remedy="lower lr, by ten times to begin with; what else is found here follows from the collapse"
+            if early
+            else "lower lr, clip_range or max_grad_norm, or raise beta or warmup_steps; keep_best keeps the model of "
             "the best evaluation",
-            metric=REWARD,
+            metric=fall.key,
         )
+
+
+SURE_FROM_THE_START = 0.05
+"""Entropy per token, in nats, of a policy that draws the same completion nearly every time."""
+
+
+def _is_sure_from_the_start(table: Table) -> bool:
+    """Whether the policy had nothing to choose in the first step, and was not right by that."""
+    entropy, right = table.series(ENTROPY)[:1], table.series(CORRECT)[:1]
+    is_sure = bool(entropy) and entropy[0][0] == 1 and entropy[0][1] < SURE_FROM_THE_START
+    return is_sure and not (right and right[0][1] >= SOLVED)
+
+
+def no_exploration(table: Table) -> Iterator[Finding]:
+    """The policy draws the same completion of a prompt again and again, from the first step on."""
+    found = beyond(table.series(DEAD_FRAC), DEAD)
+    if not _is_sure_from_the_start(table) or found is None or not found.is_now:
+        return
+    temperature = table.config.get("temperature")
+    yield Finding(
+        rule="no_exploration",
+        severity="problem",
+        step=found.begin,
+        text="completions of a prompt are all alike from the first step, so there is nothing to compare",
+        evidence=f"{ENTROPY} is {table.series(ENTROPY)[0][1]:.2g} nats in step 1, and {found.mean:.0%} of all groups "
+        "are dead",
+        remedy="raise temperature" + ("" if temperature is None else f", which is {temperature:g}: 1 is usual"),
+        metric=ENTROPY,
+    )
 
 
 def _is_constant(table: Table) -> bool:
@@ -277,35 +324,50 @@ def constant_reward(table: Table) -> Iterator[Finding]:
         )
 
 
-CORRECT_FALLS = 0.05
-"""Fall of the share of right answers that is more than noise over a window of steps."""
 REWARD_RISES = 0.1
 """Rise of the reward that counts, in spreads of the reward at the start."""
 
 
 def reward_hacking(table: Table) -> Iterator[Finding]:
-    """The sum of the rewards rises while fewer answers are right: one part is being exploited."""
-    parts = {name.split("/")[1] for name in table.keys if name.startswith("reward/") and name.endswith("/abstain_frac")}
+    """The sum of the rewards rises and right answers do not: one part is earned without them."""
+    progress = Progress.of(table)
     total, correct, spread = (Change.of(table.series(name)) for name in (REWARD, CORRECT, "reward/std"))
-    if len(parts) < 2 or total is None or correct is None or spread is None:
+    if not progress.is_judged or progress.direction == "up" or total is None or correct is None or spread is None:
         return
-    if not total.rises(REWARD_RISES * spread.first) or not correct.falls(CORRECT_FALLS):
+    is_kept = progress.direction == "flat" and correct.first >= SOLVED
+    if is_kept or not total.rises(REWARD_RISES * spread.first):
         return
-    changes = {part: Change.of(table.series(f"reward/{part}/mean")) for part in sorted(parts)}
-    rises = {part: change.last - change.first for part, change in changes.items() if change is not None}
+    rises = {name: change for name, change in _side_rewards(table).items() if change.rises()}
     if not rises:
         return
-    part = max(rises, key=lambda name: rises[name])
-    metric = f"reward/{part}/mean"
+    part = max(rises, key=lambda name: rises[name].last - rises[name].first)
+    metric, held_out = f"reward/{part}/mean", table.series("eval/accuracy")
+    ends = "" if len(held_out) < 2 else f", eval/accuracy {held_out[0][1]:.3g} -> {held_out[-1][1]:.3g}"
+    falls = progress.direction == "down"
     yield Finding(
         rule="reward_hacking",
         severity="problem",
-        step=departure(table.series(CORRECT), correct.first - CORRECT_FALLS),
-        text=f"reward {printable(part)!r} is exploited: it rises while fewer answers are right",
-        evidence=f"{REWARD} {total}, {CORRECT} {correct}, {printable(metric)} {changes[part]}",
+        step=departure(table.series(CORRECT), correct.first - LEAST_RISE) if falls else None,
+        text=f"reward {printable(part)!r} is exploited: it rises while fewer answers are right"
+        if falls
+        else f"reward {printable(part)!r} rises alone: answers do not become right more often",
+        evidence=f"{REWARD} {total}, {CORRECT} {correct}{ends}, {printable(metric)} {rises[part]}",
         remedy="give it less weight in reward_weights, or none; read the completions that it pays",
         metric=metric,
     )
+
+
+def _side_rewards(table: Table) -> dict[str, Change]:
+    """Change of each reward that does not decide what is right, times its weight, where there are several rewards."""
+    ends = "/abstain_frac"
+    names = [key.split("/")[1] for key in table.keys if key.startswith("reward/") and key.endswith(ends)]
+    found = {}
+    for name in names:
+        weight = table.weights.get(name, 1.0)
+        change = Change.of([(step, weight * value) for step, value in table.series(f"reward/{name}/mean")])
+        if name != table.correct_by and len(names) > 1 and change is not None:
+            found[name] = change
+    return found
 
 
 # --- policy -----------------------------------------------------------------------------------------------------------

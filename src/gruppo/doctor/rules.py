@@ -18,6 +18,7 @@ from gruppo.doctor.metric_rules import (
     entropy_collapse,
     gradient_spike,
     never_right,
+    no_exploration,
     out_of_range,
     precision_lost,
     reward_hacking,
@@ -35,6 +36,7 @@ RULES: dict[str, Rule] = {
         contradicted_reward,
         reward_hacking,
         collapse,
+        no_exploration,
         stale_sampler,
         precision_lost,
         out_of_range,
@@ -63,6 +65,10 @@ def applied(table: Table) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.severity != "problem")
 
 
-def advice(recent: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None) -> list[str]:
-    """Sentences on the metrics of the last steps, while a run goes on; empty when nothing stands out."""
-    return [str(finding) for finding in applied(Table(metrics=recent, config=config or {}))]
+def advice(recent: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, **facts: Any) -> list[str]:
+    """Sentences on the metrics of the last steps, while a run goes on; empty when nothing stands out.
+
+    Args:
+        facts: `correct_by` and `weights` of the rewards.
+    """
+    return [str(finding) for finding in applied(Table(metrics=recent, config=config or {}, **facts))]

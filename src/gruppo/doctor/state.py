@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gruppo.doctor.finding import FALLEN, FEWEST_STEPS, SURE, Change, Fall, Finding
+from gruppo.doctor.finding import CORRECT, FEWEST_STEPS, REWARD, SURE, Change, Finding
+from gruppo.doctor.progress import Fall, Progress, held_out_scores
 from gruppo.doctor.rules import applied
-from gruppo.doctor.table import Points, Table
+from gruppo.doctor.table import Table
 from gruppo.errors import InputError
+from gruppo.keys import held_out_name
 from gruppo.output import printable
 from gruppo.run.reader import RunReader
 
@@ -35,14 +37,42 @@ def summary(run: RunReader) -> tuple[State, list[Finding]]:
         status = run.status()
     except InputError:  # it has not begun, or its disk was full
         status = {"status": "unknown"}
-    return _state(status, table, found), found
+    return _state(status, table, found), [*_end(status, table), *found]
+
+
+def _end(status: dict[str, Any], table: Table) -> list[Finding]:
+    """The finding on a run that did not come to its end by itself."""
+    at = f"after step {table.steps[-1]}" if table.steps else "before its first step"
+    go_on = "go on with `gruppo resume` where a step was saved, else start the run again"
+    if status.get("status") == "failed":
+        return [
+            Finding(
+                rule="failed",
+                severity="problem",
+                step=None,
+                text="the run has failed",
+                evidence=f"{at}: {_error(status)}",
+                remedy=f"mend the cause that the error names, then {go_on}; events.jsonl has what came before it",
+            )
+        ]
+    if status.get("status") == "killed":
+        text, evidence = "the process of the run is gone", f"{at}: status.json says that it runs, and no process does"
+        remedy = f"look whether the machine ran out of memory, then {go_on}"
+        return [
+            Finding(rule="killed", severity="warning", step=None, text=text, evidence=evidence, remedy=remedy),
+        ]
+    return []
+
+
+def _error(status: dict[str, Any]) -> str:
+    return printable(str(status.get("error", "no reason recorded")))[:500]
 
 
 def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> State:
     name, steps = status.get("status"), len(table.steps)
     at = f"after step {table.steps[-1]}" if steps else "before its first step"
     if name == "failed":
-        return State("failed", f"failed {at}: {printable(str(status.get('error', 'no reason recorded')))[:500]}")
+        return State("failed", f"failed {at}: {_error(status)}")
     ended = {
         "done": "finished",
         "stopped": "stopped by a signal",
@@ -53,42 +83,47 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
     if steps < 2 * FEWEST_STEPS:
         few = f"{how}: too early to tell, {2 * FEWEST_STEPS} steps are the least"
         return State("killed" if name == "killed" else "too_early", few)
-    change = Change.of(table.series("reward/mean"))
-    held_out = _held_out(table.series("eval/accuracy"))
-    if change is None:
-        return State("stalled", f"{how}, stalled: no completion has a reward{held_out}")
-    reward = f"reward {change.first:.3f} -> {change.last:.3f} (noise {SURE * change.error:.3f})"
-    because = f": {reward}{held_out}"
-    scores, lows, highs = (table.series(f"eval/accuracy{end}") for end in ("", "_low", "_high"))
-    has_bounds = len(scores) > 1 and len(scores) == len(lows) == len(highs)
-    fall = Fall.of(table)
+    if Change.of(table.series(REWARD)) is None:
+        return State("stalled", ", ".join([f"{how}, stalled: no completion has a reward", *_held_out(table)]))
+    fall, progress = Fall.of(table), Progress.of(table)
+    because = ", ".join(_numbers(table, progress))
     if fall is not None:
-        return State("collapsed", f"{how}, collapsed: reward fell from {fall.best:.3f} to {fall.last:.3f}{held_out}")
-    if has_bounds:
-        best = max(range(len(scores)), key=lambda i: scores[i][1])
-        if highs[-1][1] < lows[best][1] and scores[-1][1] < FALLEN * scores[best][1]:
-            lost = f"held-out accuracy fell from {scores[best][1]:.3f} to {scores[-1][1]:.3f}; {reward}"
-            return State("collapsed", f"{how}, collapsed: {lost}")
-    is_better = has_bounds and lows[-1][1] > highs[0][1]
-    is_worse = has_bounds and highs[-1][1] < lows[0][1]
-    if is_better and not change.rises():
-        because = f":{held_out.removeprefix(',')}, {reward}"
-    if not (change.rises() or is_better) or is_worse:
+        score = "reward" if fall.key == REWARD else held_out_name(fall.key)
+        others = ", ".join(text for text in _numbers(table, progress) if not text.startswith(f"{score} "))
+        fell = f"{score} fell from {fall.best:.3f} to {fall.last:.3f}" + (f"; {others}" if others else "")
+        return State("collapsed", f"{how}, collapsed: {fell}")
+    if progress.direction != "up":
         cause = f"; likely: {found[0].text}" if found else ""
-        return State("stalled", f"{how}, stalled{because}{cause}")
+        return State("stalled", f"{how}, stalled: {because}{cause}")
     problem = next((finding for finding in found if finding.severity == "problem"), None)
     if problem is not None:
         because = f"{because}; but {problem.text}"
+    if not progress.is_judged:
+        because = f"{because}; no reward decides what is right"
     if name == "done":
-        return State("finished", f"{how}, it learned{because}")
+        learned = "it learned" if progress.is_judged else "the reward rose"
+        return State("finished", f"{how}, {learned}: {because}")
     named: dict[Any, Name] = {"stopped": "stopped", "killed": "killed"}
-    return State(named.get(name, "learning"), f"{how}, learning{because}")
+    learns = "learning" if progress.is_judged else "the reward rises"
+    return State(named.get(name, "learning"), f"{how}, {learns}: {because}")
 
 
-def _held_out(points: Points) -> str:
-    """The held-out score at its first and last evaluation, as the end of a sentence."""
-    if not points:
-        return ""
-    if len(points) == 1:
-        return f", held-out accuracy {points[0][1]:.3f}"
-    return f", held-out accuracy {points[0][1]:.3f} -> {points[-1][1]:.3f}"
+def _numbers(table: Table, progress: Progress) -> list[str]:
+    """What a run is judged by, that which decides first: held-out score, right answers, reward."""
+    right, reward = table.series(CORRECT), table.series(REWARD)
+    shown = [] if right == reward else [("right answers", right)]
+    numbers = [] if progress.held_out is None else _held_out(table)
+    for name, points in [*shown, ("reward", reward)]:
+        change = Change.of(points)
+        if change is not None:
+            numbers.append(f"{name} {change.first:.3f} -> {change.last:.3f} (noise {SURE * change.error:.3f})")
+    return numbers if progress.held_out is not None else numbers + _held_out(table)
+
+
+def _held_out(table: Table) -> list[str]:
+    """The held-out score at its first and last evaluation."""
+    scores = held_out_scores(table)
+    if not scores:
+        return []
+    ends = [f"{each.value:.3f}" for each in (scores if len(scores) == 1 else (scores[0], scores[-1]))]
+    return [f"{held_out_name(scores[0].key)} {' -> '.join(ends)}"]

@@ -75,6 +75,10 @@ class Table:
     metrics: Sequence[Mapping[str, Any]]
     config: Mapping[str, Any] = field(default_factory=dict)
     rollouts: Sequence[Rollouts] = ()
+    correct_by: str | None = None
+    """The reward that decides which answers are right."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of each reward; one that is not named has 1."""
     held_out: Sequence[Mapping[str, Any]] = ()
     """Rows that were held out: `prompt` and other columns."""
     updates: Updates | None = None
@@ -83,9 +87,13 @@ class Table:
     def of(cls, run: RunReader) -> Self:
         """The table of a run directory; what cannot be read is left out."""
         lines = [line for line in run.metrics() if type(line.get("step")) is int]
+        starts = [event for event in run.events() if event.get("event") == "start"]
+        decides, weights = (starts[-1].get(name) if starts else None for name in ("correct_by", "weights"))
         return cls(
             metrics=lines,
             config=run.config(),
+            correct_by=decides if isinstance(decides, str) else None,
+            weights={k: v for k, v in weights.items() if _is_number(v)} if isinstance(weights, dict) else {},
             rollouts=_read_rollouts(run),
             held_out=read_lines(run.held_out),
             updates=_read_updates(run, [line["optim/lr"] for line in lines if _is_number(line.get("optim/lr"))]),

@@ -5,7 +5,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -15,7 +15,7 @@ from gruppo.batch.packed import Totals
 from gruppo.batch.segments import Segments
 from gruppo.errors import InputError
 from gruppo.loss.inputs import LossInputs, PerToken, align
-from gruppo.loss.parts import Clip, describe, local_token_mean, sequence_mean, token_level, trait
+from gruppo.loss.parts import Clip, describe, local_token_mean, sequence_mean, token_level, token_mean, trait
 from gruppo.loss.terms import KLEstimator, PositiveNLL, ReferenceKL, Term, entropy, k3, squared_log_ratio
 from gruppo.loss.weights import TokenWeight, as_tuple, is_correction, takes_log_ratio
 
@@ -40,6 +40,8 @@ class LossOutput:
     """The aggregated `policy`, `kl`, `entropy`, `pull` and `nll` before their coefficients, without gradient."""
     on_policy: bool
     """True when no `old_logps` were given, so that every ratio was 1 by definition."""
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """`kl`, `entropy`, `pull` and other terms as means over the scored tokens, however the loss weighs a token."""
     rejected: Tensor | None = None  # [] int64
     """Number of scored tokens with an advantage other than 0 that the token weights reject; None without weights."""
 
@@ -339,11 +341,16 @@ class PolicyLoss:
         weight_T = segments.keep_(segments.spread(weight_S))  # exactly 0 where nothing is scored
         loss = torch.dot(weight_T, policy_T)
         terms = {"policy": loss.detach()}
+        means = {}
         for term in self._added:
-            total = term.total(inputs, log_ratio_T, weight_T)
-            terms[term.name] = total.detach()
+            total = mean = term.value(inputs, log_ratio_T)
+            if term.place != "step":
+                even_T = inputs.segments.spread(token_mean(inputs.segments, inputs.totals).to(total.dtype))
+                mean = torch.dot(inputs.segments.keep_(even_T), total.detach())
+                total = torch.dot(weight_T, total)
+            terms[term.name], means[term.name] = total.detach(), mean.detach()
             loss = loss + term.coef * total
-        return LossOutput(loss=loss, terms=terms, on_policy=inputs.on_policy, rejected=rejected)
+        return LossOutput(loss=loss, terms=terms, means=means, on_policy=inputs.on_policy, rejected=rejected)
 
     @torch.no_grad()
     def rejected_tokens(self, inputs: LossInputs) -> Tensor:

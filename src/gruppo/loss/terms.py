@@ -115,11 +115,6 @@ class Term:
         if not callable(self.value):
             raise InputError(f"{self.name} must be a function or a part of gruppo.loss, got {self.value!r}")
 
-    def total(self, inputs: LossInputs, log_ratio_T: Tensor, weight_T: Tensor) -> Tensor:
-        """The term before its coefficient, `[]`."""
-        value = self.value(inputs, log_ratio_T)
-        return value if self.place == "step" else torch.dot(weight_T, value)
-
 
 @part(per_token=lambda kl: trait(kl.estimator, "per_token"), needs={"ref_logps"})
 @dataclass(frozen=True)

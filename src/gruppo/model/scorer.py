@@ -107,7 +107,9 @@ class Scorer:
         total = self.read(keywords, take, lambda hidden_ND: _Walk.apply(hidden_ND, head.weight, head.bias, *more))
         inputs, result = walk.inputs, walk.result
         assert result is not None
-        output = LossOutput(loss=total, terms=walk.terms, on_policy=inputs.on_policy, rejected=walk.rejected)
+        output = LossOutput(
+            loss=total, terms=walk.terms, means=walk.means, on_policy=inputs.on_policy, rejected=walk.rejected
+        )
         old = result.logps if inputs.on_policy else inputs.old_logps
         return output, replace(inputs, logps=result.logps, old_logps=old, entropies=result.entropies)
 
@@ -182,6 +184,7 @@ class LossWalk:
     lengths: Sequence[int]
     """Scored tokens of each sequence."""
     terms: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
     rejected: Tensor | None = None
     result: HeadResult | None = None
     _dtype: torch.dtype = torch.float32
@@ -211,7 +214,7 @@ class LossWalk:
 
     def _gradient(self, rows: slice, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
         if rows.start == 0:  # a walk that left a route's range begins again
-            self.terms, self.rejected, self._total = {}, None, None
+            self.terms, self.means, self.rejected, self._total = {}, {}, None, None
         logps = logps.detach().requires_grad_()
         wants_entropy = self.loss.differentiates_entropies
         entropies = entropies.detach().requires_grad_(wants_entropy)
@@ -219,8 +222,9 @@ class LossWalk:
         wanted = (logps, entropies) if wants_entropy else (logps,)
         grads = torch.autograd.grad(output.loss, wanted, allow_unused=True)
         self._total = _plus(self._total, output.loss.detach())
-        for name, value in output.terms.items():
-            self.terms[name] = _plus(self.terms.get(name), value)
+        for sums, values in ((self.terms, output.terms), (self.means, output.means)):
+            for name, value in values.items():
+                sums[name] = _plus(sums.get(name), value)
         if output.rejected is not None:
             self.rejected = _plus(self.rejected, output.rejected)
         grad_logps = torch.zeros_like(logps) if grads[0] is None else grads[0]

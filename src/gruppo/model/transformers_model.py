@@ -42,6 +42,8 @@ Watch = Callable[[PackedBatch, LossInputs], None]
 """Is given a micro-batch and what its loss was computed on."""
 Record = Callable[[tuple[int, ...], Sequence[int], dict[str, Tensor]], None]
 """Is given the sequences of a micro-batch, how many scored tokens each has, and columns of numbers per token."""
+MEAN = "mean/"
+"""Before the names of terms whose means over tokens are added up beside the terms themselves."""
 KEEP = 0.9
 """Share of activations that is kept: all that come from a product, and not what is computed from them in one pass."""
 
@@ -408,6 +410,7 @@ class TransformersModel:
             self.weights.collect_gradients()
             is_off_policy = bool(batch.indices) and not output.on_policy
             row = {"loss": output.loss.detach(), "off_policy": torch.tensor(is_off_policy), **output.terms}
+            row |= {MEAN + name: value for name, value in output.means.items()}
             rows.append(row if output.rejected is None else row | {"rejected": output.rejected})
             self._observe(inputs)
             if watch is not None:
@@ -423,9 +426,9 @@ class TransformersModel:
         for row in self.ranks.in_order(rows):
             for name, value in row.items():
                 sums[name] = sums.get(name, 0) + value
-        return LossOutput(
-            loss=sums.pop("loss"), on_policy=not sums.pop("off_policy"), rejected=sums.pop("rejected", None), terms=sums
-        )
+        means = {name.removeprefix(MEAN): sums.pop(name) for name in list(sums) if name.startswith(MEAN)}
+        given = {"loss": sums.pop("loss"), "rejected": sums.pop("rejected", None), "means": means}
+        return LossOutput(**given, on_policy=not sums.pop("off_policy"), terms=sums)
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> StepReport:
         """Clip the gradient, step, move the schedule on. A non-finite gradient changes nothing and is reported."""

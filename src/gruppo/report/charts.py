@@ -71,10 +71,11 @@ class Question:
 QUESTIONS = (
     Question(
         "Is it learning?",
-        "Held-out accuracy decides: it is measured on prompts that are never trained on. The reward of training "
+        "The held-out score decides: it is measured on prompts that are never trained on. The reward of training "
         "samples shows the same earlier, with more noise.",
         (
             Panel("held-out accuracy", ("eval/accuracy",)),
+            Panel("held-out reward", ("eval/reward",)),
             Panel("held-out pass@k", ("eval/pass@<k>",)),
             Panel("reward", ("reward/mean", "reward/shaped_mean")),
             Panel("right answers", ("reward/correct_frac",)),
@@ -147,7 +148,9 @@ def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()
         drawn, further = [], []
         for panel in question.panels:
             keys = _in_order(panel, known)
-            if len(keys) >= panel.fewest and keys and (marked.intersection(keys) or not _is_zero(keys, series)):
+            # That nothing is ever right is no detail: a held-out score of 0 has its chart.
+            is_shown = marked.intersection(keys) or "eval/accuracy" in keys or not _is_zero(keys, series)
+            if len(keys) >= panel.fewest and keys and is_shown:
                 drawn.append(_chart(panel.title, keys, series, marks))
                 used.update(keys)
         if question is QUESTIONS[-1]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from gruppo.keys import HELD_OUT_SCORES, held_out_key, held_out_name
+
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """Characters filled from below: nothing, an eighth, ... all of it."""
 
@@ -36,21 +38,22 @@ def terminal_chart(points: Sequence[tuple[float, float]], *, title: str, width: 
 
 
 def save_png(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Held-out accuracy with its interval, and the reward of the training prompts."""
+    """The held-out score with its interval, and the reward of the training prompts."""
     import altair as alt
     import vl_convert as vlc
 
-    accuracy, samples = "held-out accuracy (greedy)", "reward of training samples"
+    key = held_out_key({key for m in metrics for key in m}) or HELD_OUT_SCORES[0]
+    score, samples = f"{held_out_name(key)} (greedy)", "reward of training samples"
     held_out = [
-        {"step": m["step"], "value": m["eval/accuracy"], "low": m["eval/accuracy_low"], "high": m["eval/accuracy_high"]}
-        | {"curve": accuracy}
+        {"step": m["step"], "value": m[key], "low": m.get(f"{key}_low"), "high": m.get(f"{key}_high"), "curve": score}
         for m in metrics
-        if "eval/accuracy" in m
+        if key in m
     ]
     reward = [{"step": m["step"], "value": m["reward/mean"], "curve": samples} for m in metrics if "reward/mean" in m]
     x = alt.X("step:Q", title="step")
-    y = alt.Y("value:Q", title=None, scale=alt.Scale(domain=[0, 1]))
-    colors = alt.Scale(domain=[accuracy, samples], range=["#1f5fa8", "#b8bfc9"])
+    is_share = key == HELD_OUT_SCORES[0]
+    y = alt.Y("value:Q", title=None, scale=alt.Scale(domain=[0, 1]) if is_share else alt.Scale(zero=False))
+    colors = alt.Scale(domain=[score, samples], range=["#1f5fa8", "#b8bfc9"])
     color = alt.Color("curve:N", title=None, scale=colors, legend=alt.Legend(orient="bottom-right"))
     band = alt.Chart(alt.Data(values=held_out)).mark_area(opacity=0.18, color="#1f5fa8")
     band = band.encode(x=x, y=alt.Y("low:Q", title=None), y2="high:Q")

@@ -12,6 +12,7 @@ import numpy as np
 
 from gruppo.doctor.finding import Change
 from gruppo.errors import InputError
+from gruppo.keys import HELD_OUT_SCORES, held_out_key, held_out_name
 from gruppo.run.completions import ROWS_LEFT_OUT, UNTRAINED
 from gruppo.run.reader import RunReader
 
@@ -110,10 +111,11 @@ def loss_text(run: RunReader) -> str:
 def _tiles(series: Mapping[str, Points]) -> list[dict[str, Any]]:
     """The first and the last value of a few keys. Noisy ones as means over the windows that the state line has."""
     tiles: list[dict[str, Any]] = []
-    if points := series.get("eval/accuracy"):
-        low, high = (dict(series.get(f"eval/accuracy_{end}", ())).get(points[-1][0]) for end in ("low", "high"))
-        tile = {"title": "held-out accuracy", "first": points[0][1], "last": points[-1][1], "low": low, "high": high}
-        tiles.append(tile | {"format": "share", "key": "eval/accuracy"})
+    if (score := held_out_key(series)) is not None:
+        points = series[score]
+        low, high = (dict(series.get(f"{score}_{end}", ())).get(points[-1][0]) for end in ("low", "high"))
+        tile = {"title": held_out_name(score), "first": points[0][1], "last": points[-1][1], "low": low, "high": high}
+        tiles.append(tile | {"format": "share" if score == HELD_OUT_SCORES[0] else "number", "key": score})
     for key, title, form in (
         ("reward/mean", "reward", "number"),
         ("group/dead_frac", "groups that teach nothing", "share"),

@@ -52,7 +52,7 @@ class RewardResult:
     """Each function's own values."""
     correct: list[bool | None]
     """True for a right answer: the value of the function that decides it is at least its threshold. None where that
-    function abstained."""
+    function abstained, or no function decides."""
     metrics: dict[str, float]
     """`reward/{mean,std}` of the totals, `reward/correct_frac`,
     `reward/<name>/{mean,std,abstain_frac,error_frac,timeout_frac}`, and what the functions logged as
@@ -91,7 +91,7 @@ class RewardScorer:
         failure_score: float = 0.0,
         stop_on_failures: bool = True,
         correct_by: str | None = None,
-        correct_at: float = 1.0,
+        correct_at: float | None = None,
         poll: Callable[[], None] | None = None,
     ) -> None:
         """Nothing is started here; workers start with the first `score` that needs them, or with `start`.
@@ -103,9 +103,9 @@ class RewardScorer:
                 least that the functions give, or the policy gains by breaking them.
             stop_on_failures: raise when a function fails too often; at step 0, when it fails on every completion.
                 False only reports failures in the result.
-            correct_by: name of the function that decides whether an answer is right. None: the first verifier, or the
-                first function where there is none.
-            correct_at: the least value of that function that means right.
+            correct_by: name of the function that decides whether an answer is right. None: the first verifier; without
+                one nothing decides, unless `correct_at` is given and there is one function.
+            correct_at: the least value of that function that means right. None: 1.
             poll: cancellation hook, called at least twice a second while waiting; raise to abort.
         """
         if not rewards:
@@ -118,10 +118,18 @@ class RewardScorer:
             )
         names = [reward.name for reward in self.rewards]
         deciding = [reward.name for reward in self.rewards if getattr(reward.function, "decides_correctness", False)]
-        self.correct_by = [*deciding, *names][0] if correct_by is None else correct_by
-        if self.correct_by not in names:
+        if correct_at is not None and len(names) == 1:
+            deciding += names
+        self.correct_by = next(iter(deciding), None) if correct_by is None else correct_by
+        """The function that decides which answers are right; None: nothing does, and only rewards can be compared."""
+        if correct_by is not None and correct_by not in names:
             raise InputError(f"correct_by={correct_by!r} is not one of the rewards; they are {', '.join(names)}")
-        self.correct_at = correct_at
+        if correct_at is not None and self.correct_by is None:
+            raise InputError(
+                f"correct_at={correct_at:g} needs a reward that decides which answers are right, and none of "
+                f"{', '.join(names)} is a verifier; name one in correct_by"
+            )
+        self.correct_at = 1.0 if correct_at is None else correct_at
         self.max_steps, self.steps_per_epoch = 1, 1.0
         """Length of the run and of a pass over its prompts, for `trainer_state`; a trainer sets them."""
         self._isolated = {reward.name: reward for reward in self.rewards if reward.isolated}
@@ -146,6 +154,18 @@ class RewardScorer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the records of a run say of its rewards: which one decides what is right, and their weights."""
+        return {"correct_by": self.correct_by, "weights": {reward.name: reward.weight for reward in self.rewards}}
+
+    @property
+    def verdict(self) -> str:
+        """A sentence on which answers are right."""
+        if self.correct_by is None:
+            return "no reward decides which answers are right (correct_by names one)"
+        return f"an answer is right where {self.correct_by} is at least {self.correct_at:g}"
 
     @property
     def worker_pids(self) -> list[int]:
@@ -347,7 +367,8 @@ class RewardScorer:
         """Totals, correctness, metrics and logged columns of a finished step."""
         values = {outcome.name: outcome.values for outcome in outcomes}
         totals = weighted_totals(values, {reward.name: reward.weight for reward in self.rewards})
-        correct = [None if value is None else value >= self.correct_at for value in values[self.correct_by]]
+        decided = [None] * len(totals) if self.correct_by is None else values[self.correct_by]
+        correct = [None if value is None else value >= self.correct_at for value in decided]
         means: dict[str, tuple[float, int]] = {}
         extras: dict[str, list[Any]] = {}
         for outcome in outcomes:

@@ -22,12 +22,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.keys import KEYS, Key
+from gruppo.keys import HELD_OUT_SCORES, KEYS, Key, held_out_key
 from gruppo.output import printable
 from gruppo.types import Group
 
 ORDER = (
-    *("reward/mean", "eval/accuracy", "group/dead_frac", "optim/grad_norm"),
+    *("reward/mean", *HELD_OUT_SCORES, "group/dead_frac", "optim/grad_norm"),
     *("live/clip_ratio", "rollout/entropy", "completion/len_mean"),
 )
 SHOWN = sorted((key for key in KEYS if key.line), key=lambda key: ORDER.index(key.name))
@@ -149,13 +149,14 @@ class RunConsole:
             self._print(step_line(step, self.total, metrics, seconds, left=left, width=self.width))
             return
         self.progress.update(self.task, completed=step, state=shown(SHOWN[0], metrics))
-        if step % max(self.total // 20, 1) == 0 or step == self.total or "eval/accuracy" in metrics:
+        if step % max(self.total // 20, 1) == 0 or step == self.total or held_out_key(metrics):
             self._print(step_line(step, self.total, metrics, seconds, width=self.width))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of an evaluation that belongs to no step: that of the start."""
-        key = next(key for key in SHOWN if key.name == "eval/accuracy")
-        self._print(f"step {step:>{len(str(self.total))}}/{self.total}  {shown(key, metrics)}")
+        score = held_out_key(metrics)
+        scores = [shown(key, metrics) for key in SHOWN if key.name == score]
+        self._print("  ".join([f"step {step:>{len(str(self.total))}}/{self.total}", *(scores or ["held-out none"])]))
 
     def say(self, text: str) -> None:
         """A sentence, broken between words."""
@@ -201,7 +202,12 @@ def step_line(
     width: int | None = None,
 ) -> str:
     """The state of a step in plain words, with the seconds `left`; metrics that exceed `width` are left out."""
-    parts = {key.name: shown(key, metrics) for key in SHOWN if key.name in metrics or key.name in ALWAYS}
+    hidden = {*HELD_OUT_SCORES} - {held_out_key(metrics)}
+    parts = {
+        key.name: shown(key, metrics)
+        for key in SHOWN
+        if (key.name in metrics or key.name in ALWAYS) and key.name not in hidden
+    }
     parts["reward/mean"] += by_reward(metrics)
     ends = [readable_time(seconds), *([] if left is None else [f"left {readable_time(left)}"])]
     start = f"step {step:>{len(str(total))}}/{total}"

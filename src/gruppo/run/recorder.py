@@ -72,7 +72,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self._writer, self._began = CompletionsWriter(self.run), time.monotonic()
 
-    def started(self, step: int, **facts: str) -> None:
+    def started(self, step: int, **facts: Any) -> None:
         """The run begins, or goes on, after `step`; `facts` go to the event."""
         self.run.set_status("running", step)
         self.run.log_event("start", step=step, **facts)
@@ -133,9 +133,9 @@ class Recorder:
         self.run.log_metrics(step, metrics)
         self.trackers.log(step, metrics)
 
-    def best(self, step: int, accuracy: float) -> None:
-        """The model was saved as the best so far."""
-        self.run.log_event("best", step=step, accuracy=accuracy)
+    def best(self, step: int, key: str, score: float) -> None:
+        """The model was saved as the best so far, by the score of this key."""
+        self.run.log_event("best", step=step, key=key, score=score)
 
     def checkpointed(self, step: int) -> None:
         self.run.log_event("checkpoint", step=step)

@@ -4,7 +4,8 @@ A penalty is what `RewardShape` takes for length and truncation, plus the KL to 
 Where it acts depends on what the estimator compares:
 
     sums of rewards (most)    in the sum: r_i + penalty_i
-    rewards apart (GDPO)      in the column of the reward that decides correctness, as penalty_i / weight
+    rewards apart (GDPO)      in the column of the reward that decides correctness, as penalty_i / weight; of the first
+                              where none decides
     right and wrong alone     after the comparison: A_i + penalty_i - mean of the group's penalties, and
     (pass@k, GRPO-LEAD)       `truncated_factor` on a positive A_i: it is a discount on being right
 
@@ -34,8 +35,8 @@ class AdvantageStage:
     shape: RewardShape
     weights: Mapping[str, float]
     """Weight of each reward function."""
-    correct_by: str
-    """The reward that decides correctness."""
+    correct_by: str | None
+    """The reward that decides correctness; None: none does."""
     scale: str | None = None
     mask_truncated: bool = False
     """Train on no token of a truncated rollout. It still counts in the mean of its group."""
@@ -86,7 +87,7 @@ class AdvantageStage:
             options["lengths"] = [len(rollout.trajectory.tokens) for rollout in rollouts]
         if "greedy_rewards" in wanted:
             options["greedy_rewards"] = [self._greedy(group) for group in groups for _ in group.rollouts]
-        if "correct" in wanted:
+        if "correct" in wanted and self.correct_by is not None:
             options["correct"] = [rollout.correct for rollout in rollouts]
         if self.scale is not None:
             options["scale"] = self.scale
@@ -99,7 +100,9 @@ class AdvantageStage:
 
     def _columns(self, rollout: Rollout, reward: float | None, shaped: float | None) -> list[float | None]:
         """The rewards apart, with the penalty in the column of the one that decides correctness."""
-        column = self.correct_by if self.weights[self.correct_by] else next(n for n, w in self.weights.items() if w)
+        column = self.correct_by
+        if column is None or not self.weights[column]:
+            column = next(name for name, weight in self.weights.items() if weight)
         values = dict(rollout.rewards)
         value = values[column]
         if value is not None and reward is not None and shaped is not None:

@@ -14,7 +14,7 @@ from gruppo.errors import GruppoError, InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
-from gruppo.options import DataOptions, ModelOptions, RewardOptions, RunOptions, read_sampler
+from gruppo.options import DataOptions, ModelOptions, RunOptions, read_sampler
 from gruppo.output import shell_word
 from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.reward import RewardScorer, RewardShape, load_reward
@@ -168,18 +168,24 @@ def _made(kind: str, name: str, cls: Any, options: dict[str, Any]) -> Any:
         raise InputError(f"{kind}={name!r} cannot be made with {given}: {error} (docs/extending.md)") from error
 
 
-def build_rewards(options: RewardOptions, objects: Objects, poll: Any = None) -> RewardScorer:
-    weights = options.reward_weights or (1.0,) * len(objects.rewards)
+def build_rewards(config: TrainConfig, objects: Objects, poll: Any = None) -> RewardScorer:
+    """The rewards with what decides which answers are right; options that need to know it are refused without."""
+    weights = config.reward_weights or (1.0,) * len(objects.rewards)
     each = zip(objects.rewards, weights, strict=True)
     rewards = all_of(*(partial(load_reward, spec, weight=weight) for spec, weight in each))
-    return RewardScorer(
+    scorer = RewardScorer(
         rewards,
-        workers=options.reward_workers,
-        deadline_s=options.reward_deadline,
-        correct_by=options.correct_by,
-        correct_at=options.correct_at,
+        workers=config.reward_workers,
+        deadline_s=config.reward_deadline,
+        correct_by=config.correct_by,
+        correct_at=config.correct_at,
         poll=poll,
     )
+    needs = {"eval_samples": config.eval_samples, "retire_solved": config.retire_solved}
+    for name, value in needs.items():
+        if value and scorer.correct_by is None:
+            raise InputError(f"{name}={value} cannot be used here: {scorer.verdict}")
+    return scorer
 
 
 def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt]) -> None:
@@ -429,7 +435,7 @@ def build_advantage(config: TrainConfig) -> Advantage:
     cls, parameters = _named("advantage", config.advantage, ADVANTAGES, given)
     own: dict[str, Any] = {
         "normalization": config.normalization or "standard",
-        "correct_at": config.correct_at,
+        "correct_at": 1.0 if config.correct_at is None else config.correct_at,
         "weights": config.reward_weights or (1.0,) * config.num_rewards,
     }
     options = {name: value for name, value in own.items() if name in parameters} | dict(config.advantage_options)
@@ -459,6 +465,8 @@ def build_advantage(config: TrainConfig) -> Advantage:
 
 def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) -> AdvantageStage:
     """The estimator with the penalties that come before it."""
+    if scorer.correct_by is None and len(scorer.rewards) > 1 and hasattr(estimate, "correct_at"):
+        raise InputError(f"advantage={config.advantage!r} compares right answers with wrong ones, and {scorer.verdict}")
     return AdvantageStage(
         estimate=estimate,
         shape=RewardShape(

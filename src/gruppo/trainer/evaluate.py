@@ -1,9 +1,12 @@
-"""Held-out score: greedy accuracy with a confidence interval, and unbiased pass@k from samples."""
+"""Held-out score: greedy accuracy or reward with a confidence interval, and unbiased pass@k from samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
+from statistics import fmean, stdev
 
+from gruppo.errors import InputError
+from gruppo.keys import HELD_OUT_SCORES, held_out_key, held_out_name
 from gruppo.metric import pass_at_k
 from gruppo.reward import RewardScorer
 from gruppo.sampler import Sampler, SamplingParams
@@ -32,8 +35,20 @@ class Evaluation:
         ]
 
     @property
-    def accuracy(self) -> float:
-        return self.metrics["eval/accuracy"]
+    def accuracy(self) -> float | None:
+        """Share of right greedy answers; None where no reward decides what is right."""
+        return self.metrics.get("eval/accuracy")
+
+    @property
+    def name(self) -> str:
+        """What `score` is: "held-out accuracy", or "held-out reward" where no reward decides what is right."""
+        return held_out_name(held_out_key(self.metrics) or HELD_OUT_SCORES[1])
+
+    @property
+    def score(self) -> float | None:
+        """The accuracy, else the mean reward; None where no completion has a reward either."""
+        key = held_out_key(self.metrics)
+        return None if key is None else self.metrics[key]
 
 
 def evaluate(
@@ -41,17 +56,25 @@ def evaluate(
 ) -> Evaluation:
     """Greedy completions of all prompts; with `num_samples` also sampled ones at the params' temperature.
 
-    An answer is right where the scorer marks it correct. One that it leaves open counts as wrong.
+    An answer is right where the scorer marks it correct. One that it leaves open counts as wrong. Where no reward
+    decides what is right, there is no accuracy.
     """
+    if num_samples and scorer.correct_by is None:
+        raise InputError(f"num_samples={num_samples} is for pass@k, and {scorer.verdict}")
     samples = sampler.draw(prompts, 1, greedy(params))
     groups, _ = score(prompts, samples, scorer, step=params.step or 0, seed=params.seed)
     rollouts = [group.rollouts[0] for group in groups]
-    right = sum(rollout.correct is True for rollout in rollouts)
-    low, high = wilson_interval(right, len(rollouts))
-    metrics = {"eval/accuracy": right / len(rollouts), "eval/accuracy_low": low, "eval/accuracy_high": high}
+    metrics = {}
+    if scorer.correct_by is not None:
+        right = sum(rollout.correct is True for rollout in rollouts)
+        low, high = wilson_interval(right, len(rollouts))
+        metrics = {"eval/accuracy": right / len(rollouts), "eval/accuracy_low": low, "eval/accuracy_high": high}
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     if rewards:
-        metrics["eval/reward"] = sum(rewards) / len(rewards)
+        metrics["eval/reward"] = mean = fmean(rewards)
+        if len(rewards) > 1:
+            half = Z95 * stdev(rewards) / sqrt(len(rewards))
+            metrics |= {"eval/reward_low": mean - half, "eval/reward_high": mean + half}
     sampled: list[Group] = []
     if num_samples:
         samples = sampler.draw(prompts, num_samples, params)

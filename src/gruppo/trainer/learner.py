@@ -57,7 +57,8 @@ class Learner:
                     chosen = [r if r.old_logps is None else replace(r, old_logps=None) for r in chosen]
                 result = model.run(model.plan(chosen), record=None if tokens is None else tokens.of(part.start))
                 report = model.clip_grad_and_step(self.max_grad_norm)
-                losses.append({name: float(x) for name, x in ({"loss": result.loss} | result.terms).items()})
+                # A term as its mean over tokens: how the loss weighs tokens must not change what a KL of 0.1 means.
+                losses.append({n: float(x) for n, x in ({"loss": result.loss} | result.terms | result.means).items()})
                 norms += [] if report.grad_norm is None or not isfinite(report.grad_norm) else [report.grad_norm]
                 lr = report.lr
                 skipped += self._count_skipped(report.skipped, report.culprit)

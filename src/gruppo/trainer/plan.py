@@ -61,6 +61,8 @@ class Plan:
     """How the rows of the data became prompts, one sentence each."""
     held_out: int = 0
     """Prompts that are evaluated on and not trained on."""
+    verdict: str = ""
+    """Which answers are right, in a sentence."""
     ranks: int = 1
     copy: int = 0
     """Bytes that the first rank holds beside: the copy from which `sampler torch` samples."""
@@ -87,7 +89,8 @@ class Plan:
             *([shared] if self.prompt_copies < config.group_size else []),
             *([refill] if config.dynamic_sampling else []),
             f"{share}; about {self.memory / MiB:,.0f} MiB of memory{where} (estimate){copy if self.copy else ''}",
-            f"model {config.model}{toy}, data {config.data}, rewards {', '.join(config.rewards or ())}",
+            f"model {config.model}{toy}, data {config.data}, rewards {', '.join(config.rewards or ())}"
+            + (f"; {self.verdict}" if self.verdict else ""),
         ]
 
 
@@ -97,6 +100,7 @@ def make_plan(
     prompts: Sequence[Prompt],
     reading: tuple[str, ...] = (),
     held_out: int = 0,
+    verdict: str = "",
 ) -> Plan:
     """The plan of a run that trains a model on these prompts."""
     mean_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
@@ -128,6 +132,7 @@ def make_plan(
         computed_tokens=computed,
         reading=reading,
         held_out=held_out,
+        verdict=verdict,
         ranks=ranks,
         copy=getattr(model, "copy_bytes", 0),
     )

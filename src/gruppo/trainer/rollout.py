@@ -142,13 +142,20 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     tokens = [e for s in sequences for e in (s.entropies or [-logp for logp in s.logps or ()])]
     return {
         "group/zero_std_frac": has_spread.count(False) / len(groups),
-        "group/all_right_frac": sum(all(flags) for flags in right) / len(groups),
-        "group/all_wrong_frac": sum(all(flag is False for flag in flags) for flags in right) / len(groups),
+        **(all_alike(right) if any(flag is not None for flags in right for flag in flags) else {}),
         "completion/len_mean": sum(lengths) / len(lengths),
         "completion/len_p95": float(lengths[min(int(0.95 * len(lengths)), len(lengths) - 1)]),
         "completion/truncated_frac": sum(s.is_truncated for s in sequences) / len(sequences),
         "completion/empty_frac": sum(not s.text.strip() for s in sequences) / len(sequences),
         **({"rollout/entropy": sum(tokens) / len(tokens)} if tokens else {}),
+    }
+
+
+def all_alike(right: Sequence[Sequence[bool | None]]) -> dict[str, float]:
+    """Shares of groups whose answers are all right, and all wrong."""
+    return {
+        "group/all_right_frac": sum(all(flags) for flags in right) / len(right),
+        "group/all_wrong_frac": sum(all(flag is False for flag in flags) for flags in right) / len(right),
     }
 
 

@@ -12,6 +12,7 @@ import torch
 
 from gruppo import doctor, faults
 from gruppo.errors import CheckpointError, InputError, NumericError, RewardError
+from gruppo.keys import held_out_key
 from gruppo.output import printable, shell_word, unhindered
 from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
@@ -66,9 +67,10 @@ class TrainResult:
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        scores = [f"{each.accuracy:.3f}" for each in (self.before, self.after) if each is not None]
-        accuracy = f", held-out accuracy {' -> '.join(scores)}" if scores else ""
-        return f"TrainResult({self.status} after step {self.step}{accuracy})"
+        found = [each for each in (self.before, self.after) if each is not None and each.score is not None]
+        scores = " -> ".join(f"{each.score:.3f}" for each in found)
+        held_out = f", {found[-1].name} {scores}" if found else ""
+        return f"TrainResult({self.status} after step {self.step}{held_out})"
 
 
 class GRPOTrainer:
@@ -225,7 +227,7 @@ class GRPOTrainer:
                 completions_every=config.completions_every,
                 completions_limit=config.completions_limit,
                 quiet=quiet,
-                advise=partial(doctor.advice, config=config.model_dump(mode="json")),
+                advise=partial(doctor.advice, config=config.model_dump(mode="json"), **self.scorer.facts),
             )
             stack.enter_context(closing(self.recorder))
             self._open = stack.pop_all()
@@ -311,7 +313,7 @@ class GRPOTrainer:
         first, recorder = self.step_number, self.recorder
         result = TrainResult(first)
         try:
-            recorder.started(first, loss=repr(self.model.loss))
+            recorder.started(first, loss=repr(self.model.loss), **self.scorer.facts)
             try:
                 if not recorder.quiet:
                     self._show_plan()
@@ -362,8 +364,8 @@ class GRPOTrainer:
             result.after = self.evaluate()
             metrics |= result.after.metrics if result.after else {}
         is_over = self._is_over(number, metrics)
-        if config.keep_best and "eval/accuracy" in metrics:
-            self._save_best(number, metrics["eval/accuracy"])
+        if config.keep_best:
+            self._save_best(number, metrics)
         recorder.step(number, metrics)
         self.unfinished = None
         if faults.PLAN:
@@ -380,7 +382,9 @@ class GRPOTrainer:
     def plan(self) -> Plan:
         """What the run will do, in numbers."""
         train = self.prompts.train
-        return make_plan(self.config, self.model, train.prompts, train.reading, len(self.prompts.held_out))
+        return make_plan(
+            self.config, self.model, train.prompts, train.reading, len(self.prompts.held_out), self.scorer.verdict
+        )
 
     def _show_plan(self) -> None:
         """Print the plan. On a GPU it measures memory on a few tokens, for which the decoder blocks are compiled."""
@@ -462,6 +466,7 @@ class GRPOTrainer:
         try:
             self.recorder.flush()
             state, found = doctor.summary(self.run)
+            found = [each for each in found if each.rule != "failed"]  # the error itself is printed
             for text in (state.text, *(f"{each.severity}: {each.text}. {each}" for each in found)):
                 self.recorder.say(printable(text))
             if found:
@@ -500,23 +505,26 @@ class GRPOTrainer:
         if self.callbacks:
             self.recorder.flush()  # they may read the completions of the step
         asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
-        target, patience = self.config.stop_at_score, self.config.patience
-        if patience and "eval/accuracy" in metrics:
+        key, target, patience = held_out_key(metrics), self.config.stop_at_score, self.config.patience
+        if key is None:
+            return any(asked)
+        if patience:
             # From the records, so that a run that was stopped in between ends where it would have ended.
-            scores = [*self._scores(), metrics["eval/accuracy"]]
+            scores = [*self._scores(key), metrics[key]]
             asked.append(len(scores) - 1 - scores.index(max(scores)) >= patience)
-        return any(asked) or (target is not None and metrics.get("eval/accuracy", target - 1) >= target)
+        return any(asked) or (target is not None and metrics[key] >= target)
 
-    def _scores(self) -> list[float]:
-        """Held-out accuracies of the run so far, that of the start first."""
-        return [line["eval/accuracy"] for line in self.run.metrics() if "eval/accuracy" in line]
+    def _scores(self, key: str) -> list[float]:
+        """Held-out scores of the run so far, that of the start first."""
+        return [line[key] for line in self.run.metrics() if line.get(key) is not None]
 
-    def _save_best(self, number: int, accuracy: float) -> None:
+    def _save_best(self, number: int, metrics: Mapping[str, float]) -> None:
         """Save the model as the best so far, if it is better than at all evaluations before."""
-        if accuracy > max(self._scores(), default=-1.0):
+        key = held_out_key(metrics)
+        if key is not None and metrics[key] > max(self._scores(key), default=float("-inf")):
             with replacing(self.run.best):
                 self.model.save(self.run.best)
-            self.recorder.best(number, accuracy)
+            self.recorder.best(number, key, metrics[key])
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gruppo.cli.main import run as command
 from gruppo.doctor import findings, state_line, summary
@@ -50,7 +51,7 @@ def scored(path: Path, rewards: list[float], scores: list[float]) -> str:
     with RunDirectory.create(str(path), "steps: 100\n") as run:
         run.set_status("running", 0)
         for step, reward in enumerate(rewards, 1):
-            values = {"reward/mean": reward, "reward/std": 0.5}
+            values = {"reward/mean": reward, "reward/std": 0.5, "reward/correct_frac": reward}
             if step % 20 == 0:
                 score = scores[step // 20 - 1]
                 values |= {"eval/accuracy": score, "eval/accuracy_low": score - 0.1, "eval/accuracy_high": score + 0.1}
@@ -64,11 +65,154 @@ def test_a_reward_that_rises_while_the_held_out_accuracy_falls_is_no_learning(tm
     assert scored(tmp_path / "a", RISING, [0.5, 0.0]).startswith(
         "collapsed: collapsed: held-out accuracy fell from 0.500 to 0.000; reward 0.295 -> 0.495"
     )
-    assert scored(tmp_path / "b", RISING, [0.9, 0.6]).startswith("stalled: stalled: reward 0.295 -> 0.495")
-    assert scored(tmp_path / "c", RISING, [0.5, 0.4]).startswith("finished: it learned: reward 0.295 -> 0.495")
+    assert scored(tmp_path / "b", RISING, [0.9, 0.6]).startswith(
+        "stalled: stalled: held-out accuracy 0.900 -> 0.600, reward 0.295 -> 0.495"
+    )
     assert scored(tmp_path / "d", FLAT, [0.2, 0.6]).startswith(
         "finished: it learned: held-out accuracy 0.200 -> 0.600, reward 0.200 -> 0.200"
     )
+
+
+def test_training_samples_decide_only_where_held_out_prompts_leave_it_open(tmp_path: Path) -> None:
+    """Samples gain 0.2. By hand, a change of the score by d is known to d -+ sqrt(0.1^2 + 0.1^2) = d -+ 0.141."""
+    assert scored(tmp_path / "fits", RISING, [0.5, 0.6]).startswith(  # -0.041 to 0.241
+        "finished: it learned: reward 0.295 -> 0.495"
+    )
+    assert scored(tmp_path / "does not fit", RISING, [0.5, 0.55]).startswith(  # -0.091 to 0.191
+        "stalled: stalled: held-out accuracy 0.500 -> 0.550, reward 0.295 -> 0.495"
+    )
+
+
+def recorded_scores(path: Path, steps: int, keys: dict[str, list[float]], **config: object) -> RunReader:
+    """A run with these numbers; those of `eval/` are of the start and of the end."""
+    with RunDirectory.create(str(path), yaml.safe_dump({"steps": steps, **config})) as run:
+        run.set_status("running", 0)
+        run.log_event("start", step=0, correct_by=config.get("correct_by"), weights=config.get("weights"))
+        held_out = {key: values for key, values in keys.items() if key.startswith("eval/")}
+        if held_out:
+            run.log_metrics(0, {key: values[0] for key, values in held_out.items()})
+        for step in range(1, steps + 1):
+            last = {key: values[1] for key, values in held_out.items()} if step == steps else {}
+            run.log_metrics(step, {k: v[step - 1] for k, v in keys.items() if k not in held_out} | last)
+        run.set_status("done", steps)
+    return RunReader(path)
+
+
+def noisy(first: float, last: float, steps: int = 40, noise: float = 0.01) -> list[float]:
+    """A straight line with alternating noise."""
+    return [first + (last - first) * i / (steps - 1) + noise * (-1) ** i for i in range(steps)]
+
+
+def two_rewards(side: list[float], correct: list[float]) -> dict[str, list[float]]:
+    steps = len(side)
+    return {
+        "reward/mean": [a + b for a, b in zip(side, correct, strict=True)],
+        "reward/std": [0.2] * steps,
+        "reward/correct_frac": correct,
+        "reward/exact/mean": correct,
+        "reward/exact/abstain_frac": [0.0] * steps,
+        "reward/digits/mean": side,
+        "reward/digits/abstain_frac": [0.0] * steps,
+    }
+
+
+def test_a_side_reward_that_rises_alone_is_the_finding_and_no_learning(tmp_path: Path) -> None:
+    keys = two_rewards(noisy(0.3, 0.9), noisy(0.004, 0.012, noise=0.002))
+    keys |= {"eval/accuracy": [0.0, 0.0], "eval/accuracy_low": [0.0, 0.0], "eval/accuracy_high": [0.046, 0.046]}
+    state, found = summary(recorded_scores(tmp_path / "run", 40, keys, correct_by="exact"))
+    assert state.name == "stalled" and "learned" not in state.text
+    assert state.text.startswith("finished after step 40, stalled: right answers 0.006 -> 0.010")
+    assert (found[0].rule, found[0].severity) == ("reward_hacking", "problem")
+    assert found[0].text == "reward 'digits' rises alone: answers do not become right more often"
+    assert [each.rule for each in found if each.metric == "eval/accuracy"] == ["never_right"]
+
+
+def test_a_side_reward_that_rises_with_the_right_answers_is_no_finding(tmp_path: Path) -> None:
+    state, found = summary(
+        recorded_scores(tmp_path / "run", 40, two_rewards(noisy(0.3, 0.9), noisy(0.2, 0.6)), correct_by="exact")
+    )
+    assert state.name == "finished" and "it learned: right answers 0.297 -> 0.503" in state.text and not found
+
+
+def test_right_answers_that_were_nearly_all_there_let_a_side_reward_rise(tmp_path: Path) -> None:
+    keys = two_rewards(noisy(0.3, 0.9), noisy(0.95, 0.95))
+    assert summary(recorded_scores(tmp_path / "run", 40, keys, correct_by="exact"))[1] == []
+
+
+def test_a_weight_makes_the_side_reward_that_counts(tmp_path: Path) -> None:
+    """`digits` gains more, and counts a hundredth."""
+    keys = two_rewards(noisy(0.3, 0.9), noisy(0.1, 0.1))
+    keys |= {"reward/short/mean": noisy(0.2, 0.4), "reward/short/abstain_frac": [0.0] * 40}
+    weights = {"correct_by": "exact", "weights": {"exact": 1.0, "digits": 0.01, "short": 1.0}}
+    found = summary(recorded_scores(tmp_path / "run", 40, keys, **weights))[1]
+    assert found[0].text.startswith("reward 'short' rises alone")
+
+
+def test_without_a_judge_the_reward_rises_and_nothing_is_learned_or_accurate(tmp_path: Path) -> None:
+    keys = {"reward/mean": noisy(3.0, 6.0), "reward/std": [1.0] * 40}
+    keys |= {"eval/reward": [3.0, 6.0], "eval/reward_low": [2.8, 5.8], "eval/reward_high": [3.2, 6.2]}
+    state = state_line(recorded_scores(tmp_path / "run", 40, keys))
+    assert state.name == "finished"
+    assert state.text.startswith("finished after step 40, the reward rose: held-out reward 3.000 -> 6.000, reward 3.7")
+    assert state.text.endswith("; no reward decides what is right")
+
+
+def test_a_reward_that_is_lost_in_the_first_update_is_a_collapse_before_what_follows_from_it(tmp_path: Path) -> None:
+    """0.5 in step 1, with a spread of 0.5 over 32 prompts (0.088 of noise), and nothing later."""
+    steps = 24
+    keys = {
+        "reward/mean": [0.5] + [0.0] * (steps - 1),
+        "reward/std": [0.5] + [0.0] * (steps - 1),
+        "completion/truncated_frac": [0.0] + [1.0] * (steps - 1),
+        "group/dead_frac": [0.0] + [1.0] * (steps - 1),
+        "group/all_wrong_frac": [0.0] + [1.0] * (steps - 1),
+        "reward/correct_frac": [0.5] + [0.0] * (steps - 1),
+        "optim/lr": [0.03] * steps,
+    }
+    state, found = summary(recorded_scores(tmp_path / "run", steps, keys, prompts_per_step=32))
+    assert state.name == "collapsed" and "reward fell from 0.500 to 0.000" in state.text
+    assert [each.rule for each in found] == ["collapse", "truncation"]
+    assert found[0].text == "the policy has collapsed within the first steps (lr=0.03)"
+
+
+def test_a_first_step_that_was_lucky_is_no_collapse(tmp_path: Path) -> None:
+    """The same on two prompts: 0.35 of noise."""
+    keys = {"reward/mean": [0.5] + [0.0] * 23, "reward/std": [0.5] + [0.0] * 23}
+    assert state_line(recorded_scores(tmp_path / "run", 24, keys, prompts_per_step=2)).name == "stalled"
+
+
+def test_a_reward_that_falls_where_solved_prompts_retire_is_no_collapse(tmp_path: Path) -> None:
+    keys = {"reward/mean": noisy(0.9, 0.1), "reward/std": [0.4] * 40}
+    keys |= {"eval/accuracy": [0.2, 0.6], "eval/accuracy_low": [0.1, 0.5], "eval/accuracy_high": [0.3, 0.7]}
+    assert state_line(recorded_scores(tmp_path / "run", 40, keys)).name == "finished"
+    keys |= {"eval/accuracy": [0.6, 0.1], "eval/accuracy_low": [0.5, 0.0], "eval/accuracy_high": [0.7, 0.2]}
+    assert state_line(recorded_scores(tmp_path / "lost", 40, keys)).name == "collapsed"
+
+
+def test_a_policy_without_entropy_in_its_first_step_explores_too_little(tmp_path: Path) -> None:
+    keys = {
+        "reward/mean": [0.3] * 20,
+        "reward/std": [0.45] * 20,
+        "group/dead_frac": [0.97] * 20,
+        "group/all_wrong_frac": [0.68] * 20,
+        "group/all_right_frac": [0.29] * 20,
+        "reward/correct_frac": [0.3] * 20,
+        "rollout/entropy": [0.004] * 20,
+    }
+    found = summary(recorded_scores(tmp_path / "run", 20, keys, temperature=0.02))[1]
+    assert [each.rule for each in found] == ["no_exploration"]
+    assert found[0].remedy == "raise temperature, which is 0.02: 1 is usual"
+    keys["rollout/entropy"] = [0.4] * 20
+    found = summary(recorded_scores(tmp_path / "hard", 20, keys, temperature=1.0))[1]
+    assert [each.rule for each in found] == ["too_hard"]
+
+
+def test_a_run_that_failed_or_was_killed_has_that_as_its_first_finding(tmp_path: Path) -> None:
+    failed = summary(recorded(tmp_path / "failed", RISING[:3], "failed"))[1]
+    assert [(each.rule, each.severity) for each in failed] == [("failed", "problem")]
+    assert failed[0].evidence == "after step 3: ValueError: \\x1b[31mno" and "gruppo resume" in failed[0].remedy
+    killed = summary(recorded(tmp_path / "killed", RISING[:3], "running"))[1]
+    assert [(each.rule, each.severity) for each in killed] == [("killed", "warning")]
 
 
 def test_a_policy_that_is_lost_within_the_first_steps_has_collapsed(tmp_path: Path) -> None:
@@ -95,13 +239,13 @@ def test_a_run_without_a_status_file_has_a_state(tmp_path: Path) -> None:
 def test_the_sentence_has_the_numbers(tmp_path: Path) -> None:
     """By hand: means of the first and last 20 of 0.20, 0.21, ... 0.59; the noise cancels within four steps."""
     state = state_line(recorded(tmp_path / "run", RISING))
-    assert state.text.startswith("finished after step 40, it learned: reward 0.295 -> 0.495 (noise 0.0")
+    assert state.text.startswith("finished after step 40, the reward rose: reward 0.295 -> 0.495 (noise 0.0")
 
 
 def test_a_rise_with_a_problem_is_told_with_it(tmp_path: Path) -> None:
     state, found = summary(recorded(tmp_path / "run", RISING, **{"completion/truncated_frac": 0.9}))
     assert [each.rule for each in found] == ["truncation"]
-    assert state.name == "finished" and state.text.endswith("; but most completions are cut off before they end")
+    assert state.name == "finished" and "; but most completions are cut off before they end" in state.text
 
 
 def test_a_failed_run_gives_its_error_without_control_characters(tmp_path: Path) -> None:
@@ -177,10 +321,10 @@ def test_the_rules_page_names_every_finding() -> None:
     """Names are read from the source: a finding is made where one is found."""
     import re
 
-    from gruppo.doctor import completion_rules, metric_rules
+    from gruppo.doctor import completion_rules, metric_rules, state
 
     root = Path(__file__).parents[3]
-    source = "".join(Path(m.__file__).read_text(encoding="utf-8") for m in (metric_rules, completion_rules))
+    source = "".join(Path(m.__file__).read_text(encoding="utf-8") for m in (metric_rules, completion_rules, state))
     names = set(re.findall(r'rule="(\w+)"', source)) | {rule for rule, _ in metric_rules.RANGES.values()}
     names |= set(re.findall(r'_dead\(\s*"(\w+)"', source))
     page = (root / "docs" / "doctor.md").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import torch
 
 from gruppo.batch import Totals
 from gruppo.loss import (
+    LOSSES,
     BNPOLoss,
     CISPOLoss,
     Clip,
@@ -377,3 +378,35 @@ def test_on_policy_is_reported():
     inputs, outputs = {"labels": LABELS}, {"logps": rows(LOGPS)}
     assert GRPOLoss()(inputs, outputs, advantages=ADVANTAGES).on_policy is True
     assert GRPOLoss()(inputs, outputs, advantages=ADVANTAGES, old_logps=rows(LOGPS)).on_policy is False
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "drgrpo", "luspo", "reinforce", "bnpo"])
+def test_the_mean_of_the_kl_is_per_token_whatever_the_loss(name: str) -> None:
+    """Completions of 300 and 100 tokens with delta = 0.1 and 0.3. By hand: k3 = exp(-d) - 1 + d is 0.0048374 and
+    0.0408182, and (300 * 0.0048374 + 100 * 0.0408182) / 400 = 0.0138326."""
+    options = {"max_completion_length": 4096} if name == "drgrpo" else {}
+    labels = torch.zeros(2, 300, dtype=torch.int64)
+    labels[1, 100:] = -100
+    logps = torch.full((2, 300), -1.0).requires_grad_()
+    ref_logps = torch.tensor([[-1.1], [-1.3]]).expand(2, 300)
+    made = LOSSES[name](beta=0.1, **options)
+    given = {"advantages": [0.0, 0.0], "old_logps": logps.detach()}
+    output = made({"labels": labels}, {"logps": logps}, ref_logps=ref_logps, **given)
+    assert output.means["kl"].item() == pytest.approx(0.0138326, rel=1e-4)
+    own = {"grpo": (0.0048374 + 0.0408182) / 2, "luspo": None, "drgrpo": 0.0138326 * 400 / (2 * 4096)}.get(name)
+    if own is not None:
+        assert output.terms["kl"].item() == pytest.approx(own, rel=1e-4)
+    # The shares of two parts of a step add up to it.
+    totals = Totals(sequences=2, tokens=400)
+    parts = [
+        made(
+            {"labels": labels[i : i + 1]},
+            {"logps": logps[i : i + 1]},
+            advantages=[0.0],
+            old_logps=logps[i : i + 1].detach(),
+            ref_logps=ref_logps[i : i + 1],
+            totals=totals,
+        )
+        for i in range(2)
+    ]
+    assert sum(part.means["kl"].item() for part in parts) == pytest.approx(0.0138326, rel=1e-4)

@@ -33,14 +33,14 @@ def test_the_line_of_a_step() -> None:
 def test_a_line_that_is_too_long_leaves_out_what_matters_least() -> None:
     given = METRICS | {"eval/accuracy": 0.5, "completion/len_mean": 1024.0}
     assert step_line(1000, 1000, given, 99.9, left=5940.0) == (
-        "step 1000/1000  reward 0.438  held-out 0.500  signal 75%  grad 0.12  clip 1.2%  entropy 0.68  length 1024  "
-        "99.9 s  left 99 min"
+        "step 1000/1000  reward 0.438  held-out accuracy 0.500  signal 75%  grad 0.12  clip 1.2%  entropy 0.68  "
+        "length 1024  99.9 s  left 99 min"
     )
     assert step_line(1000, 1000, given, 99.9, left=5940.0, width=100) == (
-        "step 1000/1000  reward 0.438  held-out 0.500  signal 75%  grad 0.12  99.9 s  left 99 min"
+        "step 1000/1000  reward 0.438  held-out accuracy 0.500  signal 75%  grad 0.12  99.9 s  left 99 min"
     )
     assert step_line(1000, 1000, given, 99.9, width=60) == (
-        "step 1000/1000  reward 0.438  held-out 0.500  signal 75%  99.9 s"
+        "step 1000/1000  reward 0.438  held-out accuracy 0.500  signal 75%  99.9 s"
     )
 
 
@@ -92,7 +92,7 @@ def test_a_terminal_has_a_line_for_every_evaluation() -> None:
 def test_the_score_of_the_start_is_a_line_once_it_is_there() -> None:
     console, raw = printed(width=80)
     RunConsole(200, console).evaluated(0, {"eval/accuracy": 0.299})
-    assert raw.getvalue().decode() == "step   0/200  held-out 0.299\n"
+    assert raw.getvalue().decode() == "step   0/200  held-out accuracy 0.299\n"
 
 
 def test_the_table_shows_groups_that_teach_something_and_each_prompt_once() -> None:
@@ -125,7 +125,10 @@ def test_the_table_shows_groups_that_teach_something_and_each_prompt_once() -> N
 
 def test_the_line_of_a_step_with_an_evaluation() -> None:
     line = step_line(10, 10, METRICS | {"eval/accuracy": 0.9}, 2.0)
-    assert "  held-out 0.900  " in line and line.endswith("2.0 s")
+    assert "  held-out accuracy 0.900  " in line and line.endswith("2.0 s")
+    both = step_line(10, 10, METRICS | {"eval/accuracy": 0.9, "eval/reward": 1.5}, 2.0)
+    assert both == line  # the reward of held-out prompts is told where nothing else is known of them
+    assert "  held-out reward 1.500  " in step_line(10, 10, METRICS | {"eval/reward": 1.5}, 2.0)
 
 
 def test_the_line_of_a_step_in_which_nothing_was_scored() -> None:
@@ -241,7 +244,7 @@ def test_text_of_any_language_stays_as_it_is() -> None:
 
 
 def test_the_line_of_a_step_has_the_keys_that_the_registry_marks() -> None:
-    shown = ["reward/mean", "eval/accuracy", "group/dead_frac", "optim/grad_norm", "live/clip_ratio"]
+    shown = ["reward/mean", "eval/accuracy", "eval/reward", "group/dead_frac", "optim/grad_norm", "live/clip_ratio"]
     assert [key.name for key in SHOWN] == [*shown, "rollout/entropy", "completion/len_mean"]
     assert {key.name for key in KEYS if key.line} == {key.name for key in SHOWN}
 

@@ -135,7 +135,9 @@ def test_an_error_of_the_background_ends_the_run_with_its_own_text(tmp_path: Pat
             raise ValueError("the grader is gone")
         return [float(len(text)) for text in completions]
 
-    trainer = GRPOTrainer(config(tmp_path / "run", max_staleness=1, eval_prompts=0), rewards=[breaks], quiet=True)
+    trainer = GRPOTrainer(
+        config(tmp_path / "run", max_staleness=1, eval_prompts=0, correct_by="breaks"), rewards=[breaks], quiet=True
+    )
     with pytest.raises(RewardError, match="the grader is gone"):
         trainer.train()
 

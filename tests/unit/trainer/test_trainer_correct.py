@@ -9,7 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from step_rewards import rollouts_of
 
+from gruppo.doctor import summary
 from gruppo.errors import InputError
+from gruppo.report.page import report_page
 from gruppo.reward import RewardScorer, load_reward
 from gruppo.trainer import GRPOTrainer
 from gruppo.trainer.trainer import TrainResult
@@ -37,6 +39,10 @@ def test_the_first_verifier_decides_wherever_it_stands() -> None:
     with RewardScorer([plain, "number_match", "exact_match"]) as scorer:
         assert scorer.correct_by == "number_match"
     with RewardScorer([plain]) as scorer:
+        assert scorer.correct_by is None
+        result = scorer.score(["p"] * 2, ["4", "5"])
+        assert result.correct == [None, None] and "reward/correct_frac" not in result.metrics
+    with RewardScorer([plain], correct_at=0.5) as scorer:  # a threshold of the only reward
         assert scorer.correct_by == "form"
     with RewardScorer(["exact_match", "number_match"], correct_by="number_match") as scorer:
         result = scorer.score(["p"] * 3, ["4", "4.0", "5"], columns={"answer": ["4"] * 3})
@@ -44,6 +50,64 @@ def test_the_first_verifier_decides_wherever_it_stands() -> None:
         assert result.metrics["reward/correct_frac"] == pytest.approx(2 / 3)
     with pytest.raises(InputError, match="correct_by='math' is not one of the rewards; they are exact_match"):
         RewardScorer(["exact_match"], correct_by="math")
+    with pytest.raises(InputError, match=r"correct_at=0.5 needs a reward that decides .* none of form, other is a ver"):
+        RewardScorer([plain, load_reward(form, name="other", isolated=False)], correct_at=0.5)
+
+
+@pytest.mark.parametrize("option", [{"eval_samples": 4}, {"retire_solved": 2}])
+def test_options_that_need_a_right_answer_are_refused_where_none_is_known(option: Any, make_trainer: Make) -> None:
+    name, value = next(iter(option.items()))
+    with pytest.raises(InputError, match=f"{name}={value} cannot be used here: no reward decides which answers are ri"):
+        make_trainer(**{"rewards": ("step_rewards:by_place",), "eval_prompts": 8} | option)
+
+
+def test_an_estimator_of_right_answers_is_refused_for_several_rewards_of_which_none_decides(make_trainer: Make) -> None:
+    options: dict[str, Any] = {"rewards": ("step_rewards:by_place", "step_rewards:right")}
+    with pytest.raises(InputError, match="advantage='pass_at_k' compares right answers with wrong ones, and no reward"):
+        make_trainer(advantage="pass_at_k", **options)
+    trainer = make_trainer(advantage="pass_at_k", correct_by="by_place", **options)
+    assert trainer.scorer.correct_by == "by_place"
+
+
+def test_without_a_verifier_the_held_out_score_is_a_reward_everywhere(make_trainer: Make) -> None:
+    """Rewards of 0, 1/3, 2/3, 1 in turn: 0.5 on eight prompts, with a spread of 0.398 (ddof 1)."""
+    options: dict[str, Any] = {"rewards": ("step_rewards:by_place",), "eval_prompts": 8, "eval_every": 1, "lr": 1e-12}
+    trainer = make_trainer(steps=4, patience=2, keep_best=True, stop_at_score=0.6, **options)
+    result = trainer.train()
+    assert repr(result).endswith("held-out reward 0.500 -> 0.500)") and "accuracy" not in repr(result)
+    assert result.step == 2  # two evaluations that were no better than the first
+    assert result.after is not None and result.after.accuracy is None and result.after.score == 0.5
+    scores = [{k: v for k, v in line.items() if k.startswith("eval/")} for line in trainer.run.metrics()]
+    assert [sorted(each) for each in scores] == [["eval/reward", "eval/reward_high", "eval/reward_low"]] * 3
+    half = 1.959964 * 0.39840953644479793 / 8**0.5
+    assert scores[0]["eval/reward_high"] == pytest.approx(0.5 + half, rel=1e-6)
+    assert not any("correct_frac" in key or "all_right" in key for line in trainer.run.metrics() for key in line)
+    assert not [event for event in trainer.run.events() if event["event"] == "best"]
+    page = report_page([trainer.run], states=[summary(trainer.run)[0]])
+    assert "held-out reward" in page and "held-out accuracy" not in page.split('id="data"')[1].split("</script>")[0]
+
+
+def test_a_run_stops_at_a_held_out_reward_and_keeps_the_best_by_it(make_trainer: Make) -> None:
+    options: dict[str, Any] = {"rewards": ("step_rewards:by_place",), "eval_prompts": 8, "eval_every": 1}
+    trainer = make_trainer(steps=4, stop_at_score=0.5, keep_best=True, **options)
+    assert trainer.train().step == 1
+
+
+def test_the_plan_names_the_reward_that_decides(make_trainer: Make) -> None:
+    decided = make_trainer(rewards=("step_rewards:right", "exact_match"))
+    assert (
+        decided.plan()
+        .lines(decided.config)[-1]
+        .endswith("rewards step_rewards:right, exact_match; an answer is right where exact_match is at least 1")
+    )
+    decided.close()
+    both = ("step_rewards:right", "step_rewards:by_place")
+    undecided = make_trainer(rewards=both, output=f"{decided.run.path}-2")
+    assert (
+        undecided.plan()
+        .lines(undecided.config)[-1]
+        .endswith("; no reward decides which answers are right (correct_by names one)")
+    )
 
 
 def test_an_abstention_is_neither_right_nor_wrong() -> None:
@@ -81,8 +145,8 @@ def test_held_out_accuracy_does_not_depend_on_weights_or_other_rewards(options: 
     trainer = make_trainer(**HELD_OUT, eval_samples=2, **options)
     metrics = trainer.evaluate().metrics
     plain = make_trainer(**HELD_OUT, eval_samples=2, output=str(trainer.run.path) + "-plain").evaluate().metrics
-    accuracies = {k: v for k, v in metrics.items() if k != "eval/reward"}
-    assert accuracies == {k: v for k, v in plain.items() if k != "eval/reward"}
+    accuracies = {k: v for k, v in metrics.items() if not k.startswith("eval/reward")}
+    assert accuracies == {k: v for k, v in plain.items() if not k.startswith("eval/reward")}
     assert metrics["eval/accuracy"] == GREEDY
 
 
@@ -111,7 +175,7 @@ def test_prompts_retire_by_their_answers_and_not_by_their_sums(make_trainer: Mak
 
 def test_groups_that_are_all_right_are_counted_by_their_answers(make_trainer: Make) -> None:
     # All wrong with 0.7 each: equal rewards, and nobody is right.
-    metrics = make_trainer(rewards=("step_rewards:constant",)).step()
+    metrics = make_trainer(rewards=("step_rewards:constant",), correct_by="constant").step()
     assert (metrics["group/all_right_frac"], metrics["group/all_wrong_frac"]) == (0.0, 1.0)
 
 

@@ -35,7 +35,8 @@ def flat(trainer: GRPOTrainer) -> tuple[list[Any], list[int]]:
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_step_has_the_advantages_that_its_estimator_gives_to_its_rollouts(name: str, make_trainer: Make) -> None:
     options: dict[str, Any] = {"k": 2} if name == "pass_at_k" else {}
-    trainer = make_trainer(advantage=name, advantage_options=options, rewards=("step_rewards:by_place",), **HOT)
+    by_place: dict[str, Any] = {"rewards": ("step_rewards:by_place",), "correct_by": "by_place"}
+    trainer = make_trainer(advantage=name, advantage_options=options, **by_place, **HOT)
     trainer.step()
     rollouts, ids = flat(trainer)
     lengths = [len(r.trajectory.tokens) for r in rollouts]

@@ -185,7 +185,7 @@ def test_nothing_retires_unless_asked() -> None:
 
 
 def test_retired_prompts_are_drawn_no_more_and_enough_stay(make_trainer: Make) -> None:
-    trainer = make_trainer(rewards=("step_rewards:right",), retire_solved=1)
+    trainer = make_trainer(rewards=("step_rewards:right",), correct_by="right", retire_solved=1)
     batches = watch(trainer)
     total = len(trainer.prompts.train)
     steps = (total - 4) // 4 + 3  # until all but 4 have retired, and a few more
@@ -197,7 +197,7 @@ def test_retired_prompts_are_drawn_no_more_and_enough_stay(make_trainer: Make) -
 
 
 def test_a_retired_prompt_is_replaced_in_first_batches_and_refills(make_trainer: Make) -> None:
-    trainer = make_trainer(rewards=("step_rewards:constant",), dynamic_sampling=2, retire_solved=9)
+    trainer = make_trainer(rewards=("step_rewards:constant",), correct_at=1.0, dynamic_sampling=2, retire_solved=9)
     batches = watch(trainer)
     indices = [p.index for p in trainer.prompts.train.prompts]
     trainer.state.solved.retired = set(indices[::2])

@@ -11,7 +11,7 @@ from gruppo.trainer import GRPOTrainer
 
 Make = Callable[..., GRPOTrainer]
 
-LIVE = {"rewards": ("step_rewards:by_place",)}
+LIVE = {"rewards": ("step_rewards:by_place",), "correct_by": "by_place"}
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "kl": {"beta": 0.1, "entropy_coef": 0.01, "epochs_per_batch": 2, **LIVE},

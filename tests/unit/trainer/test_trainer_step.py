@@ -273,7 +273,7 @@ def test_the_options_of_adam_by_hand(make_trainer: Make) -> None:
 @pytest.mark.row("R-22", "a constant reward")
 def test_a_constant_reward_leaves_the_weights_to_the_bit(loss: str, make_trainer: Make) -> None:
     # AdamW divides 0 by the root of 0 plus eps: no movement, and no NaN.
-    trainer = make_trainer(rewards=("step_rewards:constant",), loss=loss)
+    trainer = make_trainer(rewards=("step_rewards:constant",), correct_by="constant", loss=loss)
     before = weights(trainer)
     for _ in range(2):
         metrics = trainer.step()
@@ -318,6 +318,25 @@ def test_a_constant_reward_with_a_kl_penalty_trains_on_the_penalty_alone(make_tr
     assert metrics["policy/kl"] > 0.01
     assert metrics["policy/loss"] == pytest.approx(0.5 * metrics["policy/kl"], rel=1e-6)
     assert not unchanged(trainer, before)
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens_per_microbatch": 40}, {"lora": True, "minibatches": 2}])
+@pytest.mark.parametrize("loss", ["grpo", "drgrpo", "luspo", "reinforce", "bnpo"])
+def test_the_reported_kl_is_the_mean_over_tokens_for_every_loss(
+    loss: str, options: dict[str, Any], make_trainer: Make
+) -> None:
+    """k3 of each token, in float64 from what the update saw, and not the loss's own sum of it."""
+    trainer = make_trainer(**LIVE, **options, loss=loss, beta=0.01, lr=3e-3, temperature=3.0, max_new_tokens=6)
+    for _ in range(2):
+        metrics = trainer.step(record=True)
+    rollouts = [rollout for group in trainer.recorded for rollout in group.rollouts]
+    assert len({len(r.policy_logps or ()) for r in rollouts}) > 1
+    parts = [rollouts[:8], rollouts[8:]] if "minibatches" in options else [rollouts]
+    means = []
+    for part in parts:
+        pairs = [pair for r in part for pair in zip(r.policy_logps or (), r.ref_logps or (), strict=True)]
+        means.append(sum(math.exp(ref - logp) - 1 + logp - ref for logp, ref in pairs) / len(pairs))
+    assert metrics["policy/kl"] == pytest.approx(sum(means) / len(means), rel=1e-4) and metrics["policy/kl"] > 1e-5
 
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "dapo", "bnpo", "drgrpo"])
@@ -514,7 +533,7 @@ def test_the_best_model_is_kept_beside_the_last(make_trainer: Make) -> None:
     drawn = sampler.draw(prompts, 1, SamplingParams(temperature=0.0, max_new_tokens=4))
     right = [samples[0].text == prompt.columns["answer"] for samples, prompt in zip(drawn, prompts, strict=True)]
     assert sum(right) / len(right) == scores[best]
-    events = [(e["step"], e["accuracy"]) for e in trainer.run.events() if e["event"] == "best"]
+    events = [(e["step"], e["score"]) for e in trainer.run.events() if e["event"] == "best"]
     assert events[-1] == (best, scores[best]) and events == sorted(events, key=lambda event: event[1])
 
 

@@ -1,0 +1,170 @@
+"""Progress: what a run has gained, by what decides it; and Fall: what it has lost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import hypot, inf
+from typing import Literal
+
+import numpy as np
+
+from gruppo.doctor.finding import CORRECT, FEWEST_STEPS, REWARD, WINDOW, Change
+from gruppo.doctor.table import Table
+from gruppo.keys import held_out_key
+
+# --- held-out scores --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One held-out evaluation, with the 95 % interval of its score."""
+
+    key: str
+    step: int
+    value: float
+    low: float
+    high: float
+
+
+def held_out_scores(table: Table) -> list[Score]:
+    """The held-out evaluations in their order: accuracies, or rewards where none decides what is right."""
+    key = held_out_key(table.keys)
+    if key is None:
+        return []
+    lows, highs = (dict(table.series(f"{key}_{end}")) for end in ("low", "high"))
+    return [Score(key, step, value, lows.get(step, -inf), highs.get(step, inf)) for step, value in table.series(key)]
+
+
+# --- gains ------------------------------------------------------------------------------------------------------------
+
+LEAST_RISE = 0.02
+"""Rise of a share of right answers below which nobody would say that a model has learned."""
+SURE_OF_PROGRESS = 3.0
+"""Standard errors that a rise of training samples must have: at 2, one idle run in forty would be said to learn."""
+
+Direction = Literal["up", "flat", "down"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What training has changed, by what decides it: held-out prompts before training samples, right answers before
+    rewards."""
+
+    direction: Direction
+    is_judged: bool
+    """Whether a reward decides which answers are right. Else only rewards can be compared."""
+    held_out: Direction | None
+    """None: fewer than two evaluations, or intervals so wide that they fit what the training samples show."""
+
+    @classmethod
+    def of(cls, table: Table) -> "Progress":
+        """
+        >>> Progress.of(Table(metrics=[{"step": step, "reward/correct_frac": step / 40} for step in range(1, 41)]))
+        Progress(direction='up', is_judged=True, held_out=None)
+        """
+        is_judged = bool(table.series(CORRECT) or table.series("eval/accuracy"))
+        change = Change.of(table.series(CORRECT if is_judged else REWARD))
+        trained: Direction = "flat"
+        if change is not None:
+            least = max(SURE_OF_PROGRESS * change.error, LEAST_RISE if is_judged else 0.0)
+            trained = "up" if change.last - change.first > least else "down" if change.falls(least) else "flat"
+        scores = held_out_scores(table)
+        if len(scores) < 2 or (is_judged and scores[0].key != "eval/accuracy"):
+            return cls(trained, is_judged, None)
+        first, last = scores[0], scores[-1]
+        moved = last.value - first.value
+        # Newcombe's interval of a difference, from those of its ends.
+        low = moved - hypot(last.value - last.low, first.high - first.value)
+        high = moved + hypot(last.high - last.value, first.value - first.low)
+        if low > 0 or high < 0:
+            held_out: Direction = "up" if low > 0 else "down"
+            return cls(held_out, is_judged, held_out)
+        if trained == "up" and change is not None and change.last - change.first > high:
+            return cls("flat", is_judged, "flat")  # what the samples gain does not reach held-out prompts
+        return cls(trained, is_judged, None)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+FALLEN = 0.5
+"""Share of what was gained whose loss is a collapse."""
+SURE_OF_THE_BEST = 4.0
+"""Standard errors that a fall from the best must have: the best of many windows is above their mean by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fall:
+    """A collapse: a score that has lost most of what it had, whatever its unit and its zero."""
+
+    key: str
+    """Of the score: the reward, or the held-out score."""
+    best: float
+    last: float
+    """Mean of the last window, or the last evaluation."""
+    step: int
+    """The last step of the best ones; 0: the model before its first step."""
+
+    @classmethod
+    def of(cls, table: Table) -> "Fall | None":
+        """None where there is no collapse: the reward has kept its level, or the held-out score has.
+
+        >>> Fall.of(Table(metrics=[{"step": step, "reward/mean": 0.8 if step < 9 else 0.0} for step in range(1, 21)]))
+        Fall(key='reward/mean', best=0.8, last=0.0, step=5)
+        """
+        held_out = held_out_scores(table)
+        lost = cls._of_held_out(held_out)
+        if lost is not None:
+            return lost
+        fall = cls._of_steps(table) or cls._of_first_step(table)
+        # Rewards also fall where solved prompts retire; the held-out score does not.
+        if fall is not None and len(held_out) > 1 and held_out[-1].step > fall.step:
+            return None if held_out[-1].value >= FALLEN * max(each.value for each in held_out) else fall
+        return fall
+
+    @classmethod
+    def _of_steps(cls, table: Table) -> "Fall | None":
+        """A fall from the best steps. `best` is the highest mean over `FEWEST_STEPS` steps."""
+        rewards = table.series(REWARD)
+        values = np.array([value for _, value in rewards], float)
+        width = min(WINDOW, len(values) // 2)
+        if width < FEWEST_STEPS:
+            return None
+        means = np.convolve(values, np.ones(FEWEST_STEPS) / FEWEST_STEPS, "valid").round(12)
+        top = int(means.argmax())
+        best, last = float(means[top]), float(values[-width:].mean())
+        # From neighbouring steps, so that what the reward gains and loses is no noise.
+        noise = np.sqrt(np.square(np.diff(values)).mean() / 2 * (1 / FEWEST_STEPS + 1 / width))
+        if best - last <= max(SURE_OF_THE_BEST * noise, FALLEN * (best - means.min())):
+            return None
+        return cls(REWARD, best, last, rewards[top + FEWEST_STEPS - 1][0]) if _is_much(table, best, last) else None
+
+    @classmethod
+    def _of_first_step(cls, table: Table) -> "Fall | None":
+        """A fall from the first step: a few updates may lose a policy before a window of steps has a mean."""
+        rewards, spreads = table.series(REWARD), dict(table.series("reward/std"))
+        values = np.array([value for _, value in rewards], float)
+        width = min(WINDOW, len(values) // 2)
+        if width < FEWEST_STEPS or rewards[0][0] != 1 or 1 not in spreads:
+            return None
+        first, last = float(values[0]), float(values[-width:].mean())
+        # The completions of a prompt are alike, so that the prompts are counted.
+        noise = np.sqrt(spreads[1] ** 2 / table.config.get("prompts_per_step", 1) + values[-width:].var() / width)
+        if first - last <= SURE_OF_THE_BEST * noise or not _is_much(table, first, last):
+            return None
+        return cls(REWARD, first, last, 1)
+
+    @classmethod
+    def _of_held_out(cls, scores: Sequence[Score]) -> "Fall | None":
+        """A fall of the held-out score, beyond its intervals."""
+        if len(scores) < 2 or min(each.value for each in scores) < 0:
+            return None
+        best, last = max(scores, key=lambda each: each.value), scores[-1]
+        if last.high < best.low and last.value < FALLEN * best.value:
+            return cls(last.key, best.value, last.value, best.step)
+        return None
+
+
+def _is_much(table: Table, best: float, last: float) -> bool:
+    """Whether a reward has lost much of what it had. The spread of the rewards within a step tells what is much."""
+    spread = max((value for _, value in table.series("reward/std")), default=float("inf"))
+    lowest = min(value for _, value in table.series(REWARD))
+    return best - last > FALLEN * spread or (lowest >= 0 and last < FALLEN * best)
