@@ -73,11 +73,6 @@ def evens(completions: Sequence[str], **_: Any) -> list[float]:
     return [sum(digit in "02468" for digit in text) / 4 for text in completions]
 
 
-def distinct(completions: Sequence[str], **_: Any) -> list[float]:
-    """A reward that knows no right or wrong."""
-    return [float(len(set(text))) for text in completions]
-
-
 def fails_in_step_14(completions: Sequence[str], step: int, **_: Any) -> list[float]:
     if step == 13:
         raise RuntimeError("the judge is gone")
@@ -175,7 +170,7 @@ EVALUATED: dict[str, Any] = {"eval_data": "builtin:carries?split=heldout", "eval
 
 FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
     "the reward is always 1": ("constant_reward", lambda p: trained(p, {"rewards": [always_one]})),
-    "the reward is always None": ("no_reward", never_rewarded),
+    "the reward is always None": ("failed no_reward", never_rewarded),
     "the reward is NaN for some": ("reward_fails", lambda p: trained(p, {"rewards": [nan_on_nines]})),
     "wrong answers earn more": (
         "contradicted_reward",
@@ -231,7 +226,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
         lambda p: trained(p, {"rewards": [length]}, lr=1e-3, steps=30, max_new_tokens=48, temperature=2.0),
     ),
     "the reward pays for length, and the model repeats digits": (
-        "repetition",
+        "length_exploitation repetition",
         lambda p: trained(p, {"rewards": [length]}, lr=1e-3, steps=40, max_new_tokens=48, temperature=1.5),
     ),
     "max_new_tokens is 2": ("truncation", lambda p: trained(p, max_new_tokens=2)),
@@ -248,7 +243,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
         lambda p: trained(p, entropy_coef=-1.0, lr=1e-3, reward_weights=(0.0,), steps=40),
     ),
     "lr is too high for eight updates per batch": (
-        "kl_blow_up",
+        "collapse kl_blow_up",
         lambda p: trained(p, lr=3e-2, minibatches=4, epochs_per_batch=2, beta=1e-6),
     ),
     "lr is too high, once it is warm": ("collapse", lambda p: trained(p, lr=2e-2, steps=40, warmup_steps=20)),
@@ -256,7 +251,10 @@ FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
         "collapse",
         lambda p: trained(p, {"rewards": [costs_wrong]}, lr=2e-2, steps=40, warmup_steps=20),
     ),
-    "a right answer earns 0.9": ("never_right", lambda p: trained(p, {"rewards": [nine_tenths]}, lr=3e-4, steps=40)),
+    "a right answer earns 0.9": (
+        "never_right",
+        lambda p: trained(p, {"rewards": [nine_tenths]}, correct_by="nine_tenths", lr=3e-4, steps=40),
+    ),
     "some rewards are a thousand times too high": (
         "gradient_spike",
         lambda p: trained(p, {"rewards": [outlier]}, normalization="centered", steps=20, seed=1),
@@ -271,7 +269,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], RunReader]]] = {
     "the sampler has other weights": ("stale_sampler", other_weights),
     "lr is 1e-10": ("precision_lost", lambda p: trained(p, lr=1e-10)),
 }
-"""What is wrong, the rule that must name it first, and the run."""
+"""What is wrong, the rule that must name it first and others that must see it, and the run."""
 
 LEARNS_ALL_THE_SAME = {
     "the reward is NaN for some",
@@ -310,7 +308,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
         "seed": 14,
     },
     "few held-out prompts": {"eval_prompts": 16, "seed": 15},
-    "a reward without right or wrong": {"rewards": "distinct", "lr": 3e-4, "seed": 16},
+    "a reward without right or wrong": {"rewards": "evens", "lr": 3e-4, "seed": 16},
     "Dr. GRPO with a KL penalty": {"loss": "drgrpo", "beta": 0.02, "seed": 18},
     "REINFORCE with a KL penalty": {"loss": "reinforce", "beta": 0.002, "seed": 19},
     "the demo": {"steps": 200, "prompts_per_step": 32, "warmup_steps": 10, "completions_every": 10},
@@ -340,7 +338,7 @@ def healthy(name: str, output: Path) -> RunReader:
         objects["data"] = [row for row in carries_rows("train") if has_carry(row["prompt"])]
     if options.get("data") == "dropped":
         objects["data"], options["eval_data"] = dropped(), None
-    named = {"digits": digits_right, "distinct": distinct}
+    named = {"digits": digits_right, "evens": evens}
     if options.get("rewards") in named:
         objects["rewards"] = [named[options["rewards"]]]
     return trained(output, objects, **{k: v for k, v in options.items() if k not in objects})

@@ -16,10 +16,12 @@ pytestmark = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_real_fault_is_found(fault: str, tmp_path: Path, record_property) -> None:
-    rule, make = FAULTS[fault]
+    rules, make = FAULTS[fault]
+    first, *others = rules.split()
     state, found = summary(make(tmp_path / "run"))
     record_property("doctor", f"{fault:66} {state.name:10} {', '.join(each.rule for each in found)}\n    {state.text}")
-    assert found and found[0].rule == rule, (state, found)
+    assert found and found[0].rule == first, (state, found)
+    assert {each.rule for each in found} >= {*others}
     assert "learned" not in state.text or fault in LEARNS_ALL_THE_SAME, state
 
 
@@ -30,7 +32,7 @@ def test_a_healthy_run_has_no_finding_and_learned(name: str, tmp_path: Path, rec
     record_property("doctor", f"{name:66} {state.name:10} {rules}\n    {state.text}")
     assert found == []
     assert state.name == "finished", state
-    assert ("it learned" in state.text) == (name != "a reward without right or wrong")
+    assert ("it learned" in state.text) == (name not in ("a reward without right or wrong", "share of right digits"))
 
 
 def test_updates_that_the_rule_calls_lost_changed_no_weight(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from gruppo.doctor.finding import (
     beyond,
     departure,
 )
-from gruppo.doctor.progress import LEAST_RISE, Fall, Progress
+from gruppo.doctor.progress import LEAST_RISE, SOLVED, Fall, Progress
 from gruppo.doctor.table import Points, Table
 from gruppo.keys import find
 from gruppo.output import printable
@@ -239,8 +239,19 @@ def never_right(table: Table) -> Iterator[Finding]:
 
 def collapse(table: Table) -> Iterator[Finding]:
     """The policy has lost what it could."""
-    fall = Fall.of(table)
-    if fall is not None:
+    fall, reward = Fall.of(table), Change.of(table.series(REWARD))
+    if fall is not None and reward is not None and reward.rises():
+        if not any(reward_hacking(table)):
+            yield Finding(
+                rule="collapse",
+                severity="problem",
+                step=fall.step,
+                text="training prompts are learned by heart, and what was right on held-out prompts is lost",
+                evidence=f"{fall.key} fell from {fall.best:.3g} to {fall.last:.3g}, and {REWARD} rose, {reward}",
+                remedy="more prompts, fewer steps or a lower lr; keep_best keeps the model of the best evaluation",
+                metric=fall.key,
+            )
+    elif fall is not None:
         rates = [rate for _, rate in table.series("optim/lr")]
         lr = f" (lr={max(rates):g})" if rates else ""
         early = fall.step <= FEWEST_STEPS
@@ -261,13 +272,20 @@ def collapse(table: Table) -> Iterator[Finding]:
 
 SURE_FROM_THE_START = 0.05
 """Entropy per token, in nats, of a policy that draws the same completion nearly every time."""
+LOW_TEMPERATURE = 0.5
+"""Below it, it is the temperature that makes a policy so sure."""
 
 
 def _is_sure_from_the_start(table: Table) -> bool:
-    """Whether the policy had nothing to choose in the first step, and was not right by that."""
+    """Whether the policy had nothing to choose in the first step, and was not right by that.
+
+    Where nothing earns anything, only a low temperature tells it from a task that is too hard.
+    """
     entropy, right = table.series(ENTROPY)[:1], table.series(CORRECT)[:1]
     is_sure = bool(entropy) and entropy[0][0] == 1 and entropy[0][1] < SURE_FROM_THE_START
-    return is_sure and not (right and right[0][1] >= SOLVED)
+    is_cold = table.config.get("temperature", 1.0) < LOW_TEMPERATURE
+    earns = any(value for _, value in table.series("reward/std"))
+    return is_sure and (is_cold or earns) and not (right and right[0][1] >= SOLVED)
 
 
 def no_exploration(table: Table) -> Iterator[Finding]:
@@ -374,8 +392,6 @@ def _side_rewards(table: Table) -> dict[str, Change]:
 
 ENTROPY_LEFT = 0.2
 """Share of the entropy at the start below which a policy has stopped to explore."""
-SOLVED = 0.9
-"""Share of right answers at which being sure is what was wanted."""
 
 
 def entropy_collapse(table: Table) -> Iterator[Finding]:
@@ -387,7 +403,7 @@ def entropy_collapse(table: Table) -> Iterator[Finding]:
     start = max(entropy.first, points[0][1])  # a fast collapse is over within the first window
     if entropy.last >= ENTROPY_LEFT * start or (correct is not None and correct.last >= SOLVED):
         return
-    if _is_never_right(table):
+    if _is_never_right(table) or _is_sure_from_the_start(table):
         return
     right = "" if correct is None else f", {CORRECT} {correct}"
     yield Finding(

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from gruppo.doctor.finding import CORRECT, FEWEST_STEPS, REWARD, WINDOW, Change
+from gruppo.doctor.finding import CORRECT, FEWEST_STEPS, REWARD, SURE, WINDOW, Change
 from gruppo.doctor.table import Table
 from gruppo.keys import held_out_key
 
@@ -36,6 +36,8 @@ def held_out_scores(table: Table) -> list[Score]:
 
 # --- gains ------------------------------------------------------------------------------------------------------------
 
+SOLVED = 0.9
+"""Share of right answers from which on there is little left to learn."""
 LEAST_RISE = 0.02
 """Rise of a share of right answers below which nobody would say that a model has learned."""
 SURE_OF_PROGRESS = 3.0
@@ -78,7 +80,8 @@ class Progress:
         if low > 0 or high < 0:
             held_out: Direction = "up" if low > 0 else "down"
             return cls(held_out, is_judged, held_out)
-        if trained == "up" and change is not None and change.last - change.first > high:
+        is_solved = is_judged and last.value >= SOLVED  # it cannot rise as samples do
+        if trained == "up" and change is not None and change.last - change.first > high and not is_solved:
             return cls("flat", is_judged, "flat")  # what the samples gain does not reach held-out prompts
         return cls(trained, is_judged, None)
 
@@ -148,7 +151,7 @@ class Fall:
         first, last = float(values[0]), float(values[-width:].mean())
         # The completions of a prompt are alike, so that the prompts are counted.
         noise = np.sqrt(spreads[1] ** 2 / table.config.get("prompts_per_step", 1) + values[-width:].var() / width)
-        if first - last <= SURE_OF_THE_BEST * noise or not _is_much(table, first, last):
+        if first - last <= SURE * noise or not _is_much(table, first, last):
             return None
         return cls(REWARD, first, last, 1)
 

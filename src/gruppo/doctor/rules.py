@@ -33,14 +33,14 @@ RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (  # causes before what follows from them
         constant_reward,
-        contradicted_reward,
         reward_hacking,
+        contradicted_reward,
         collapse,
         no_exploration,
         stale_sampler,
         precision_lost,
-        out_of_range,
         length_exploitation,
+        out_of_range,
         repetition,
         entropy_collapse,
         gradient_spike,

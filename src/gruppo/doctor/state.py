@@ -65,7 +65,8 @@ def _end(status: dict[str, Any], table: Table) -> list[Finding]:
 
 
 def _error(status: dict[str, Any]) -> str:
-    return printable(str(status.get("error", "no reason recorded")))[:500]
+    """The first line of what ended a run; a traceback may follow it."""
+    return printable(str(status.get("error", "no reason recorded")).partition("\n")[0])[:500]
 
 
 def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> State:

@@ -85,7 +85,7 @@ def test_what_is_given_wins_over_the_run(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"6 of 24 prompts of {path / 'heldout.jsonl'}, chosen with seed 1"
     assert lines[1] == "text prompts go through the chat template"
-    assert lines[2] == "rewards exact_match; an answer is correct where exact_match is at least 1"
+    assert lines[2] == "rewards exact_match; an answer is right where exact_match is at least 1"
     assert lines[-1] == f"completions: {output}"
     table = pq.read_table(output).to_pylist()
     assert [row["sample"] for row in table] == [0, 1, 2] * 6  # the greedy one, then the sampled ones
@@ -97,9 +97,9 @@ def test_what_is_given_wins_over_the_run(
 def test_the_rewards_that_are_used_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", "--limit", "2", "--max-new-tokens", "4"]
     assert run(words) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("rewards exact_match; an answer is correct where")
+    assert capsys.readouterr().out.splitlines()[1].startswith("rewards exact_match; an answer is right where")
     assert run([*words, "--rewards", "number_match", "exact_match", "--correct-by", "exact_match"]) == 0
-    shown = "rewards number_match, exact_match; an answer is correct where exact_match is at least 1"
+    shown = "rewards number_match, exact_match; an answer is right where exact_match is at least 1"
     assert capsys.readouterr().out.splitlines()[1] == shown
 
 
