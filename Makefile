@@ -19,12 +19,14 @@
 # make docs   write the generated pages and tables of docs/ from the code
 # make site   build the documentation into site/, in an environment of its own
 # make bench  measure against peers, in an environment of its own
+# make bench-all  this, and the other benchmarks that need no GPU
+# make nightly  what CI does not run, one after the other; .nightly/ has the output of each
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick fuzz test-commands test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench figures docs site clean
+.PHONY: demo test quick fuzz test-commands test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench bench-all nightly figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -94,6 +96,24 @@ bench: $(INSTALLED)
 	PYTHON=$(BIN)/python benchmarks/setup_peers.sh .venv-bench
 	.venv-bench/bin/python benchmarks/core_cpu.py
 
+# Figures of another machine do not belong in the tree
+bench-all: bench
+	mkdir -p .nightly
+	.venv-bench/bin/python benchmarks/loop_cpu.py --output .nightly/loop_cpu.json
+	.venv-bench/bin/python benchmarks/head.py --cpu --output .nightly
+	.venv-bench/bin/python benchmarks/shared_prompt.py --tiny --output .nightly
+	.venv-bench/bin/python benchmarks/scaling.py --measure
+	OMP_NUM_THREADS=1 .venv-bench/bin/python benchmarks/guards.py
+
+NIGHTLY := bench-all site test-browser test-doctor test-faults test-learning test-lowest test-ranks test-ray campaign fuzz
+
+# The lines at the end: what came of each target, and how long it took
+nightly:
+	@mkdir -p .nightly; rm -f .nightly/summary; for target in $(NIGHTLY); do \
+		begun=$$(date +%s); said=ok; $(MAKE) $$target >.nightly/$$target.log 2>&1 || said=failed; \
+		echo "$$said $$target $$(( ($$(date +%s) - begun + 59) / 60 )) min" | tee -a .nightly/summary; \
+	done; ! grep -q ^failed .nightly/summary
+
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate.py
 
@@ -113,4 +133,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-lowest .venv-vllm site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-lowest .venv-vllm .nightly site .pytest_cache .ruff_cache .hypothesis

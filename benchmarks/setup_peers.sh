@@ -39,7 +39,7 @@ fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
 # datasets and pandas: what trl.trainer.grpo_trainer imports; requests: what twinkle.utils imports.
-pip install --constraint constraints.txt --editable . \
+pip install --constraint constraints.txt --editable '.[train]' \
     accelerate datasets pandas \
     requests==2.34.2 charset-normalizer==3.5.2 urllib3==2.8.0
 pip install --no-deps twinkle-kit==0.5.1 trl==1.16.0

@@ -26,7 +26,14 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("GRPOTrainer", "TrainConfig"):  # where users of other trainers look for them
+    if name in (
+        "GRPOTrainer",
+        "TrainConfig",
+        "GRPOConfig",
+        "RLOOConfig",
+        "RLOOTrainer",
+        "FastLanguageModel",
+    ):  # where users of other trainers look for them
         return getattr(import_module("gruppo.trainer"), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")

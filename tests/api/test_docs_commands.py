@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -191,6 +192,60 @@ def test_other_commands_name_what_exists(command):
         assert all(word in source for word in rest if word.startswith("--"))
     else:
         assert program in OUTSIDE
+
+
+BY_HAND = {
+    "check": "lint and test, which CI runs",
+    "demo": "gruppo demo: tests/install runs it from a wheel",
+    "docs": "writes pages; test_readme.py compares them with what it would write",
+    "format": "changes files",
+    "nightly": "itself",
+    "quick": "a part of test",
+    "screenshots": "writes pictures",
+}
+"""Targets of a page that neither CI nor `make nightly` runs, and why."""
+
+WITHOUT_TARGET = {
+    "benchmarks/step.py": "needs a GPU",
+    "benchmarks/sample.py": "needs a GPU",
+    "benchmarks/train.py": "needs a GPU",
+    "benchmarks/step_trace.py": "test_step_trace.py runs it",
+    "benchmarks/communication.py": "tests/distributed/test_communication.py runs it",
+}
+"""Scripts of a page that no target runs, and why."""
+
+
+def test_every_target_of_a_page_is_run_by_ci_or_nightly():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
+    named = {word for page in PAGES for word in re.findall(r"\bmake ([a-z][\w-]*)", page.read_text(encoding="utf-8"))}
+    of_ci = set(re.findall(r"^make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.M))
+    nightly = set(re.findall(r"^NIGHTLY := (.*)", makefile, re.M)[0].split())
+    assert nightly <= targets
+    nightly |= {word for target in nightly for word in re.findall(rf"^{target}: ([a-z].*)", makefile, re.M)}
+    assert named & targets <= of_ci | nightly | BY_HAND.keys()
+    assert BY_HAND.keys() <= named - of_ci - nightly
+
+
+def test_every_script_of_a_page_is_run_by_a_target():
+    makefile = (ROOT / "Makefile").read_text()
+    shown = {word for c in ALL for word in c.words if re.fullmatch(r"benchmarks/\w+\.(py|sh)", word)}
+    run_by_one = set(re.findall(r"benchmarks/\w+\.(?:py|sh)", makefile))
+    assert shown <= run_by_one | WITHOUT_TARGET.keys()
+    assert not WITHOUT_TARGET.keys() & run_by_one
+
+
+def test_nightly_goes_on_after_a_failure_and_says_what_failed(tmp_path):
+    makefile = re.sub(r"^NIGHTLY := .*", "NIGHTLY := one two three", (ROOT / "Makefile").read_text(), flags=re.M)
+    more = "".join(f"{name}:\n\t@echo output of {name}; {ends}\n" for name, ends in
+                   (("one", "true"), ("two", "false"), ("three", "true")))  # fmt: skip
+    (tmp_path / "Makefile").write_text(f"{makefile}\n{more}")
+    ran = subprocess.run(["make", "nightly"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert [re.sub(r"\d+ min", "N min", line) for line in ran.stdout.splitlines()[:3]] == [
+        "ok one N min", "failed two N min", "ok three N min"
+    ]  # fmt: skip
+    assert ran.returncode != 0
+    assert "output of two" in (tmp_path / ".nightly" / "two.log").read_text()
 
 
 def test_every_verb_is_shown_and_run():

@@ -21,7 +21,8 @@ import gruppo
 from gruppo.cli.main import VERBS
 from gruppo.cli.options import OF_THE_VERB
 from gruppo.cli.ray import RayOptions
-from gruppo.trainer.config import ELSEWHERE, REFUSED, TrainConfig
+from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED
 
 SOURCE = Path(gruppo.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ EXTERNAL = {
     # of PEFT
     "lora_alpha", "target_modules", "lora_dropout", "modules_to_save", "get_peft_model", "peft_config",
     # of torch and vLLM
-    "torch.optim", "processed_logprobs",
+    "torch.optim", "processed_logprobs", "enable_prefix_caching", "model_impl",
     "BitsAndBytesConfig",
     # what stands for a name of the reader's own
     "your_function", "model_str", "key", "word", "f",
@@ -102,6 +103,8 @@ def texts_of(path: Path) -> list[Text]:
                 for n in ast.walk(node)
                 if isinstance(n, ast.Name | ast.Attribute)
             }
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Reason", "_each"):
+            return walk(node.args[0], names, is_told)  # the rest are names that do not exist
         is_told = is_told or is_telling(node)
         text = constant_text(node)
         if text is not None:
@@ -159,7 +162,7 @@ def wrong_commands(text: str) -> Iterator[str]:
             yield f"there is no verb {verb!r}"
     vllm_page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
     for flag in re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]+)(?![a-z_])", text):  # one with _ is of another trainer
-        if flag not in ALL_FLAGS and f"--{flag}" not in vllm_page:
+        if flag not in {*ALL_FLAGS, "nproc-per-node"} and f"--{flag}" not in vllm_page:
             yield f"no verb has --{flag}, and docs/vllm.md has no such flag of vLLM"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in re.findall(r"gruppo\[(\w+)\]", text):
@@ -228,7 +231,7 @@ def identifiers() -> frozenset[str]:
 def wrong_names(text: Text) -> Iterator[str]:
     """Names of options in an error: those of a run, or of the function, class or call that the text has to do with."""
     calls = re.findall(r"\b([A-Za-z_]\w*)\((?!e?s\))", text.text)  # not the plural of "batch(es)"
-    known = {*TrainConfig.model_fields, *ELSEWHERE, *REFUSED, *text.names, *EXTERNAL, *dir(builtins)}
+    known = {*TrainConfig.model_fields, *ELSEWHERE, *ABSENT, *REFUSED, *text.names, *EXTERNAL, *dir(builtins)}
     for call in calls:
         known |= {call, *parameters().get(call, ())}
         if call not in parameters() and call not in EXTERNAL and not hasattr(builtins, call):

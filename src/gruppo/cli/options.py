@@ -17,8 +17,8 @@ import tyro
 
 from gruppo.errors import InputError
 from gruppo.run.reader import at_home, read_yaml
-from gruppo.trainer.config import TrainConfig, called_here
-from gruppo.trainer.elsewhere import ELSEWHERE, REFUSED
+from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.elsewhere import REFUSED, answer
 
 T = TypeVar("T")
 
@@ -107,9 +107,12 @@ def parse_run(
     flags = {w.partition("=")[0].removeprefix("--").replace("-", "_") for w in words if w.startswith("--")}
     for flag in sorted(flags & REFUSED.keys()):
         raise InputError(f"--{flag.replace('_', '-')} is refused: {REFUSED[flag]}")
-    for flag in sorted(flags & ELSEWHERE.keys()):
-        answer = called_here(flag).replace("called ", "called --").replace("_", "-")
-        raise InputError(f"unknown option --{flag.replace('_', '-')}; {answer}")
+    for flag in sorted(flags - TrainConfig.model_fields.keys() - OF_THE_VERB.keys()):
+        if answer(flag):
+            raise InputError(f"unknown option --{flag.replace('_', '-')}; {answer(flag, '--')}")
+    for word in (w.partition("=")[0].lstrip("+") for w in words if "=" in w):
+        if "." in word and answer(word):  # of verl, which has no dashes
+            raise InputError(f"unknown option {word}; {answer(word, '--')}")
     chosen = None
     if name is not None:
         from gruppo.recipes import recipe

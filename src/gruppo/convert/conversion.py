@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
+from typing import Any, get_args
 
 from gruppo.errors import InputError
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.elsewhere import ABSENT, REFUSED
+from gruppo.trainer.elsewhere import ABSENT, REFUSED, Reason
 
 
 @dataclass
@@ -45,12 +45,16 @@ class Conversion:
         self.values |= options
         self.exact.append(f"{theirs} -> {_written(options)}")
 
-    def near(self, theirs: str, why: str, **options: Any) -> None:
+    def near(self, theirs: str, why: str | Reason, **options: Any) -> None:
         """Options that are the nearest, and in what they differ."""
         self.values |= options
         self.differs.append(f"{theirs}{' -> ' + _written(options) if options else ''}: {why}")
 
-    def none(self, theirs: str, why: str) -> None:
+    def none(self, theirs: str, why: Reason) -> None:
+        """An option that gruppo does not have: `why` says until when that is so."""
+        self.absent.append(f"{theirs}: {why}")
+
+    def unknown(self, theirs: str, why: str = "not known here") -> None:
         self.absent.append(f"{theirs}: {why}")
 
     def ask(self, option: str, why: str) -> None:
@@ -84,10 +88,18 @@ class Conversion:
                 self.none(f"{name}={value}", ABSENT[name])
             elif own in TrainConfig.model_fields and not note:
                 self.same(f"{name}={value}", **{own: value})
+            elif note:
+                self.ask(own, f"{name}={value} there; here {note}")
             else:
-                self.none(f"{name}={value}", "not known here")
+                self.unknown(f"{name}={value}")
         self.given = {}
+        weights = self.values.get("reward_weights")
+        if weights and len(weights) != len(self.values.get("rewards", ())):
+            del self.values["reward_weights"]  # the functions are in the script
+            self.ask("rewards", f"as many as reward_weights: {weights}, which goes with them")
         for option in ("model", "data", "rewards", "steps"):
+            if option == "steps" and "epochs" in self.values:
+                continue
             if option not in self.values and not any(line.startswith(f"{option}: ") for line in self.yours):
                 self.ask(option, "not in the source; set it")
         return self
@@ -102,6 +114,9 @@ class Conversion:
             lines += [f"# {title}:", *(f"#   {sentence}" for sentence in sentences)] if sentences else []
         body = yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True) if self.values else ""
         return "\n".join(lines) + "\n" + body
+
+
+SCHEDULES = get_args(TrainConfig.model_fields["lr_schedule"].annotation)
 
 
 def _written(options: dict[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gruppo.convert.conversion import Conversion, as_list, hub_data
-from gruppo.trainer.elsewhere import ELSEWHERE
+from gruppo.convert.conversion import SCHEDULES, Conversion, as_list, hub_data
+from gruppo.trainer.elsewhere import ELSEWHERE, Reason
 
 REFILLS = 10
 """Batches per step with active sampling, which has no bound there."""
@@ -33,7 +33,11 @@ def _data(made: Conversion) -> None:
             continue
         source = hub_data(str(mixed[0]), None, split)
         if len(mixed) > 2 or (len(mixed) == 2 and mixed[1] != 1):
-            made.near(f"{theirs}={' '.join(map(str, mixed))}", "one data set, all of its rows", **{own: source})
+            made.near(
+                f"{theirs}={' '.join(map(str, mixed))}",
+                Reason("one data set, all of its rows", "data_weights mixture datasets"),
+                **{own: source},
+            )
         else:
             made.same(f"{theirs}={mixed[0]}", **{own: source})
     made.same("rows with messages and ground_truth", prompt_column="messages", answer_column="ground_truth")
@@ -45,7 +49,10 @@ def _rewards(made: Conversion) -> None:
     rewards, weights = [], []
     if made.take("apply_verifiable_reward", True):
         value = made.take("verification_reward", 10.0)
-        why = "the verifier of a row is named by its column `dataset` there; here one reward judges all rows"
+        why = Reason(
+            "the verifier of a row is named by its column `dataset` there; here one reward judges all rows",
+            "verifier_column reward_column",
+        )
         made.near(made.shown("verification_reward", value), why)
         rewards.append("math_match")
         weights.append(float(value))
@@ -87,7 +94,7 @@ def _batch(made: Conversion) -> None:
         made.same(f"warmup_ratio={ratio}", warmup_steps=round(ratio * steps * made.values.get("minibatches", 1)))
     schedule = made.take("lr_scheduler_type", "linear")
     named = str(schedule).partition("_")[0]
-    if named in ("linear", "cosine", "constant"):
+    if named in SCHEDULES:
         made.same(made.shown("lr_scheduler_type", schedule), lr_schedule=named)
     else:
         made.near(f"lr_scheduler_type={schedule}", "the nearest schedule; it falls to 0", lr_schedule="cosine")
@@ -103,11 +110,6 @@ def _batch(made: Conversion) -> None:
         made.near("active_sampling=True", f"as there, within {REFILLS} batches per step", dynamic_sampling=REFILLS)
     elif filters:
         made.same(f"filter_zero_std_samples={filters}: groups without signal are left out", dynamic_sampling=1)
-    if (behind := made.take("async_steps")) is not None:
-        why = f"rollouts may be {behind} steps old there; here each step samples from the newest weights"
-        made.near(f"async_steps={behind}", why)
-    if made.take("inflight_updates", False):
-        made.none("inflight_updates=True", "weights do not change while a completion is written")
     if (rate := made.take("no_resampling_pass_rate")) is not None:
         made.near(f"no_resampling_pass_rate={rate}", "solved prompts retire after this many visits", retire_solved=1)
 
@@ -124,7 +126,7 @@ def _loss(made: Conversion) -> None:
         made.same(f"{shown}, dppo_divergence_type={by}", loss=f"dppo_{by}", loss_options=own)
     else:
         if kind != "dapo":
-            made.none(shown, "no loss of that name; `gruppo losses` lists them")
+            made.unknown(shown, "no loss of that name; `gruppo losses` lists them")
         if denominator != "token":
             why = f"the sum is divided by {denominator} there, here by sequences x max_new_tokens"
             made.near(f"loss_denominator={denominator}", why, loss="drgrpo", clip_range=[low, high])
@@ -149,7 +151,7 @@ def _loss(made: Conversion) -> None:
 def _correction(made: Conversion, kind: str) -> None:
     old = made.take("truncated_importance_sampling_ratio_cap")
     cap = made.take("rho_clamp_upper_bound", 2.0 if old is None else old)
-    made.same("rollouts from vLLM", sampler="vllm")
+    _sampler(made)
     if made.take("use_vllm_logprobs", False):
         if kind != "dppo":
             why = "the old log-probs are the sampler's there; here they are the trainer's, corrected for the sampler"
@@ -159,13 +161,38 @@ def _correction(made: Conversion, kind: str) -> None:
     elif cap == 2:
         made.same(f"the ratio of trainer and sampler is capped at {cap:g}", correction="truncate")
     else:
-        made.near(f"the ratio of trainer and sampler is capped at {cap:g}", "truncate caps at 2", correction="truncate")
-    share, parallel = made.take("vllm_gpu_memory_utilization"), made.take("vllm_tensor_parallel_size", 1)
-    if share is not None:
-        why = "vLLM has GPUs of its own there; here it shares one with the trainer"
-        made.near(f"vllm_gpu_memory_utilization={share}", why)
+        made.near(
+            f"the ratio of trainer and sampler is capped at {cap:g}",
+            Reason("truncate caps at 2", "correction_cap correction_options"),
+            correction="truncate",
+        )
+
+
+def _sampler(made: Conversion) -> None:
+    """One engine in the trainer's process, or servers beside it for rollouts ahead."""
+    behind, streams = made.take("async_steps", 0), made.take("inflight_updates", False)
+    engines, parallel = made.take("vllm_num_engines", 1), made.take("vllm_tensor_parallel_size", 1)
+    share, learners = made.take("vllm_gpu_memory_utilization"), as_list(made.take("num_learners_per_node", []))
+    if behind or streams:
+        made.same("rollouts from vLLM, beside the training", sampler="vllm:start")
+    else:
+        made.same("rollouts from vLLM", sampler="vllm")
+    if streams:
+        why = "steps take what is complete, as there; no token is older than max_staleness steps"
+        made.near(f"inflight_updates=True, async_steps={behind}", why, max_staleness=behind or 1, streaming=True)
+    elif behind:
+        why = "rollouts are up to as many steps old there; here each is exactly so old"
+        made.near(f"async_steps={behind}", why, max_staleness=behind)
+    options = {"gpu_memory_utilization": share} if share is not None else {}
     if parallel != 1:
-        made.none(f"vllm_tensor_parallel_size={parallel}", "a run is one process on one GPU")
+        options["tensor_parallel_size"] = parallel
+    if options:
+        made.same(", ".join(f"vllm_{name}={value}" for name, value in options.items()), vllm_options=options)
+    if engines != 1:
+        made.ask("sampler", f"vllm_num_engines={engines}: as many servers, sampler: vllm:http://one:8000,http://...")
+    if (ranks := sum(learners)) > 1:
+        why = f"start it with `torchrun --nproc-per-node {learners[0]} -m gruppo train`, and vLLM as a server"
+        made.near(f"num_learners_per_node={' '.join(map(str, learners))}: {ranks} ranks", why)
 
 
 def _advantage(made: Conversion) -> None:
@@ -180,7 +207,8 @@ def _advantage(made: Conversion) -> None:
 def _run(made: Conversion) -> None:
     made.filters({"vllm_top_p": (1,), "top_p": (1,)})
     if (top := made.take("eval_top_p", 1)) != 1:
-        made.none(f"eval_top_p={top}", "the evaluation is greedy, and pass@k draws from the whole vocabulary")
+        why = "the evaluation is greedy, and pass@k draws from the whole vocabulary"
+        made.none(f"eval_top_p={top}", Reason(why, "eval_top_p top_p eval_temperature"))
     if stop := made.take("stop_strings"):
         made.same(f"stop_strings={stop}", stop=as_list(stop))
     every = made.take("local_eval_every", 100)

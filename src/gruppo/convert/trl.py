@@ -3,8 +3,8 @@
 from math import ceil
 from typing import Any
 
-from gruppo.convert.conversion import Conversion, as_list, hub_data
-from gruppo.trainer.elsewhere import ELSEWHERE
+from gruppo.convert.conversion import SCHEDULES, Conversion, as_list, hub_data
+from gruppo.trainer.elsewhere import ABSENT, DROPOUT, ELSEWHERE, Reason
 
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "bnpo": "bnpo", "dr_grpo": "drgrpo", "cispo": "cispo", "sapo": "sapo",
           "luspo": "luspo", "vespo": "vespo"}  # fmt: skip
@@ -40,12 +40,12 @@ def _model(made: Conversion) -> None:
         if targets not in (None, "all-linear", ["all-linear"]):
             made.same(own["lora_target_modules"][0], lora_targets=as_list(targets))
         if own["lora_dropout"][1]:
-            made.none(own["lora_dropout"][0], "with dropout the same weights score the same tokens otherwise")
+            made.none(own["lora_dropout"][0], DROPOUT)
     if made.take("load_in_4bit"):
         if lora:
             made.same("load_in_4bit=True", quantize="nf4")
         else:
-            made.none("load_in_4bit=True", "only a base under an adapter is quantised")
+            made.near("load_in_4bit=True", "only a base under an adapter is quantised")
     dtype = made.take("dtype") or made.take("torch_dtype")
     has_bf16, has_fp16 = made.take("bf16"), made.take("fp16")
     if has_bf16 or dtype == "bfloat16":
@@ -53,7 +53,7 @@ def _model(made: Conversion) -> None:
     elif dtype == "float32":
         made.same("dtype=float32", dtype="float32")
     elif has_fp16 or dtype == "float16":
-        made.none("fp16", "numbers are float32 or bfloat16")
+        made.none("fp16", ABSENT["fp16"])
     checkpoints = made.take("gradient_checkpointing", True)
     made.same(made.shown("gradient_checkpointing", checkpoints), gradient_checkpointing=bool(checkpoints))
 
@@ -128,14 +128,14 @@ def _steps(made: Conversion, updates: int) -> None:
     if steps > 0:
         made.same(f"max_steps={steps}{note}", steps=made.whole("max_steps", steps / updates))
     else:
-        made.ask("steps", f"num_train_epochs={epochs:g} is {epochs:g} x the number of prompts / prompts_per_step")
+        made.same(made.shown("num_train_epochs", epochs), epochs=epochs)
     ratio = made.take("warmup_ratio", 0)
     if ratio and steps > 0:
         made.same(f"warmup_ratio={ratio}", warmup_steps=ceil(ratio * steps))
     elif ratio:
         made.ask("warmup_steps", f"warmup_ratio={ratio} of {updates} x steps")
     schedule = made.take("lr_scheduler_type", "linear")
-    if schedule in ("linear", "cosine", "constant", "constant_with_warmup"):
+    if schedule in (*SCHEDULES, "constant_with_warmup"):
         made.same(made.shown("lr_scheduler_type", schedule), lr_schedule=schedule.partition("_")[0])
     else:
         made.near(f"lr_scheduler_type={schedule}", "the nearest schedule; it falls to 0", lr_schedule="cosine")
@@ -147,7 +147,7 @@ def _steps(made: Conversion, updates: int) -> None:
     if saves == "steps" and every >= 1:
         made.every(made.shown("save_steps", every) + note, every / updates, "save_every")
     elif saves != "steps":
-        made.none(f"save_strategy={saves}", "checkpoints are saved every save_every steps and at the end")
+        made.ask("save_every", f"save_strategy={saves} there; here every N steps, and at the end")
     if (every := made.take("eval_steps")) is not None:
         made.every(f"eval_steps={every}{note}", every / updates, "eval_every")
 
@@ -158,7 +158,7 @@ def _loss(made: Conversion) -> None:
     shown = made.shown("loss_type", kind)
     loss = LOSSES.get(kind)
     if loss is None:
-        made.none(shown, "no loss of that name; `gruppo losses` lists them")
+        made.unknown(shown, "no loss of that name; `gruppo losses` lists them")
         loss = "grpo"
     if level.startswith("sequence") and kind != "luspo":
         named = "gspo" if level == "sequence" else "gspo_token"
@@ -212,7 +212,7 @@ def _penalty(made: Conversion) -> None:
     moves = made.take("sync_ref_model", False)
     every, mix = made.take("ref_model_sync_steps", 512), made.take("ref_model_mixup_alpha", 0.6)
     if moves and not beta:
-        made.none("sync_ref_model=True", "nothing uses the reference: beta is 0")
+        made.near("sync_ref_model=True", "nothing uses the reference: beta is 0")
     elif moves:
         updates = made.values.get("minibatches", 1) * made.values.get("epochs_per_batch", 1)
         made.every(f"ref_model_sync_steps={every}", every / updates, "ref_every")
@@ -268,7 +268,7 @@ def _sampler(made: Conversion) -> None:
     elif by in CORRECTIONS:
         bounds = {"truncate": "at 2", "mask": "outside 0.5 to 5", "truncate_product": "at 2"}
         name = CORRECTIONS[by]
-        why = f"{name} acts {bounds[name]}, there at {cap}"
+        why = Reason(f"{name} acts {bounds[name]}, there at {cap}", "correction_cap correction_options")
         made.near(f"vllm_importance_sampling_mode={by}", why, correction=name)
     else:
         why = "whole sequences are masked by the product of their ratios there; here each token's is capped at 2"
@@ -286,9 +286,9 @@ def _run(made: Conversion) -> None:
         )
         for name in boards:
             if name not in (*known, "none", "all"):
-                made.none(f"report_to={name}", "there are tensorboard, wandb and trackio")
+                made.none(
+                    f"report_to={name}", Reason("there are tensorboard, wandb and trackio", "comet mlflow swanlab")
+                )
     optimizer = made.take("optim", "adamw_torch")
     if not str(optimizer).startswith("adamw_torch"):
-        made.near(f"optim={optimizer}", "AdamW with float32 state")
-    if made.take("shuffle_dataset", True) is False:
-        made.none("shuffle_dataset=False", "prompts are always shuffled, by the seed")
+        made.none(f"optim={optimizer}", ABSENT["optim"])

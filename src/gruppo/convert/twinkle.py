@@ -9,6 +9,7 @@ from typing import Any
 from gruppo.convert.conversion import Conversion
 from gruppo.convert.read import read_text
 from gruppo.errors import InputError
+from gruppo.trainer.elsewhere import DROPOUT, Reason
 
 LOSSES = {"GRPOLoss": "grpo", "GSPOLoss": "gspo", "SAPOLoss": "sapo", "CISPOLoss": "cispo", "BNPOLoss": "bnpo",
           "DRGRPOLoss": "drgrpo"}  # fmt: skip
@@ -115,7 +116,8 @@ def _model(made: Conversion, script: Script) -> None:
     if model:
         made.same(f"model_id={model}", model=model)
     if script.find("MegatronModel"):
-        made.none("MegatronModel", "a run is one process on one GPU, with transformers")
+        why = Reason("a model is transformers', on ranks with FSDP2 (docs/distributed.md)", "megatron tensor_parallel")
+        made.none("MegatronModel", why)
     if script.find("LoraConfig"):
         lora = script.keywords("LoraConfig")
         own: dict[str, Any] = {"lora": True, "lora_rank": lora.get("r", 8), "lora_alpha": lora.get("lora_alpha", 8)}
@@ -124,8 +126,7 @@ def _model(made: Conversion, script: Script) -> None:
             own["lora_targets"] = [targets] if isinstance(targets, str) else targets
         made.same("LoraConfig", **own)
         if lora.get("lora_dropout"):
-            why = "with dropout the same weights score the same tokens otherwise"
-            made.none(f"lora_dropout={lora['lora_dropout']}", why)
+            made.none(f"lora_dropout={lora['lora_dropout']}", DROPOUT)
 
 
 def _data(made: Conversion, script: Script) -> None:
@@ -187,7 +188,7 @@ def _loss(made: Conversion, script: Script) -> None:
 
 def _named_loss(made: Conversion, named: str, options: dict[str, Any]) -> None:
     if named not in LOSSES:
-        made.none(named, "no loss of that name; `gruppo losses` lists them")
+        made.unknown(named, "no loss of that name; `gruppo losses` lists them")
         return
     loss = LOSSES[named]
     made.same(named, loss=loss)
@@ -219,7 +220,7 @@ def _named_loss(made: Conversion, named: str, options: dict[str, Any]) -> None:
         made.same("the penalty is k3", kl_estimator=2)
     for name, value in options.items():
         if name != "max_completion_length":
-            made.none(f"{named}({name}={value})", "not known here")
+            made.unknown(f"{named}({name}={value})")
 
 
 def _sampling(made: Conversion, script: Script) -> None:
@@ -237,7 +238,7 @@ def _sampling(made: Conversion, script: Script) -> None:
         made.same("vLLMSampler", sampler="vllm")
         engine = script.keywords("vLLMSampler").get("engine_args", {})
         if "gpu_memory_utilization" in engine:
-            why = "vLLM has GPUs of its own there; here it shares one with the trainer"
+            why = "vLLM has GPUs of its own there; here it shares one with the trainer, unless sampler is vllm:start"
             made.near(f"gpu_memory_utilization={engine['gpu_memory_utilization']}", why)
         why = "the ratio is policy over sampler there; here it is policy over trainer, and the sampler's is capped at 2"
         made.near("old_logps of the sampler", why, correction="truncate")

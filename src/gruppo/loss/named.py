@@ -1,4 +1,4 @@
-"""The published losses, each a few lines that name its parts. Equations, papers and peers: `docs/losses.md`.
+"""The named losses, each a few lines that name its parts. Equations, papers and peers: `docs/losses.md`.
 
 To add one, write a class here: `name` enters it in LOSSES, `__all__` makes it public. What it fixes in the call of
 `super().__init__`, its keywords cannot change.
@@ -53,7 +53,7 @@ ClipRange = float | tuple[float, float]
 """One number for both sides, or (low, high): the ratio may move in [1 - low, 1 + high]."""
 
 LOSSES: dict[str, type["NamedLoss"]] = {}
-"""Every published loss by the name that `TrainConfig.loss` takes."""
+"""Every loss by the name that `TrainConfig.loss` takes."""
 
 
 class LossOptions(TypedDict, total=False):

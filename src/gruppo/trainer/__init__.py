@@ -10,6 +10,7 @@ from gruppo.errors import require_train
 require_train("gruppo.trainer", "pydantic")
 
 from gruppo.trainer.config import TrainConfig  # noqa: E402
+from gruppo.trainer.elsewhere import CLASSES  # noqa: E402
 
 if TYPE_CHECKING:
     from gruppo.trainer.trainer import GRPOTrainer
@@ -22,4 +23,6 @@ def __getattr__(name: str) -> Any:
         from gruppo.trainer.trainer import GRPOTrainer
 
         return GRPOTrainer
+    if name in CLASSES:
+        raise ImportError(f"gruppo has no {name}: {CLASSES[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

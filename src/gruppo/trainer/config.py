@@ -12,7 +12,7 @@ from gruppo import options
 from gruppo.errors import InputError
 from gruppo.output import shell_word
 from gruppo.run.reader import RunReader, read_yaml
-from gruppo.trainer.elsewhere import ELSEWHERE, REFUSED, TRL, TRL_TRAINER
+from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED, TRL, answer
 
 _WHERE = " where"
 """Key of the name that errors begin with; no option can be called so."""
@@ -122,22 +122,11 @@ class TrainConfig(
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def called_here(name: str) -> str:
-    """How an option of another trainer is called.
-
-    >>> called_here("num_generations"), called_here("epsilon_high")
-    ('it is called group_size here', 'it is called clip_range here (its second number)')
-    """
-    own, _, note = (TRL_TRAINER | ELSEWHERE)[name].partition(": ")
-    return f"it is called {own} here" + (f" ({note})" if note else "")
-
-
 def refuse_arguments(names: Iterable[str]) -> NoReturn:
     """Raises for arguments that GRPOTrainer does not have: with their names here, or as Python does."""
-    own = [
-        f"{name!r}: it is an option, for TrainConfig({name}=...)" for name in names if name in TrainConfig.model_fields
-    ]
-    theirs = [f"{name!r}: {called_here(name)}" for name in names if name in TRL_TRAINER]
+    options = TrainConfig.model_fields
+    own = [f"{name!r}: it is an option, for TrainConfig({name}=...)" for name in names if name in options]
+    theirs = [f"{name!r}: {answer(name)}" for name in names if name not in options and answer(name)]
     if own or theirs:
         raise InputError(f"GRPOTrainer has no argument {'; nor '.join(theirs + own)}")
     raise TypeError(f"GRPOTrainer got an unexpected keyword argument {next(iter(names))!r}")
@@ -147,11 +136,14 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
     """A pydantic error as one line per field: name, value, what is wrong, what to do."""
     lines = []
     for item in error.errors():
-        field = ".".join(str(p) for p in item["loc"] if not str(p).startswith(("function-", "float", "tuple", "int")))
-        if item["type"] == "extra_forbidden" and field in REFUSED:
+        inner = [str(p) for p in item["loc"][1:] if not str(p).startswith(("function-", "float", "tuple", "int"))]
+        field = ".".join([*map(str, item["loc"][:1]), *inner])
+        if nested := _nested(field, item["input"]):
+            lines += [f"{where}: unknown option {name!r}; {answer(name)}" for name in nested]
+        elif item["type"] == "extra_forbidden" and field in REFUSED:
             lines.append(f"{where}: {field}={_shown(item['input'])} is refused: {REFUSED[field]}")
-        elif item["type"] == "extra_forbidden" and field in ELSEWHERE:
-            lines.append(f"{where}: unknown option {field!r}; {called_here(field)}")
+        elif item["type"] == "extra_forbidden" and answer(field):
+            lines.append(f"{where}: unknown option {field!r}; {answer(field)}")
         elif item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(field, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "see `gruppo train --help`"
@@ -168,6 +160,22 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
     lines = list(dict.fromkeys(lines))
     more = [f"{where}: and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
     return "\n".join([line if len(line) <= 1000 else f"{line[:1000]}..." for line in lines[:MAX_LINES]] + more)
+
+
+def _nested(field: str, value: Any) -> list[str]:
+    """Dotted names of another trainer that nested options have, as verl's do.
+
+    >>> _nested("actor_rollout_ref", {"rollout": {"n": 8, "m": 8}})
+    ['actor_rollout_ref.rollout.n']
+    """
+    found = []
+    for name in (*ELSEWHERE, *ABSENT):
+        if name.startswith(f"{field}."):
+            inner = value
+            for part in name.removeprefix(f"{field}.").split("."):
+                inner = inner.get(part) if isinstance(inner, dict) else None
+            found += [] if inner is None else [name]
+    return found
 
 
 def _shown(value: Any) -> str:

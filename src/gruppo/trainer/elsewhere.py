@@ -1,16 +1,38 @@
-"""Options of other trainers: the name of each here, and why some have none. Errors and `gruppo convert` read it.
+"""Options of other trainers: the name of each here, or the reason why it has none. Errors and `gruppo convert` read it.
 
-A value is the name here, alone where the value means the same, or with a note after a colon.
+A name is alone where the value means the same, or has a note after a colon.
 """
 
-_FILTER = (
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why an option of another trainer has no counterpart.
+
+    Args:
+        until: names, in one text, that an option of a run would have which made this false. A test fails as soon as
+            there is one.
+    """
+
+    why: str
+    until: str
+
+    def __str__(self) -> str:
+        return self.why
+
+
+_FILTER = Reason(
     "training draws from the whole vocabulary: a token outside the filter could never be learned, and the loss would "
-    "score tokens over another set than they were drawn from. Leave it out and use temperature; `gruppo sample` has it"
+    "score tokens over another set than they were drawn from. Leave it out and use temperature; `gruppo sample` has it",
+    "top_p top_k min_p",
 )
-_DROPOUT = (
-    "with it the same weights score the same tokens otherwise, and the ratio would not be 1 on-policy. Leave it out"
+DROPOUT = Reason(
+    "with dropout the same weights give the same tokens other log-probs each time, and the on-policy ratio would not "
+    "be 1. Leave it out",
+    "lora_dropout dropout",
 )
-REFUSED = {"top_p": _FILTER, "top_k": _FILTER, "min_p": _FILTER, "lora_dropout": _DROPOUT}
+REFUSED = {"top_p": _FILTER, "top_k": _FILTER, "min_p": _FILTER, "lora_dropout": DROPOUT}
 """Options that other trainers have and this one refuses, with the reason."""
 
 TRL = {
@@ -21,50 +43,148 @@ TRL = {
     "lr_scheduler_type": "lr_schedule",
     "warmup_ratio": "warmup_steps: a number of optimizer steps",
     "max_steps": "steps",
-    "num_train_epochs": "steps: a number of rollout batches",
+    "num_train_epochs": "epochs",
     "num_iterations": "epochs_per_batch",
     "steps_per_generation": "minibatches",
     "generation_batch_size": "prompts_per_step: which counts prompts",
     "per_device_train_batch_size": "tokens_per_microbatch: which affects memory only",
     "gradient_accumulation_steps": "tokens_per_microbatch: which affects memory only",
+    "auto_find_batch_size": "tokens_per_microbatch: which affects memory only",
     "epsilon": "clip_range",
     "epsilon_high": "clip_range: its second number",
+    "delta": "loss: two_sided, with loss_options delta",
     "loss_type": "loss",
     "importance_sampling_level": "loss: gspo has ratios of whole sequences",
+    "top_entropy_quantile": "loss: top_entropy, with loss_options share",
+    "sapo_temperature_pos": "tau: its first number",
+    "sapo_temperature_neg": "tau: its second number",
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos"), "loss_options: positive, of vespo"),
+    **dict.fromkeys(("vespo_k_neg", "vespo_lambda_neg"), "loss_options: negative, of vespo"),
     "scale_rewards": "normalization",
+    "normalize_advantages": "normalization: standard or centered",
+    "multi_objective_aggregation": "advantage: gdpo normalizes each reward, then adds them up",
     "mask_truncated_completions": "mask_truncated",
+    "use_bias_correction_kl": "kl_estimator: ratio_k3",
+    "sync_ref_model": "ref_every",
     "ref_model_sync_steps": "ref_every",
     "ref_model_mixup_alpha": "ref_mix",
+    "use_adaptive_entropy": "entropy_target: a number switches it on",
+    "entropy_coef_delta": "entropy_change",
+    **dict.fromkeys(
+        ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+         "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap"),
+        "correction",
+    ),
+    "off_policy_mask_threshold": "correction: off_policy_mask",
     "reward_funcs": "rewards",
+    "reward_model_name_or_path": "rewards: a folder or a hub's name is a reward model",
     "train_dataset": "data",
     "dataset_name": "data",
+    "dataset_config": "data: hf://name/config:split",
+    "dataset_train_split": "data: hf://name/config:split",
+    "dataset_test_split": "eval_data: hf://name/config:split",
     "eval_dataset": "eval_data",
+    "shuffle_dataset": "shuffle",
+    "train_sampling_strategy": "shuffle: true or false",
+    "data_seed": "seed: one for everything random",
     "model_name_or_path": "model",
+    "model_revision": "revision",
+    "torch_dtype": "dtype",
     "output_dir": "output",
     "early_stopping_patience": "patience",
     "load_best_model_at_end": "keep_best",
     "save_steps": "save_every",
+    "save_strategy": "save_every: in steps",
     "eval_steps": "eval_every",
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "eval_every: 0 evaluates before and after training"),
+    "num_generations_eval": "eval_samples: 0 evaluates the greedy answer alone",
     "save_total_limit": "keep_checkpoints",
     "report_to": "tensorboard: wandb and trackio are options of their own too",
     "use_vllm": "sampler: vllm is one",
-    "bf16": "dtype",
+    "vllm_mode": "sampler: vllm is colocate, vllm:http://host:port a server",
+    **dict.fromkeys(("vllm_server_base_url", "vllm_server_host", "vllm_server_port"), "sampler: vllm:http://host:port"),
+    "vllm_server_timeout": "sampler_deadline",
+    "vllm_gpu_memory_utilization": "vllm_options: gpu_memory_utilization, as vLLM calls it",
+    "vllm_tensor_parallel_size": "vllm_options: tensor_parallel_size, as vLLM calls it",
+    "vllm_enforce_eager": "vllm_options: enforce_eager, as vLLM calls it",
+    "vllm_enable_prefix_caching": "vllm_options: enable_prefix_caching, as vLLM calls it",
+    "vllm_model_impl": "vllm_options: model_impl, as vLLM calls it",
+    **dict.fromkeys(("bf16", "bf16_full_eval"), "dtype: bfloat16"),
     "use_peft": "lora",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets",
     "modules_to_save": "lora_modules_to_save",
     "load_in_4bit": "quantize: nf4 is 4 bits",
-}
-"""TRL's GRPOConfig, and what its scripts take besides."""
+    "torch_compile": "compile",
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "shard: FSDP2, on ranks that torchrun starts"),
+    "ddp_timeout": "rank_deadline",
+}  # fmt: skip
+"""TRL's GRPOConfig with what it inherits, and what its scripts take besides."""
 
-TRL_TRAINER = {
-    "args": "config: a TrainConfig, the first argument",
-    "reward_funcs": "rewards",
-    "train_dataset": "data",
-    "eval_dataset": "eval_data",
-    "processing_class": "tokenizer",
+UNSLOTH = {
+    "model_name": "model",
+    "max_seq_length": "max_new_tokens: and max_prompt_tokens, which are counted apart",
+    "fast_inference": "sampler: vllm is one",
+    "gpu_memory_utilization": "vllm_options: gpu_memory_utilization, as vLLM calls it",
+    "use_gradient_checkpointing": "gradient_checkpointing: with offload it keeps the inputs of blocks in host memory",
+    "random_state": "seed",
+    "max_lora_rank": "lora_rank",
+    "target_modules": "lora_targets",
+    "vllm_sampling_params": "temperature: stop and max_new_tokens are options of their own too",
+    "unsloth_grpo_mini_batch": "tokens_per_microbatch: which affects memory only",
+    "load_in_16bit": "dtype: bfloat16",
+    "full_finetuning": "lora: false trains all weights",
 }
-"""Arguments of TRL's GRPOTrainer."""
+"""Unsloth's FastLanguageModel, and what it adds to GRPOConfig."""
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+VERL = {
+    "actor_rollout_ref.model.path": "model",
+    "actor_rollout_ref.model.lora_rank": "lora_rank: with lora",
+    "data.train_files": "data",
+    "data.val_files": "eval_data",
+    "data.prompt_key": "prompt_column",
+    "data.train_batch_size": "prompts_per_step",
+    "data.max_prompt_length": "max_prompt_tokens",
+    "data.max_response_length": "max_new_tokens",
+    "data.shuffle": "shuffle",
+    _ROLLOUT + "n": "group_size",
+    _ROLLOUT + "name": "sampler: vllm is one",
+    _ROLLOUT + "temperature": "temperature",
+    _ROLLOUT + "gpu_memory_utilization": "vllm_options: gpu_memory_utilization, as vLLM calls it",
+    _ROLLOUT + "tensor_model_parallel_size": "vllm_options: tensor_parallel_size, as vLLM calls it",
+    _ACTOR + "optim.lr": "lr",
+    _ACTOR + "ppo_mini_batch_size": "minibatches: prompts_per_step divided by it",
+    _ACTOR + "ppo_micro_batch_size_per_gpu": "tokens_per_microbatch: which affects memory only",
+    _ACTOR + "ppo_max_token_len_per_gpu": "tokens_per_microbatch: which affects memory only",
+    _ACTOR + "ppo_epochs": "epochs_per_batch",
+    _ACTOR + "clip_ratio": "clip_range",
+    _ACTOR + "clip_ratio_low": "clip_range: its first number",
+    _ACTOR + "clip_ratio_high": "clip_range: its second number",
+    _ACTOR + "use_kl_loss": "beta: 0 is without",
+    _ACTOR + "kl_loss_coef": "beta",
+    _ACTOR + "kl_loss_type": "kl_estimator",
+    _ACTOR + "entropy_coeff": "entropy_coef",
+    _ACTOR + "loss_agg_mode": "loss: it names the aggregation too",
+    _ACTOR + "policy_loss.loss_mode": "loss",
+    "algorithm.adv_estimator": "advantage",
+    "algorithm.norm_adv_by_std_in_grpo": "normalization",
+    "algorithm.filter_groups.enable": "dynamic_sampling",
+    "algorithm.kl_ctrl.kl_coef": "kl_in_reward",
+    "algorithm.use_kl_in_reward": "kl_in_reward: 0 is without",
+    "custom_reward_function.path": "rewards: module:function",
+    "reward.custom_reward_function.path": "rewards: module:function",
+    "trainer.total_epochs": "epochs",
+    "trainer.total_training_steps": "steps",
+    "trainer.save_freq": "save_every",
+    "trainer.test_freq": "eval_every",
+    "trainer.default_local_dir": "output",
+    "trainer.logger": "tensorboard: wandb and trackio are options of their own too",
+}
+"""verl's, by their dotted names."""
+
+TRL_TRAINER = {"args": "config: a TrainConfig, the first argument", "processing_class": "tokenizer"}
+"""Arguments of TRL's GRPOTrainer that stand for one of the trainer here, not for an option."""
 
 OPEN_INSTRUCT = {
     "num_unique_prompts_rollout": "prompts_per_step",
@@ -83,6 +203,8 @@ OPEN_INSTRUCT = {
     "filter_zero_std_samples": "dynamic_sampling: 1 leaves groups without signal out",
     "truncated_importance_sampling_ratio_cap": "correction: truncate caps at 2",
     "rho_clamp_upper_bound": "correction: truncate caps at 2",
+    "async_steps": "max_staleness",
+    "inflight_updates": "streaming: with max_staleness",
     "ref_policy_update_freq": "ref_every",
     "pack_length": "tokens_per_microbatch: which affects memory only",
     "dataset_mixer_list": "data",
@@ -95,80 +217,185 @@ OPEN_INSTRUCT = {
     "with_tracking": "wandb",
     "model_dtype": "dtype",
     "verification_reward": "reward_weights",
+    "vllm_num_engines": "sampler: vllm:http://one:8000,http://another:8000",
+    "single_gpu_mode": "sampler: vllm is an engine in the trainer's process",
+    "backend_timeout": "rank_deadline",
+    **dict.fromkeys(
+        ("deepspeed_stage", "deepspeed_zpg", "fsdp_shard_degree"), "shard: FSDP2, on ranks that torchrun starts"
+    ),
 }
 """Flags of Open Instruct's grpo_fast.py."""
 
-ELSEWHERE = TRL | OPEN_INSTRUCT
+ELSEWHERE = TRL | UNSLOTH | OPEN_INSTRUCT | VERL
 
-_ONE_PROCESS = "a run is one process on one GPU"
-_HUB = "`gruppo export` writes the model; nothing is uploaded"
-_LOGGED = "every step is logged, and completions go to Parquet files of the run"
-_LAUNCH = "of the launcher"
+
+def _each(why: str, until: str, names: str) -> dict[str, Reason]:
+    """The reason for each of these names; one of a run with the same name would make it false too."""
+    return dict.fromkeys(names.split(), Reason(why, f"{names} {until}".strip()))
+
 
 ABSENT = {
-    **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config", "ddp_timeout", "ddp_find_unused_parameters", "ds3_gather_for_generation",
-         "deepspeed_stage", "deepspeed_zpg", "deepspeed_offload_param", "deepspeed_offload_optimizer", "num_nodes",
-         "num_learners_per_node", "sequence_parallel_size", "gather_whole_model", "single_gpu_mode", "vllm_num_engines",
-         "vllm_sync_backend", "backend_timeout", "fsdp_shard_degree"),
-        _ONE_PROCESS,
+    **_each(
+        "ranks are processes: start the run with `torchrun --nproc-per-node N -m gruppo train` (docs/distributed.md)",
+        "num_ranks ranks",
+        "num_nodes num_learners_per_node num_processes num_machines machine_rank local_rank main_process_port "
+        "config_file ddp_find_unused_parameters ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+        "ignore_bias_buffers accelerator_config gather_whole_model ds3_gather_for_generation trainer.n_gpus_per_node "
+        "trainer.nnodes",
     ),
-    **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hf_entity", "hf_repo_id",
-         "log_completions_hub_repo", "try_launch_beaker_eval_jobs_on_weka", "try_auto_save_to_beaker",
-         "gs_bucket_path"),
-        _HUB,
+    **_each(
+        "there is no sequence, tensor or pipeline parallelism in training",
+        "sequence_parallel context_parallel pipeline_parallel tensor_parallel",
+        "sequence_parallel_size parallelism_config",
     ),
-    **dict.fromkeys(
-        ("logging_steps", "logging_strategy", "logging_first_step", "logging_dir", "log_completions", "log_level",
-         "num_completions_to_print", "log_unique_prompts", "save_traces", "rollouts_save_path", "verbose",
-         "record_entropy"),
-        _LOGGED,
+    **_each("weights and optimizer stay on the device of their rank", "offload_optimizer offload_params",
+            "deepspeed_offload_param deepspeed_offload_optimizer"),
+    **_each("weights go to vLLM as files, and each hand-over is proven", "sync_backend",
+            "vllm_sync_backend vllm_group_port"),
+    **_each(
+        "a run uploads nothing: call trainer.push_to_hub after training, or take the folder of `gruppo export`",
+        "",
+        "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision hf_entity "
+        "hf_repo_id try_launch_beaker_eval_jobs_on_weka try_auto_save_to_beaker gs_bucket_path "
+        "log_completions_hub_repo",
     ),
-    **dict.fromkeys(("config_file", "main_process_port", "machine_rank", "num_machines", "mixed_precision"), _LAUNCH),
-    **dict.fromkeys(
-        ("run_name", "exp_name", "wandb_project_name", "wandb_entity", "wandb_project"), "a run is named by its output"
+    **_each(
+        "every completion is on disk already, in Parquet files of the run",
+        "",
+        "log_completions num_completions_to_print log_unique_prompts save_traces rollouts_save_path "
+        "trainer.log_val_generations trainer.rollout_data_dir",
     ),
-    **dict.fromkeys(
-        ("use_liger_kernel", "use_liger_loss", "use_liger_grpo_loss", "cast_lm_head_to_fp32", "lm_head_fp32"),
+    **_each(
+        "every step is logged, to the run directory and the terminal",
+        "log_every log_interval",
+        "logging_steps logging_strategy logging_first_step logging_dir logging_nan_inf_filter log_level "
+        "log_level_replica log_on_each_node verbose record_entropy disable_tqdm include_num_input_tokens_seen "
+        "skip_memory_metrics debug disable_log_stats",
+    ),
+    **_each("a run is named by its output", "name",
+            "run_name exp_name project wandb_project_name wandb_entity wandb_project trackio_space_id "
+            "trackio_bucket_id trackio_static_space_id trainer.project_name trainer.experiment_name"),
+    **_each(
         "the head never holds all logits, and log-probs and losses are float32",
+        "",
+        "use_liger_kernel use_liger_loss use_liger_grpo_loss liger_kernel_config cast_lm_head_to_fp32 lm_head_fp32 "
+        "unsloth_num_chunks unsloth_logit_chunk_multiplier float32_mixed_precision",
     ),
-    **dict.fromkeys(
-        ("load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant"),
-        "a base is quantised to nf4 or not at all",
+    **_each(
+        "a base is in 4 bits (nf4), with its constants quantised as well and products in `dtype`, or not quantised",
+        "quantize_type",
+        "load_in_8bit load_in_fp8 bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage "
+        "use_bnb_nested_quant qat_scheme",
     ),
-    **dict.fromkeys(
-        ("tools", "environment_factory", "max_tool_calling_iterations", "tool_parser_type", "env_pool_size",
-         "env_max_steps"),
-        "completions have one turn",
+    **_each("numbers are float32 or bfloat16: dtype", "", "fp16 fp16_full_eval mixed_precision tf32"),
+    **_each(
+        "a completion has one turn, without tools or an environment",
+        "turns max_turns environment env tool",
+        "tools environment_factory rollout_func max_tool_calling_iterations tool_parser_type env_pool_size "
+        "env_max_steps actor_rollout_ref.rollout.multi_turn.enable",
     ),
-    **dict.fromkeys(
-        ("system_prompt_override_file", "chat_template", "chat_template_name", "chat_template_path",
-         "user_prompt_transform"),
+    **_each("prompts and completions are text", "images image_column", "log_multimodal image_key"),
+    **_each(
         "the tokenizer's own chat template is used; `system` and `chat_template_kwargs` change what it gets",
+        "template",
+        "system_prompt_override_file chat_template chat_template_name chat_template_path user_prompt_transform",
     ),
-    **dict.fromkeys(
-        ("llm_judge_model", "llm_judge_timeout", "code_api_url", "apply_evolving_rubric_reward",
-         "reward_model_name_or_path",
-         "apply_adaptive_rubric_reward", "remap_verifier", "reward_aggregator"),
-        "a reward is a Python function; reward models, judges and sandboxes are called inside one",
+    **_each(
+        "a reward is a function, a reward model or an http:// address; a judge or a sandbox is called by one",
+        "judge judge_model",
+        "llm_judge_model llm_judge_timeout code_api_url apply_evolving_rubric_reward apply_adaptive_rubric_reward "
+        "remap_verifier",
     ),
-    "attn_implementation": "the model's own attention is used",
-    "do_eval": "eval_every and eval_prompts decide it",
-    "do_train": "`gruppo train` trains",
-    "save_freq": "the model is saved at the end, and checkpoints every save_every steps",
-    "disable_dropout": "dropout is always off",
-    "trust_remote_code": "code from a model repository is never run",
-    "remove_unused_columns": "all columns reach the rewards",
-    "gradient_checkpointing_kwargs": "checkpointing has no options",
-    "repetition_penalty": "it would draw from another distribution than the one that is scored",
-    "vllm_max_model_length": "it follows from the longest prompt and max_new_tokens",
-    "vllm_enforce_eager": "an option of vLLM: vllm_options",
-    "vllm_enable_prefix_caching": "vLLM's default",
-    "vllm_enable_sleep_mode": "an engine in the process always sleeps while the trainer works",
-    "vllm_server_timeout": "sampler_deadline bounds each call",
-    "tokenizer_name_or_path": "the tokenizer is that of the model",
-    "send_slack_alerts": "the exit code of a run tells how it ended",
-    "torch_compile": "`compile` is on where there is a GPU",
+    **_each("rewards are added up, each with its weight; advantage gdpo compares each by itself", "",
+            "reward_aggregator"),
+    **_each("clip inside the reward function", "reward_clip", "reward_clip_range"),
+    **_each("the tokenizer of a reward model is its own", "reward_tokenizer", "reward_processing_classes"),
+    **_each(
+        "the optimizer is AdamW with float32 state: lr, weight_decay, adam_beta1, adam_beta2, adam_epsilon",
+        "optimizer",
+        "optim optim_args optim_target_modules optimizers",
+    ),
+    **_each("lr_schedule is constant, linear or cosine, without parameters", "", "lr_scheduler_kwargs"),
+    **_each("entropy_coef follows entropy_target in steps of entropy_change, without bounds", "",
+            "entropy_coef_min entropy_coef_max"),
+    **_each("an adapter adds to weights of linear layers and has no further options; give GRPOTrainer a model that "
+            "PEFT has adapted already for others", "",
+            "lora_target_parameters use_rslora use_dora loftq_config lora_task_type layers_to_transform "
+            "init_lora_weights"),
+    **_each("the model is what its folder holds: revision, dtype and quantize say how it is loaded", "",
+            "model_init_kwargs quantization_config rope_scaling device_map resize_model_vocab token"),
+    **_each("attention goes with the layout", "attention", "attn_implementation"),
+    **_each("the balance loss of a mixture of experts is not added", "aux_loss_coef", "router_aux_loss_coef"),
+    **_each("batches are padded, packed or shared: layout", "", "pad_to_multiple_of"),
+    **_each("batches are cut by tokens_per_microbatch, in an evaluation by the sampler", "eval_batch_size",
+            "per_device_eval_batch_size eval_accumulation_steps"),
+    **_each("the accuracy of held-out answers decides, or their reward where nothing says what is right: correct_by",
+            "", "metric_for_best_model greater_is_better"),
+    **_each("an evaluation is made before the first step and after the last, and every eval_every steps between", "",
+            "eval_on_start eval_delay do_eval do_predict"),
+    **_each("`gruppo train` trains", "", "do_train"),
+    **_each("a run goes on with `gruppo resume RUN`, in Python with GRPOTrainer(config, resume=True)", "",
+            "resume resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint save_only_model "
+            "save_on_each_node enable_jit_checkpoint"),
+    **_each("the model is saved at the end, and checkpoints every save_every steps", "", "save_freq"),
+    **_each("rows are read by the trainer itself, without a data loader", "num_workers",
+            "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers "
+            "dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor"),
+    **_each("give GRPOTrainer an IterableDataset as data", "", "dataset_streaming"),
+    **_each("it is for supervised training", "",
+            "label_names label_smoothing_factor length_column_name neftune_noise_alpha prediction_loss_only "
+            "include_for_metrics batch_eval_metrics eval_do_concat_batches eval_use_gather_object"),
+    **_each("a step divides by the totals over all ranks in any case", "", "average_tokens_across_devices"),
+    **_each("a run takes the GPU where there is one; CUDA_VISIBLE_DEVICES= hides it", "device", "use_cpu no_cuda"),
+    **_each("with sampler torch a run repeats bit for bit on as many threads", "deterministic", "full_determinism"),
+    **_each("the cache of the allocator is never emptied", "", "torch_empty_cache_steps"),
+    **_each("`compile` compiles the decoder blocks and has no options", "", "torch_compile_backend "
+            "torch_compile_mode"),
+    **_each("sampler torch has its own cache and batches by itself", "", "use_cache cache_implementation "
+            "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config"),
+    **_each("dropout is always off", "dropout", "disable_dropout"),
+    **_each("code from a model repository is never run", "", "trust_remote_code"),
+    **_each("all columns reach the rewards", "", "remove_unused_columns"),
+    **_each("checkpointing has no options but offload", "", "gradient_checkpointing_kwargs"),
+    **_each("it would draw from another distribution than the one that is scored", "",
+            "repetition_penalty vllm_structured_outputs_regex"),
+    **_each("temperature, max_new_tokens and stop are all that shapes a completion", "sampling_options",
+            "generation_kwargs"),
+    **_each("it follows from the longest prompt and max_new_tokens", "max_model_len", "vllm_max_model_length"),
+    **_each("an engine in the process always sleeps while the trainer works", "", "vllm_enable_sleep_mode"),
+    **_each("the tokenizer is that of the model; GRPOTrainer(tokenizer=...) takes another", "",
+            "tokenizer_name_or_path"),
+    **_each("the exit code of a run tells how it ended", "notify", "send_slack_alerts"),
 }  # fmt: skip
 """Options without a counterpart, and why."""
+
+ARGUMENTS = ("callbacks", "overwrite", "peft_config", "quiet", "tokenizer")
+"""Arguments of GRPOTrainer that are no options of a run."""
+
+CLASSES = {
+    **dict.fromkeys(("GRPOConfig", "RLOOConfig"), "it is called TrainConfig here"),
+    "RLOOTrainer": "it is GRPOTrainer here, with TrainConfig(advantage='rloo')",
+    "FastLanguageModel": "a model is loaded by its name: TrainConfig(model=..., lora=True, quantize='nf4')",
+    "ModelConfig": "its options are among those of TrainConfig",
+    "ScriptArguments": "its options are among those of TrainConfig",
+}
+"""Classes of TRL and Unsloth, for whoever imports them from here."""
+
+
+def answer(name: str, dash: str = "") -> str:
+    """What an error says of an option of another trainer; "" where it is unknown.
+
+    >>> answer("num_generations"), answer("epsilon_high", "--")
+    ('it is called group_size here', 'it is called --clip-range here (its second number)')
+    >>> answer("log_completions")
+    'every completion is on disk already, in Parquet files of the run; leave it out'
+    """
+    if name in ARGUMENTS:
+        return f"it is an argument of GRPOTrainer, in Python: GRPOTrainer(config, {name}=...)"
+    if name in ABSENT:
+        return f"{ABSENT[name]}; leave it out"
+    if name in REFUSED:
+        return f"it is refused: {REFUSED[name]}"
+    own, _, note = (TRL_TRAINER | ELSEWHERE).get(name, "").partition(": ")
+    own = dash + own.replace("_", "-") if dash else own
+    return own and f"it is called {own} here" + (f" ({note})" if note else "")

@@ -27,7 +27,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "sampler": "vllm", "vllm_options": {"gpu_memory_utilization": 0.4}, "correction": "truncate",
         "loss": "dapo", "clip_range": 0.2, "beta": 0.04, "kl_estimator": 2, "advantage_options": {"eps": 1e-4},
         "lr": 2e-5, "lr_schedule": "cosine", "seed": 7, "tensorboard": False, "wandb": True, "output": "runs/math",
-        "keep_checkpoints": 1,
+        "keep_checkpoints": 1, "epochs": 1,
     },
     "trl/dapo.yaml": {
         "model": "Qwen/Qwen2.5-Math-7B", "gradient_checkpointing": True, "data": "hf://trl-lib/DeepMath-103K",
@@ -75,7 +75,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "max_prompt_tokens": 2048, "rewards": ["math_match"], "reward_weights": [10.0], "prompts_per_step": 8,
         "group_size": 16, "max_new_tokens": 8192, "tokens_per_microbatch": 10240,
         "steps": 1000,  # 128000 episodes / (8 x 16)
-        "dynamic_sampling": 10, "loss": "dapo", "clip_range": [0.2, 0.272], "beta": 0.0, "sampler": "vllm",
+        "dynamic_sampling": 10, "loss": "dapo", "clip_range": [0.2, 0.272], "beta": 0.0,
+        "sampler": "vllm:start", "max_staleness": 4, "streaming": True,
         "correction": "truncate", "normalization": "centered", "lr": 1e-6, "lr_schedule": "constant",
         "eval_every": 100, "eval_samples": 32, "keep_checkpoints": 100, "save_every": 100, "temperature": 1.0,
         "seed": 1, "gradient_checkpointing": True, "wandb": True,
@@ -96,7 +97,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "tokens_per_microbatch": 4096, "stop": ["</answer>"], "steps": 100, "minibatches": 2, "epochs_per_batch": 1,
         "warmup_steps": 20,  # a tenth of 100 x 2 optimizer steps
         "loss": "dapo", "clip_range": [0.2, 0.2], "beta": 0.01, "kl_estimator": 2, "ref_every": 50, "ref_mix": 0.5,
-        "sampler": "vllm", "correction": "none", "advantage_options": {"ddof": 0}, "lr": 5e-7,
+        "sampler": "vllm", "vllm_options": {"tensor_parallel_size": 2}, "correction": "none",
+        "advantage_options": {"ddof": 0}, "lr": 5e-7,
         "lr_schedule": "linear", "eval_every": 100, "seed": 3,
     },
     "open_instruct/cispo.sh": {
@@ -152,15 +154,16 @@ EXPECTED: dict[str, dict[str, Any]] = {
 SENTENCES: dict[str, list[str]] = {
     "trl/math_lora_vllm.yaml": [
         "#   prompts_per_step: the number of processes is not in the source, 1 is assumed: --num_processes N",
-        "#   steps: num_train_epochs=1 is 1 x the number of prompts / prompts_per_step",
+        "#   num_train_epochs=1 -> epochs: 1",
         "#   max_prompt_length=512 -> max_prompt_tokens: 512: longer prompts are left out; TRL cuts them",
         "#   use_bias_correction_kl -> kl_estimator: 2: k3; newer TRL multiplies it with the ratio by default, which "
         "is kl_estimator: ratio_k3",
-        "#   lora_dropout=0.05: with dropout the same weights score the same tokens otherwise",
-        "#   save_strategy=epoch: checkpoints are saved every save_every steps and at the end",
+        "#   lora_dropout=0.05: with dropout the same weights give the same tokens other log-probs each time, and the "
+        "on-policy ratio would not be 1. Leave it out",
+        "#   save_every: save_strategy=epoch there; here every N steps, and at the end",
     ],
     "trl/dapo.yaml": [
-        "#   deepspeed=zero3.json: a run is one process on one GPU",
+        "#   shard: deepspeed=zero3.json there; here FSDP2, on ranks that torchrun starts",
         "#   eval_steps=50 / 4 per rollout batch -> eval_every: 12: 12.5 steps, rounded",
     ],
     "trl/cispo.yaml": [
@@ -168,15 +171,22 @@ SENTENCES: dict[str, list[str]] = {
         "#   load_in_4bit=True: only a base under an adapter is quantised",
         "#   my_own_option=3: not known here",
     ],
-    "trl/dr_grpo.yaml": ["#   optim=paged_adamw_8bit: AdamW with float32 state"],
+    "trl/dr_grpo.yaml": [
+        "#   optim=paged_adamw_8bit: the optimizer is AdamW with float32 state: lr, weight_decay, adam_beta1, "
+        "adam_beta2, adam_epsilon",
+    ],
     "open_instruct/dapo_math.sh": [
-        "#   async_steps=4: rollouts may be 4 steps old there; here each step samples from the newest weights",
+        "#   inflight_updates=True, async_steps=4 -> max_staleness: 4, streaming: True: steps take what is complete, "
+        "as there; no token is older than max_staleness steps",
+        "#   num_learners_per_node=4: 4 ranks: start it with `torchrun --nproc-per-node 4 -m gruppo train`, and vLLM "
+        "as a server",
+        "#   sampler: vllm_num_engines=4: as many servers, sampler: vllm:http://one:8000,http://...",
         "#   active_sampling=True -> dynamic_sampling: 10: as there, within 10 batches per step",
     ],
     "open_instruct/tulu_kl.sh": [
         "#   advantage_normalization_type=standard: the standard deviation of a population -> advantage_options: "
         "{'ddof': 0}",
-        "#   vllm_tensor_parallel_size=2: a run is one process on one GPU",
+        "#   vllm_tensor_parallel_size=2 -> vllm_options: {'tensor_parallel_size': 2}",
     ],
     "open_instruct/cispo.sh": [
         "#   the ratio of trainer and sampler is capped at 5 -> correction: truncate: truncate caps at 2",
@@ -226,7 +236,8 @@ def test_flags_alone_and_choices_called_none() -> None:
     made = convert("trl", ["--scale_rewards", "none", "--report_to", "none", "--max_steps", "None", "--use_vllm"])
     assert made.values["normalization"] == "centered"
     assert (made.values["tensorboard"], made.values["sampler"]) == (False, "vllm")
-    assert "steps: num_train_epochs=3 is 3 x the number of prompts / prompts_per_step" in made.yours
+    assert "num_train_epochs=3 (the default of TRL) -> epochs: 3" in made.exact
+    assert not any(line.startswith("steps: ") for line in made.yours)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +310,41 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(f"touch {made}\nX=$(touch {made})\npython grpo.py --beta 0.5 --run_name $X\n")
     assert convert("trl", [str(tmp_path / "a.sh")]).values["beta"] == 0.5
     assert not made.exists()
+
+
+def test_weights_of_rewards_that_are_in_the_script_wait_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trl.yaml"
+    path.write_text("model_name_or_path: builtin\nnum_generations: 4\nreward_weights: [1.0, 0.5]\n")
+    assert run(["convert", "trl", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "#   rewards: as many as reward_weights: [1.0, 0.5], which goes with them" in text.splitlines()
+    assert not {"rewards", "reward_weights"} & TrainConfig.read(yaml.safe_load(text)).model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("", {"sampler": "vllm"}),
+        ("--async_steps 0", {"sampler": "vllm"}),
+        ("--async_steps 2", {"sampler": "vllm:start", "max_staleness": 2}),
+        ("--inflight_updates", {"sampler": "vllm:start", "max_staleness": 1, "streaming": True}),
+        ("--vllm_gpu_memory_utilization 0.6", {"sampler": "vllm", "vllm_options": {"gpu_memory_utilization": 0.6}}),
+    ],
+)
+def test_rollouts_ahead_of_open_instruct_stay_so(words: str, values: dict[str, Any]) -> None:
+    made = convert("open_instruct", ["--learning_rate", "1e-6", *words.split()]).values
+    names = ("sampler", "max_staleness", "streaming", "vllm_options")
+    assert {name: made[name] for name in names if name in made} == values
+    TrainConfig.read(made)
+
+
+def test_an_option_whose_value_means_something_else_is_left_to_the_user() -> None:
+    made = convert("trl", ["--use_vllm", "--vllm_enforce_eager", "True", "--fsdp", "full_shard", "--odd", "1"])
+    assert "vllm_options: vllm_enforce_eager=True there; here enforce_eager, as vLLM calls it" in made.yours
+    assert "shard: fsdp=full_shard there; here FSDP2, on ranks that torchrun starts" in made.yours
+    assert [line for line in made.absent if "not known here" in line] == ["odd=1: not known here"]
 
 
 def test_every_name_of_the_table_has_one_meaning() -> None:

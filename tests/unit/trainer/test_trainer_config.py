@@ -37,7 +37,7 @@ from gruppo.trainer.elsewhere import ELSEWHERE
         ({"dtype": "float16"}, "run.yaml: dtype='float16': Input should be 'auto', 'float32' or 'bfloat16'"),
         (
             {"lora_dropout": 0.1},
-            "run.yaml: lora_dropout=0.1 is refused: with it the same weights score the same tokens",
+            "run.yaml: lora_dropout=0.1 is refused: with dropout the same weights give the same tokens",
         ),
         ({"quantize": "int8"}, "run.yaml: quantize='int8': Input should be 'nf4'"),
         ({"lora": "perhaps"}, "run.yaml: lora='perhaps': Input should be a valid boolean"),
