@@ -25,7 +25,8 @@ from gruppo.cli.main import VERBS
 from gruppo.cli.train import STOPPED, TRAIN_HELP
 from gruppo.keys import KEYS, Key
 from gruppo.loss import LOSSES
-from gruppo.trainer.config import ELSEWHERE, REFUSED, TrainConfig
+from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.elsewhere import REFUSED, TRL, UNSLOTH
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gruppo"
@@ -246,10 +247,11 @@ def run_directory_page() -> str:
 
 
 def from_trl_page() -> str:
-    rows = [f"`{name}` | `{own.partition(': ')[0]}` | {own.partition(': ')[2]}" for name, own in ELSEWHERE.items()]
+    names = TRL | UNSLOTH
+    rows = [f"`{name}` | `{own.partition(': ')[0]}` | {own.partition(': ')[2]}" for name, own in names.items()]
     rows += [f"{', '.join(f'`{name}`' for name in REFUSED)} | refused in training | use `temperature`"]
     text = (DOCS / "from_trl.md").read_text(encoding="utf-8")
-    return filled(text, "elsewhere", table("TRL | here | note", rows))
+    return filled(text, "elsewhere", table("TRL, Unsloth | here | note", rows))
 
 
 PAGES = {

@@ -369,9 +369,6 @@ ABSENT = {
 }  # fmt: skip
 """Options without a counterpart, and why."""
 
-ARGUMENTS = ("callbacks", "overwrite", "peft_config", "quiet", "tokenizer")
-"""Arguments of GRPOTrainer that are no options of a run."""
-
 CLASSES = {
     **dict.fromkeys(("GRPOConfig", "RLOOConfig"), "it is called TrainConfig here"),
     "RLOOTrainer": "it is GRPOTrainer here, with TrainConfig(advantage='rloo')",
@@ -390,8 +387,6 @@ def answer(name: str, dash: str = "") -> str:
     >>> answer("log_completions")
     'every completion is on disk already, in Parquet files of the run; leave it out'
     """
-    if name in ARGUMENTS:
-        return f"it is an argument of GRPOTrainer, in Python: GRPOTrainer(config, {name}=...)"
     if name in ABSENT:
         return f"{ABSENT[name]}; leave it out"
     if name in REFUSED:

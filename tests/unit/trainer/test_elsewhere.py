@@ -12,7 +12,7 @@ import gruppo
 from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.trainer import GRPOTrainer, TrainConfig
-from gruppo.trainer.elsewhere import ABSENT, ARGUMENTS, ELSEWHERE, REFUSED, answer
+from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED, answer
 
 # The fields of trl.GRPOConfig and trl.RLOOConfig 1.16.0 that are not transformers' own, deprecated ones included.
 TRL_OWN = """
@@ -68,7 +68,7 @@ def test_every_option_of_trl_has_its_name_here_or_a_reason() -> None:
     assert [name for name in f"{TRL_TRAINER} {UNSLOTH}".split() if not answer(name)] == []
 
 
-@pytest.mark.parametrize("name", [*ELSEWHERE, *ABSENT, *ARGUMENTS, *REFUSED])
+@pytest.mark.parametrize("name", [*ELSEWHERE, *ABSENT, *REFUSED])
 def test_an_answer_of_the_table_goes_before_a_similar_name(name: str) -> None:
     with pytest.raises(InputError) as caught:
         TrainConfig(**{name: "x"})
