@@ -207,7 +207,7 @@ class RunDirectory(RunReader):
 
     # --- records --------------------------------------------------------------------------------------------------
 
-    def set_status(self, status: Status, step: int, **facts: str) -> None:
+    def set_status(self, status: Status, step: int, **facts: Any) -> None:
         self._has_begun = True
         path, content = self.path / "status.json", {"status": status, "step": step}
         with self._dropping(path.name):
@@ -215,7 +215,12 @@ class RunDirectory(RunReader):
                 replace_file(path, json.dumps(content | facts, indent=1).encode())
             except OSError:
                 # A full disk: the block that the file has already takes a short text.
-                _overwrite(path, json.dumps(content | {k: v[:500] for k, v in facts.items()}, indent=1).encode())
+                _overwrite(
+                    path,
+                    json.dumps(
+                        content | {k: v[:500] if isinstance(v, str) else v for k, v in facts.items()}, indent=1
+                    ).encode(),
+                )
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.dropped:

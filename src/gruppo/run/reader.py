@@ -65,7 +65,8 @@ class RunReader:
                 )
 
     def status(self) -> dict[str, Any]:
-        """`status` (running, done, stopped, failed or killed), `step`, and the `error` of a run that failed.
+        """`status` (running, done, stopped, failed or killed), `step`, the `error` of a run that failed, and what
+        `ended` one before its last step.
 
         killed: the file says running, and the process is gone.
         """
