@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 import torch
@@ -17,7 +18,7 @@ from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
-from gruppo.run.reader import RunReader, numbered
+from gruppo.run.reader import RunReader, at_home, numbered
 from gruppo.run.recorder import Recorder
 from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import Trackers, check_installed
@@ -34,8 +35,8 @@ from gruppo.trainer.rollout import RolloutSource, dead_frac
 from gruppo.trainer.state import Ending, Position, Snapshots
 from gruppo.types import Group
 from gruppo.weights import WeightStore
-from gruppo.weights.files import replacing
-from gruppo.weights.source import load_tokenizer
+from gruppo.weights.files import is_free, replacing
+from gruppo.weights.source import check_repository, load_tokenizer, upload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -140,8 +141,8 @@ class GRPOTrainer:
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
         self.ended: Ending | None = None
         """Why the run ended before its last step, if it did."""
-        self._has_model = False
-        """Whether `model/` is that of the step that the run was resumed at."""
+        self._saved: int | None = None
+        """Version of the weights that `model/` holds, where that is known."""
         self.groups: list[Group] = []
         self._tokens: TokenRecord | None = None
         """What the last step sampled, with its advantages."""
@@ -340,7 +341,7 @@ class GRPOTrainer:
                 recorder.stopped(self.step_number, str(signal_name))
                 result.status = "stopped"
             else:
-                self._save_model(replace_it=self.step_number > first or not self._has_model)
+                self.save_model()
                 if self.ended is not None and self.step_number > first:
                     recorder.say(f"ended {self.ended.text} after step {self.step_number} of {self.ended.steps}")
                 recorder.finished(self.step_number, self.ended and asdict(self.ended))
@@ -431,6 +432,59 @@ class GRPOTrainer:
         metrics |= result.after.metrics
         return self._tell("on_evaluation", self, self.step_number, result.after)
 
+    def save_model(self, path: str | Path | None = None) -> Path:
+        """Save model and tokenizer as transformers, PEFT and vLLM load them; returns the folder.
+
+        Args:
+            path: a new folder, or a model that gruppo saved, which is replaced. None: `model` in the run directory,
+                which `train` also writes at its end.
+        """
+        own = self.run.model
+        folder = own if path is None else at_home(path)
+        if folder.resolve() == self.run.path.resolve():
+            logger.warning("%s is the run directory; its model goes to %s", folder, own)
+            folder = own
+        if folder == own and own.exists() and self._saved == self.model.version:
+            return own
+        if folder != own and not is_free(folder, kind="model"):
+            raise InputError(
+                f"{folder} exists and is no model that gruppo saved; nothing was touched. Save to a new folder"
+            )
+        with replacing(folder):
+            self.model.save(folder)
+        if folder == own:
+            self._saved = self.model.version
+        return folder
+
+    def push_to_hub(
+        self,
+        repo_id: str | None = None,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        **unknown: Never,
+    ) -> str:
+        """Save the model and upload its folder to the Hugging Face hub; returns the address of the repository.
+
+        Args:
+            repo_id: the repository, "you/name"; it is made if it does not exist.
+            private: of a new repository. None: as the account has it.
+            token: None: that of `hf auth login` or HF_TOKEN.
+            revision: the branch. None: main.
+        """
+        if unknown:
+            raise InputError(
+                f"push_to_hub has no argument {next(iter(unknown))!r}: it uploads the model and writes no model card. "
+                'Leave it out: trainer.push_to_hub("you/name")'
+            )
+        if not repo_id:
+            raise InputError('push_to_hub needs the name of the repository: trainer.push_to_hub("you/name")')
+        check_repository(repo_id)
+        message = commit_message or f"Step {self.step_number} of a run of gruppo"
+        return upload(self.save_model(), repo_id, private=private, token=token, revision=revision, message=message)
+
     def plan(self) -> Plan:
         """What the run will do, in numbers."""
         train = self.prompts.train
@@ -490,7 +544,8 @@ class GRPOTrainer:
         found = self.snapshots.load_newest()
         place = found or Position(0)
         self.step_number, self.unfinished = place.step, place.unfinished
-        self._has_model, ended = self._was_done()
+        was_done, ended = self._was_done()
+        self._saved = self.model.version if was_done else None
         ended = place.ended or ended
         if ended is not None and ended.holds(self.config):
             self.ended = ended
@@ -569,11 +624,6 @@ class GRPOTrainer:
             self.step_number,
             shell_word(self.run.path),
         )
-
-    def _save_model(self, *, replace_it: bool) -> None:
-        if replace_it or not self.run.model.exists():
-            with replacing(self.run.model):  # of the run as it ended before it was resumed
-                self.model.save(self.run.model)
 
     def _tell(self, hook: str, *arguments: Any) -> bool:
         """Call a hook of the callbacks; True where one ends the run."""
