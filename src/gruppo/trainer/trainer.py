@@ -168,6 +168,7 @@ class GRPOTrainer:
             build.try_rewards(self.scorer, self.prompts.train.prompts)
             create = partial(RunDirectory.create, config=config.to_yaml(), overwrite=overwrite)
             self.run = stack.enter_context((RunDirectory.reopen if resume else create)(config.output))
+            self.stop.parting = self._parting
             self.scorer.start()
             if ranks is not None:
                 ranks.tell({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
@@ -326,14 +327,14 @@ class GRPOTrainer:
                     recorder.say(text)
                 elif not recorder.quiet:
                     self._show_plan()
-                if first and self._has_steps():
+                if first and self.has_steps:
                     recorder.say(f"resuming after step {first}")
                 if text := self.prompts.train.left_out():
                     recorder.warned(first, "rows_left_out", text)
                 self._tell("on_start", self)
                 if first == 0 and self.ended is None:
                     self._evaluate_first(result)
-                while self._has_steps():
+                while self.has_steps:
                     self._take_step(result)
             except Interrupted as signal_name:
                 recorder.flush()
@@ -371,13 +372,14 @@ class GRPOTrainer:
             self._end_early("callback")
             self.snapshots.save(0, ended=self.ended)
 
-    def _has_steps(self) -> bool:
-        """Whether the run goes on."""
+    @property
+    def has_steps(self) -> bool:
+        """Whether the run has steps left to take: not one that is done."""
         return self.unfinished is not None or (self.ended is None and self.step_number < self.config.steps)
 
     def _over(self) -> str:
         """What to say of a run that is resumed and has nothing left to do; "" where it goes on."""
-        if self._has_steps():
+        if self.has_steps:
             return ""
         run, most = shell_word(self.run.path), self.config.steps
         what = f"it has taken all of its {most} steps"
@@ -589,6 +591,12 @@ class GRPOTrainer:
             if result.status == "done":
                 raise
             logger.warning("the callbacks were not told of the end: %s: %s", type(problem).__name__, problem)
+
+    def _parting(self) -> str:
+        """What a run says that is left at once."""
+        saved = self.run.checkpoint_steps()
+        what = f"step {saved[-1]} is saved" if saved else "no step is saved, and it starts over"
+        return f"left at once; {what}: gruppo resume {shell_word(self.run.path)}"
 
     def _conclude(self) -> None:
         """Print the state of the run and what is likely wrong with it. Whatever fails in it, the run is over."""
