@@ -16,7 +16,7 @@ from gruppo import __version__
 from gruppo.errors import InputError
 from gruppo.output import shell_word
 from gruppo.run.lock import NAME, give_back_lock, take_lock
-from gruppo.run.reader import RunReader, numbered, read_lines
+from gruppo.run.reader import FORMAT, RunReader, numbered, read_lines
 from gruppo.types import Group, Prompt
 from gruppo.weights.files import remove, remove_temporary, replace_file
 
@@ -322,11 +322,12 @@ class RunDirectory(RunReader):
 
 
 def current_environment() -> dict[str, Any]:
-    """Versions and the machine's shape, without names or paths."""
+    """The format of the run, versions and the machine's shape, without names or paths."""
     import torch
 
     packages = ("torch", "transformers", "peft", "safetensors", "numpy")
     return {
+        "format": FORMAT,
         "python": platform.python_version(),
         "packages": {"gruppo": __version__} | {name: metadata.version(name) for name in packages},
         "threads": torch.get_num_threads(),
