@@ -5,7 +5,8 @@ load again by itself.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def take_objects(
             given[name], changes[name] = value, MARK + _described(value)
     if rewards is not None:
         given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) or isinstance(rewards, str) else rewards))
-        _warn_of_local(reward.name for reward in given["rewards"] if isinstance(reward, Reward) and reward.is_timed)
+        _warn_of_local([reward for reward in given["rewards"] if isinstance(reward, Reward) and reward.is_timed])
         weights = [1.0 if isinstance(r, str) else r.weight for r in given["rewards"]]
         if config.reward_weights is None and any(weight != 1 for weight in weights):
             changes["reward_weights"] = weights  # where an estimator that compares rewards apart reads them too
@@ -108,17 +109,22 @@ def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:
     return reward
 
 
-def _warn_of_local(rewards: Iterable[str]) -> None:
-    """One line for all rewards that run in this process."""
-    names = list(map(repr, rewards))
-    if names:
-        run, them = ("reward %s runs", "it") if len(names) == 1 else ("rewards %s run", "them")
-        logger.warning(
-            f"{run} in this process: no other can import {them}. A call that takes longer than reward_deadline is "
-            f"given up, but goes on in the background. A process that can be killed runs {them} from a module, or "
-            'where the lines that start the run stand under `if __name__ == "__main__":`',
-            ", ".join(names),
-        )
+def _warn_of_local(rewards: Sequence[Reward]) -> None:
+    """One sentence for all rewards that run in this process."""
+    if not rewards:
+        return
+    is_one, names = len(rewards) == 1, ", ".join(f"`{reward.name}`" for reward in rewards)
+    it, is_, hangs = ("it", "is", "it hangs") if is_one else ("them", "are", "they hang")
+    has_file = hasattr(sys.modules["__main__"], "__file__")
+    # A lambda, or a function inside a function, has no name to import it by, wherever it is.
+    is_named = all("<" not in getattr(reward.function, "__qualname__", "") for reward in rewards)
+    where = "inside of a function" if not is_named else "in the script itself" if has_file else "interactively"
+    guard = ', or guard the script with `if __name__ == "__main__":`' if is_named and has_file else ""
+    logger.warning(
+        f"Reward{'' if is_one else 's'} %s {is_} defined {where}, so {'it' if is_one else 'they'} cannot be killed if "
+        f"{hangs}. Move {it} to a module{guard}.",
+        names,
+    )
 
 
 def _adapter(peft_config: Any) -> dict[str, Any]:
