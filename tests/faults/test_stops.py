@@ -1,5 +1,6 @@
 """R-11 and R-51: signals at every site of a step, and Ctrl-C on a real terminal."""
 
+import contextlib
 import json
 import os
 import pty
@@ -108,6 +109,20 @@ def test_a_second_signal_does_not_end_the_save_of_the_first(
     assert not (run / "lock").exists()
 
 
+@pytest.mark.row("R-11", "Ctrl-C twice, the second time while the first is saved")
+@pytest.mark.parametrize(
+    ("save_every", "saved"), [(3, "step 6 is saved"), (20, "no step is saved, and it starts over")]
+)
+@pytest.mark.parametrize(("second", "code"), [("int", 130), ("term", 143)])
+def test_a_second_ctrl_c_says_what_is_saved(
+    save_every: int, saved: str, second: str, code: int, start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    left = start(["train", *flags(run, save_every=save_every)], ("recorded", 7, "int"), ("filled", 7, second))
+    assert left.wait(30) == code, left.output
+    assert left.output.splitlines()[-1] == f"left at once; {saved}: gruppo resume {run}"
+
+
 @pytest.mark.row("R-11", "a signal while model/ is written at the end")
 @pytest.mark.parametrize("action", ["hup", "usr1", "term", "int"])
 def test_a_signal_while_the_model_is_written_leaves_a_run_that_is_done(
@@ -198,3 +213,27 @@ def test_a_plan_in_the_environment_reaches_a_real_process(flags: Flags, tmp_path
     done = subprocess.run(command, env=os.environ | {"GRUPPO_FAULTS": plan}, capture_output=True, timeout=100)
     assert done.returncode == -signal.SIGKILL
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
+
+
+def leave_into_a_full_pipe() -> None:
+    """A second Ctrl-C where standard error is a pipe that nobody reads and that takes no byte more."""
+    from gruppo.run.signals import StopFlag
+
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    os.dup2(writer, 2)
+    with StopFlag().listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+
+
+@pytest.mark.row("R-11", "Ctrl-C twice with an output that nobody reads")
+def test_leaving_at_once_waits_for_no_reader(tmp_path: Path) -> None:
+    process = WarmProcess(tmp_path / "log", leave_into_a_full_pipe)
+    assert process.wait(30) == 130
+    process.close()

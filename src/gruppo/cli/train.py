@@ -133,7 +133,9 @@ def show_score(console: Console, trainer: "GRPOTrainer", result: "TrainResult") 
     if result.after is not None and result.after.score is not None:
         before = "" if result.before is None or result.before.score is None else f"{result.before.score:.3f} -> "
         console.print(f"{result.after.name} {before}{result.after.score:.3f}")
-    console.print(f"done: {trainer.run.model} holds the model, {trainer.run.path} the run")
+    run = trainer.run.path
+    console.print(f"done: {trainer.run.model} holds the model, {run} the run")
+    console.print(f"report: gruppo report {shell_word(run)} (writes {run / 'report.html'})")
 
 
 def run(
@@ -214,6 +216,8 @@ def _run(
         trainer = GRPOTrainer(config, resume=resume, accept_changes=accept_changes, overwrite=overwrite, ranks=ranks)
         if (name := _launch()) is not None:
             trainer.run.log_event("launch", step=trainer.step_number, name=name)
+        if not view and trainer.has_steps:
+            console.print(f"watch: gruppo view {shell_word(trainer.run.path)}")
         with _viewed(trainer.run.path, console) if view else nullcontext():
             result = trainer.train()
         if result.status == "stopped":

@@ -2,10 +2,12 @@
 plain lines. Model text is shown without control characters or markup."""
 
 import io
+import re
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +26,7 @@ from rich.text import Text
 
 from gruppo.keys import HELD_OUT_SCORES, KEYS, Key, held_out_key
 from gruppo.output import printable
-from gruppo.types import Group
+from gruppo.types import Group, Prompt
 
 ORDER = (
     *("reward/mean", *HELD_OUT_SCORES, "group/dead_frac", "optim/grad_norm"),
@@ -35,6 +37,9 @@ SHOWN = sorted((key for key in KEYS if key.line), key=lambda key: ORDER.index(ke
 
 DROPPED_FIRST = ("live/clip_ratio", "rollout/entropy", "completion/len_mean", "optim/grad_norm")
 """Metrics that a line leaves out, in this order, when it is too long."""
+
+_WHOLE_START, _WHOLE_END = re.compile(r"(?:.*[\s>])?", re.S), re.compile(r"(?:.*[\s<])?", re.S)
+"""A text up to its last blank or mark of a template, and the same of one that is written backwards."""
 
 WIDTH = 100
 """Most columns of a line where there is no terminal to measure."""
@@ -170,10 +175,11 @@ class RunConsole:
         table = Table(title=title, title_justify="left")
         for name in ("prompt", "completion", "reward", "advantage"):
             table.add_column(name, justify="right" if name in ("reward", "advantage") else "left", overflow="fold")
+        questions = questions_of([group.prompt for group in groups])
         teaching = [group for group in groups if any(rollout.has_advantage for rollout in group.rollouts)]
         for group in teaching[:limit] or groups[:1]:
             ordered = sorted(group.rollouts, key=lambda r: -(r.reward if r.reward is not None else float("-inf")))
-            prompt = visible(group.prompt.text)
+            prompt = visible(questions[group.prompt.text])
             for rollout in ordered[:1] + ordered[1:][-1:]:
                 advantage = rollout.advantage
                 if isinstance(advantage, tuple):
@@ -245,6 +251,33 @@ def readable_time(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def questions_of(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """What a reader wants to see of each prompt, by its text: the last message of the user, else the text without the
+    words that all of them begin and end with.
+
+    >>> texts = ("Add the numbers: 12+30=\\nAnswer:", "Add the numbers: 14+51=\\nAnswer:")
+    >>> list(questions_of([Prompt(token_ids=(), text=text) for text in texts]).values())
+    ['12+30=', '14+51=']
+    """
+    texts = list(dict.fromkeys(prompt.text for prompt in prompts))
+    start, end = 0, 0
+    if len(texts) > 1:
+        # Whole words only: the first digit of two numbers may be the same.
+        start = _common(texts, _WHOLE_START)
+        end = _common([text[start:][::-1] for text in texts], _WHOLE_END)
+    found = {text: text[start : len(text) - end].strip() or text for text in texts}
+    for prompt in prompts:
+        if not isinstance(prompt.source, str):
+            asked = [message["content"] for message in prompt.source if message["role"] == "user"]
+            found[prompt.text] = asked[-1] if asked else found[prompt.text]
+    return found
+
+
+def _common(texts: Sequence[str], whole: re.Pattern[str]) -> int:
+    found = whole.match(commonprefix(texts))  # noqa: RUF071  # of texts, not of paths
+    return len(found[0]) if found else 0
 
 
 def visible(text: Any, limit: int = 200) -> Text:

@@ -16,7 +16,7 @@ from gruppo import __version__
 from gruppo.errors import InputError
 from gruppo.output import shell_word
 from gruppo.run.lock import NAME, give_back_lock, take_lock
-from gruppo.run.reader import RunReader, numbered, read_lines
+from gruppo.run.reader import FORMAT, RunReader, numbered, read_lines
 from gruppo.types import Group, Prompt
 from gruppo.weights.files import remove, remove_temporary, replace_file
 
@@ -207,7 +207,7 @@ class RunDirectory(RunReader):
 
     # --- records --------------------------------------------------------------------------------------------------
 
-    def set_status(self, status: Status, step: int, **facts: str) -> None:
+    def set_status(self, status: Status, step: int, **facts: Any) -> None:
         self._has_begun = True
         path, content = self.path / "status.json", {"status": status, "step": step}
         with self._dropping(path.name):
@@ -215,7 +215,12 @@ class RunDirectory(RunReader):
                 replace_file(path, json.dumps(content | facts, indent=1).encode())
             except OSError:
                 # A full disk: the block that the file has already takes a short text.
-                _overwrite(path, json.dumps(content | {k: v[:500] for k, v in facts.items()}, indent=1).encode())
+                _overwrite(
+                    path,
+                    json.dumps(
+                        content | {k: v[:500] if isinstance(v, str) else v for k, v in facts.items()}, indent=1
+                    ).encode(),
+                )
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.dropped:
@@ -317,11 +322,12 @@ class RunDirectory(RunReader):
 
 
 def current_environment() -> dict[str, Any]:
-    """Versions and the machine's shape, without names or paths."""
+    """The format of the run, versions and the machine's shape, without names or paths."""
     import torch
 
     packages = ("torch", "transformers", "peft", "safetensors", "numpy")
     return {
+        "format": FORMAT,
         "python": platform.python_version(),
         "packages": {"gruppo": __version__} | {name: metadata.version(name) for name in packages},
         "threads": torch.get_num_threads(),

@@ -10,7 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gruppo import __version__
 from gruppo.errors import InputError
+from gruppo.output import shell_word
 from gruppo.run.lock import is_owned
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"step-(\d+)(\.parquet)?")
 
+
+FORMAT = 1
+"""Number of the format of a run directory. Raise it with any change by which older runs can no longer be resumed."""
 
 MAX_CONFIG_BYTES = 2**20
 MAX_CONFIG_VALUES = 10_000
@@ -64,8 +69,24 @@ class RunReader:
                     "rewards, loss, metrics. Read it first; --trust goes on all the same"
                 )
 
+    def check_format(self) -> None:
+        """Raise where another version wrote this run, in a format that this one cannot go on with."""
+        try:
+            found = self.environment()
+        except InputError:
+            return  # lost; the checkpoints have checks of their own
+        if (number := found.get("format", 0)) == FORMAT:
+            return
+        version = str(found.get("packages", {}).get("gruppo", "of an unknown version"))
+        raise InputError(
+            f"{self.path} was written by gruppo {version:.40} in run format {number!s:.20} and cannot be resumed by "
+            f"gruppo {__version__}, which has run format {FORMAT}; nothing was touched. gruppo report, view, sample "
+            f"and export still read it, and gruppo train --model {shell_word(self.model)} trains on from its model"
+        )
+
     def status(self) -> dict[str, Any]:
-        """`status` (running, done, stopped, failed or killed), `step`, and the `error` of a run that failed.
+        """`status` (running, done, stopped, failed or killed), `step`, the `error` of a run that failed, and what
+        `ended` one before its last step.
 
         killed: the file says running, and the process is gone.
         """

@@ -201,9 +201,9 @@ class Recorder:
         self.run.log_event("failed", step=step, error=text)
         self.run.set_status("failed", step, error=text)
 
-    def finished(self, step: int) -> None:
-        """The last step was taken, and the model is saved."""
-        self.run.set_status("done", step)
+    def finished(self, step: int, ended: Mapping[str, Any] | None = None) -> None:
+        """The run is over, and the model is saved; `ended`: why before its last step."""
+        self.run.set_status("done", step, **({} if ended is None else {"ended": ended}))
 
     def close(self) -> None:
         if self._console is not None:

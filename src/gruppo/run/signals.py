@@ -2,10 +2,13 @@
 current critical section, saves and exits. Ctrl-C after another signal, and a second SIGTERM, exit at once."""
 
 import os
+import select
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+from gruppo.output import printable
 
 STOPPED = 75
 """Exit code of a run that a signal stopped and that was saved: queue it again and resume."""
@@ -26,6 +29,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.parting: Callable[[], str] = lambda: "left at once"
+        """What to say when a signal ends the process at once."""
         self._is_told = False
         """Whether there was a signal by which somebody stops a run, not a warning."""
 
@@ -44,10 +49,17 @@ class StopFlag:
             # A terminal that closes sends several, and a queue SIGTERM after its warning: the save must come to its
             # end. A save that hangs is left by Ctrl-C or a second SIGTERM.
             if number == signal.SIGINT or (number == signal.SIGTERM and self._is_told):
-                os._exit(128 + number)
+                self._leave(128 + number)
         else:
             self.signal = number
         self._is_told |= number in (signal.SIGINT, signal.SIGTERM)
+
+    def _leave(self, code: int) -> None:
+        """End the process at once, with a line if standard error takes one without waiting."""
+        with suppress(Exception):
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, f"\n{printable(self.parting())}\n".encode())
+        os._exit(code)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

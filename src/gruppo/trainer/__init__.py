@@ -9,13 +9,14 @@ from gruppo.errors import require_train
 
 require_train("gruppo.trainer", "pydantic")
 
+from gruppo.trainer.callbacks import Callback  # noqa: E402
 from gruppo.trainer.config import TrainConfig  # noqa: E402
 from gruppo.trainer.elsewhere import CLASSES  # noqa: E402
 
 if TYPE_CHECKING:
     from gruppo.trainer.trainer import GRPOTrainer
 
-__all__ = ["GRPOTrainer", "TrainConfig"]
+__all__ = ["Callback", "GRPOTrainer", "TrainConfig"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,17 @@ from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED, TRL, answer
 _WHERE = " where"
 """Key of the name that errors begin with; no option can be called so."""
 
+ARGUMENTS = {
+    "overwrite": "overwrite=True); on the command line --overwrite",
+    "resume": "resume=True); on the command line gruppo resume RUN",
+    "accept_changes": "resume=True, accept_changes=True); on the command line gruppo resume RUN --accept-changes",
+    "quiet": "quiet=True)",
+    "callbacks": "callbacks=[...])",
+    "peft_config": "peft_config=...)",
+    "tokenizer": "model=..., tokenizer=...)",
+}
+"""Arguments of GRPOTrainer that are no options, and how they are given."""
+
 MAX_ROLLOUTS = 2**22
 MAX_LINES = 20
 """Of an error on a config."""
@@ -108,8 +119,12 @@ class TrainConfig(
     @classmethod
     def of_run(cls, directory: str | Path, overrides: dict[str, Any] | None = None) -> "TrainConfig":
         """The config of a run, with the directory where it now lies; `overrides` win."""
-        values = RunReader(directory).config() | (overrides or {})
-        return cls.read(values, where=str(Path(directory) / "config.yaml"))
+        run = RunReader(directory)
+        try:
+            return cls.read(run.config() | (overrides or {}), where=str(Path(directory) / "config.yaml"))
+        except InputError:
+            run.check_format()  # its options may be those of another version, which explains more
+            raise
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> "TrainConfig":
@@ -142,6 +157,8 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
             lines += [f"{where}: unknown option {name!r}; {answer(name)}" for name in nested]
         elif item["type"] == "extra_forbidden" and field in REFUSED:
             lines.append(f"{where}: {field}={_shown(item['input'])} is refused: {REFUSED[field]}")
+        elif item["type"] == "extra_forbidden" and field in ARGUMENTS:
+            lines.append(f"{where}: {field} is an argument of GRPOTrainer: GRPOTrainer(config, {ARGUMENTS[field]}")
         elif item["type"] == "extra_forbidden" and answer(field):
             lines.append(f"{where}: unknown option {field!r}; {answer(field)}")
         elif item["type"] == "extra_forbidden":

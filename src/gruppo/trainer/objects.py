@@ -5,7 +5,8 @@ load again by itself.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,12 @@ class Objects:
     rewards: tuple[str | Reward, ...]
     data: Any
     eval_data: Any
+    loss: Any = None
+    """A loss that was made already; None: by its name."""
+    advantage: Any = None
+    """An estimator that was made already; None: by its name."""
+    metrics: tuple[Any, ...] = ()
+    """Names, and metrics that were made already."""
 
 
 def take_objects(
@@ -45,6 +52,9 @@ def take_objects(
     data: Any = None,
     eval_data: Any = None,
     peft_config: Any = None,
+    loss: Any = None,
+    advantage: Any = None,
+    metrics: Sequence[Any] | None = None,
 ) -> tuple[TrainConfig, Objects]:
     """The config of a run with these objects, and the objects. Names among them go into the config, and so does the
     reward of the data where none is named."""
@@ -63,9 +73,18 @@ def take_objects(
             changes[name] = value
         elif value is not None:
             given[name], changes[name] = value, MARK + _described(value)
+    for name, value in {"loss": loss, "advantage": advantage}.items():
+        if isinstance(value, str | type):
+            changes[name] = value
+        elif value is not None:
+            given[name], changes[name] = value, MARK + type(value).__name__
+    if metrics is not None:
+        each = [metrics] if isinstance(metrics, str | type) else list(metrics)
+        changes["metrics"] = [m if isinstance(m, str | type) else MARK + type(m).__name__ for m in each]
+        given["metrics"] = tuple(each)
     if rewards is not None:
         given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) or isinstance(rewards, str) else rewards))
-        _warn_of_local(reward.name for reward in given["rewards"] if isinstance(reward, Reward) and reward.is_timed)
+        _warn_of_local([reward for reward in given["rewards"] if isinstance(reward, Reward) and reward.is_timed])
         weights = [1.0 if isinstance(r, str) else r.weight for r in given["rewards"]]
         if config.reward_weights is None and any(weight != 1 for weight in weights):
             changes["reward_weights"] = weights  # where an estimator that compares rewards apart reads them too
@@ -75,8 +94,8 @@ def take_objects(
     made = TrainConfig.read(config.model_dump(exclude_unset=True) | changes) if changes else config
     missing = [
         f"{name}={text.removeprefix(MARK)!r}"
-        for name in ("model", "data", "eval_data", "rewards")
-        for text in (made.rewards or () if name == "rewards" else [str(getattr(made, name))])
+        for name in ("model", "data", "eval_data", "rewards", "loss", "advantage", "metrics")
+        for text in (getattr(made, name) or () if name in ("rewards", "metrics") else [str(getattr(made, name))])
         if text.startswith(MARK) and given.get(name) is None
     ]
     if missing:
@@ -91,7 +110,7 @@ def take_objects(
     elif made.revision is not None:
         raise InputError(f"revision={made.revision!r} is for a model that is loaded by its name; leave it out")
     named: dict[str, Any] = {name: getattr(made, name) for name in ("rewards", "data", "eval_data")}
-    named["model"] = made.pinned_model
+    named |= {"model": made.pinned_model, "metrics": made.metrics}
     return made, Objects(**(named | given))
 
 
@@ -108,17 +127,22 @@ def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:
     return reward
 
 
-def _warn_of_local(rewards: Iterable[str]) -> None:
-    """One line for all rewards that run in this process."""
-    names = list(map(repr, rewards))
-    if names:
-        run, them = ("reward %s runs", "it") if len(names) == 1 else ("rewards %s run", "them")
-        logger.warning(
-            f"{run} in this process: no other can import {them}. A call that takes longer than reward_deadline is "
-            f"given up, but goes on in the background. A process that can be killed runs {them} from a module, or "
-            'where the lines that start the run stand under `if __name__ == "__main__":`',
-            ", ".join(names),
-        )
+def _warn_of_local(rewards: Sequence[Reward]) -> None:
+    """One sentence for all rewards that run in this process."""
+    if not rewards:
+        return
+    is_one, names = len(rewards) == 1, ", ".join(f"`{reward.name}`" for reward in rewards)
+    it, is_, hangs = ("it", "is", "it hangs") if is_one else ("them", "are", "they hang")
+    has_file = hasattr(sys.modules["__main__"], "__file__")
+    # A lambda, or a function inside a function, has no name to import it by, wherever it is.
+    is_named = all("<" not in getattr(reward.function, "__qualname__", "") for reward in rewards)
+    where = "inside of a function" if not is_named else "in the script itself" if has_file else "interactively"
+    guard = ', or guard the script with `if __name__ == "__main__":`' if is_named and has_file else ""
+    logger.warning(
+        f"Reward{'' if is_one else 's'} %s {is_} defined {where}, so {'it' if is_one else 'they'} cannot be killed if "
+        f"{hangs}. Move {it} to a module{guard}.",
+        names,
+    )
 
 
 def _adapter(peft_config: Any) -> dict[str, Any]:

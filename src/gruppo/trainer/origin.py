@@ -40,6 +40,7 @@ def _name_of_type(value: Any) -> str:
 def check(run: RunReader, now: Mapping[str, Any], *, accept: bool) -> list[str]:
     """Differences between what a run was made from and what it is given now; an error unless they are accepted."""
     run.check()
+    run.check_format()
     # Any of them shows that it began: a full disk may have dropped the others.
     has_record = any((run.path / name).exists() for name in ("status.json", "metrics.jsonl"))
     if not has_record and not numbered(run.path / "checkpoints"):

@@ -3,8 +3,8 @@ that moves. `Snapshots` saves it with the model in every checkpoint."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import asdict, dataclass, field
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gruppo.model import TransformersModel
     from gruppo.model.reference import Reference
     from gruppo.trainer.ahead import RolloutsAhead
+    from gruppo.trainer.config import TrainConfig
     from gruppo.trainer.stream import StreamedRollouts
 
 FILE = "trainer.json"
@@ -151,6 +152,54 @@ class RunState:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """Early end of a run, and the options that it ended under. It holds until they allow more: a run that is done is
+    not trained on by a `resume` that asks for nothing new."""
+
+    by: str
+    """patience, score (`stop_at_score`) or callback."""
+    steps: int
+    """The last step that the run could have taken."""
+    limit: float | None = None
+    """`patience` or `stop_at_score` at the time."""
+
+    @classmethod
+    def read(cls, facts: Any) -> "Ending | None":
+        """From JSON; a ValueError for what is none."""
+        if facts is None:
+            return None
+        found = cls(str(facts["by"]), _number(facts["steps"]), facts["limit"])
+        if found.by not in ENDED_BY or not isinstance(found.limit, int | float | None):
+            raise ValueError(f"ended={facts!r:.200}")
+        return found
+
+    def holds(self, config: "TrainConfig") -> bool:
+        """Whether a run with these options is still over."""
+        limits = {"patience": config.patience or inf, "score": config.stop_at_score}
+        limit = limits.get(self.by, self.limit)
+        is_as_strict = self.limit is None or (limit is not None and limit <= self.limit)
+        return config.steps <= self.steps and is_as_strict
+
+    @property
+    def text(self) -> str:
+        return ENDED_BY[self.by]
+
+
+ENDED_BY = {"patience": "by patience", "score": "by stop_at_score", "callback": "by a callback"}
+"""What ends a run early, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run goes on: what its checkpoint says of the loop."""
+
+    step: int
+    unfinished: dict[str, float] | None = None
+    """Metrics of the step, if it was interrupted before their record."""
+    ended: Ending | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshots:
     """Checkpoints of everything that later steps depend on."""
 
@@ -158,7 +207,7 @@ class Snapshots:
     model: "TransformersModel"
     state: RunState
 
-    def save(self, step: int, unfinished: Mapping[str, float] | None = None) -> None:
+    def save(self, step: int, unfinished: Mapping[str, float] | None = None, ended: Ending | None = None) -> None:
         """Write the state after `step`. `unfinished`: its metrics, if it was interrupted before their record."""
         state = self.state
 
@@ -168,6 +217,7 @@ class Snapshots:
                 "step": step,
                 "version": self.model.version,
                 "unfinished": unfinished,
+                "ended": ended and asdict(ended),
                 "solved": state.solved.state(),
                 "kl_coefficient": state.kl.coefficient,
                 "entropy_coefficient": state.entropy.coefficient,
@@ -181,18 +231,16 @@ class Snapshots:
 
         self.checkpoints.save(step, write)
 
-    def load_newest(self) -> tuple[int, dict[str, float] | None]:
-        """Put model and state back as the newest whole checkpoint has them; its step and `unfinished` metrics.
-
-        Without a checkpoint they are as they were before the first step: (0, None).
-        """
-        return self.checkpoints.load(self._load) or (0, None)
+    def load_newest(self) -> Position | None:
+        """Put model and state back as the newest whole checkpoint has them; None where there is no checkpoint, and they
+        are as they were before the first step."""
+        return self.checkpoints.load(self._load)
 
     def load_step(self, step: int) -> None:
         """Put model and state back as they were after a step; its checkpoint must be there and whole."""
         self.checkpoints.load_step(step, self._load)
 
-    def _load(self, folder: Path) -> tuple[int, dict[str, float] | None]:
+    def _load(self, folder: Path) -> Position:
         state = self.state
         try:
             facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
@@ -205,6 +253,7 @@ class Snapshots:
             values = (unfinished or {}).values()
             if not all(isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) for value in values):
                 raise ValueError(f"unfinished={unfinished!r:.200}")
+            position = Position(step, unfinished, Ending.read(facts["ended"]))
             state.solved.load(facts["solved"])
             reference = None if state.reference is None else load_file(folder / REFERENCE)
         except _UNREADABLE as error:
@@ -214,7 +263,7 @@ class Snapshots:
             state.reference.load(reference)
         self.model.version, state.kl.coefficient, state.entropy.coefficient = version, kl, entropy
         state.loaded = folder
-        return step, unfinished
+        return position
 
 
 def _number(value: Any) -> int:

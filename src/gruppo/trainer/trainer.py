@@ -4,8 +4,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 import torch
@@ -18,24 +19,25 @@ from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.directory import RunDirectory
-from gruppo.run.reader import RunReader, numbered
+from gruppo.run.reader import RunReader, at_home, numbered
 from gruppo.run.recorder import Recorder
 from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.run.trackers import Trackers, check_installed
 from gruppo.trainer import build, origin
 from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, StopHook
+from gruppo.trainer.callbacks import Callback, StepCallback, read_callbacks, tell
 from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import Learner, TokenRecord
 from gruppo.trainer.objects import take_objects
 from gruppo.trainer.plan import Plan, disk_needs, make_plan
 from gruppo.trainer.rollout import RolloutSource, dead_frac
-from gruppo.trainer.state import Snapshots
+from gruppo.trainer.state import Ending, Position, Snapshots
 from gruppo.types import Group
 from gruppo.weights import WeightStore
-from gruppo.weights.files import replacing
-from gruppo.weights.source import load_tokenizer
+from gruppo.weights.files import is_free, replacing
+from gruppo.weights.source import check_repository, load_tokenizer, upload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,9 +50,6 @@ MAX_UNREWARDED = 10
 """Steps in a row without any reward before the run stops. More than `MAX_SKIPPED`: steps of one or two prompts may well
 have none that a reward can judge."""
 
-Callback = Callable[["GRPOTrainer", int, dict[str, float]], bool | None]
-"""Called after each step with (trainer, step, metrics); returning True ends the run."""
-
 
 @dataclass(slots=True, repr=False)
 class TrainResult:
@@ -58,19 +57,24 @@ class TrainResult:
 
     >>> TrainResult(step=50, status="done")
     TrainResult(done after step 50)
+    >>> TrainResult(step=20, status="done", ended=Ending("patience", steps=50))
+    TrainResult(done after step 20 of 50, ended by patience)
     """
 
     step: int
     before: Evaluation | None = None
     after: Evaluation | None = None
     status: str = "running"
+    ended: Ending | None = None
+    """Why the run ended before its last step, if it did."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         found = [each for each in (self.before, self.after) if each is not None and each.score is not None]
         scores = " -> ".join(f"{each.score:.3f}" for each in found)
         held_out = f", {found[-1].name} {scores}" if found else ""
-        return f"TrainResult({self.status} after step {self.step}{held_out})"
+        early = f" of {self.ended.steps}, ended {self.ended.text}" if self.ended else ""
+        return f"TrainResult({self.status} after step {self.step}{early}{held_out})"
 
 
 class GRPOTrainer:
@@ -87,7 +91,9 @@ class GRPOTrainer:
             call of it is given up at `reward_deadline`.
         data: a list of rows, a `datasets.Dataset`, or a name; `eval_data` likewise.
         peft_config: a `LoraConfig` of PEFT.
-        callbacks: called after each step with (trainer, step, metrics); returning True ends the run.
+        loss: a loss, its class, or a name; `advantage` an estimator likewise, `metrics` a list of metrics.
+        callbacks: `Callback`s, `transformers.TrainerCallback`s, and functions that are called after each step with
+            (trainer, step, metrics); one that returns True ends the run.
         resume: go on with the run in `config.output`; one without a checkpoint starts over.
         accept_changes: with resume, also where options, prompts or base weights are not those that the run began with.
         overwrite: start over in the place of a run that `config.output` holds.
@@ -105,7 +111,10 @@ class GRPOTrainer:
         data: Any = None,
         eval_data: Any = None,
         peft_config: Any = None,
-        callbacks: Sequence[Callback] = (),
+        loss: Any = None,
+        advantage: Any = None,
+        metrics: Sequence[Any] | None = None,
+        callbacks: Sequence[Callback | StepCallback | Any] = (),
         resume: bool = False,
         accept_changes: bool = False,
         overwrite: bool = False,
@@ -115,6 +124,7 @@ class GRPOTrainer:
     ) -> None:
         if unknown:
             refuse_arguments(unknown)
+        self.callbacks = read_callbacks(callbacks)
         config, objects = take_objects(
             config or TrainConfig(),
             model=model,
@@ -123,19 +133,25 @@ class GRPOTrainer:
             data=data,
             eval_data=eval_data,
             peft_config=peft_config,
+            loss=loss,
+            advantage=advantage,
+            metrics=metrics,
         )
         build.check_ranks(config, objects, ranks)
         self.config = config = build.fit_context(config, objects)
         made_from = origin.options_of(config)
         if resume:
             origin.check(RunReader(config.output), made_from, accept=accept_changes)
-        self.callbacks = list(callbacks)
         self.stop = StopFlag()
         hook = StopHook(self.stop.poll)
         poll = hook if config.max_staleness else self.stop.poll
         self.step_number = 0
         self.unfinished: dict[str, float] | None = None
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
+        self.ended: Ending | None = None
+        """Why the run ended before its last step, if it did."""
+        self._saved: int | None = None
+        """Version of the weights that `model/` holds, where that is known."""
         self.groups: list[Group] = []
         self._tokens: TokenRecord | None = None
         """What the last step sampled, with its advantages."""
@@ -148,8 +164,8 @@ class GRPOTrainer:
         # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
         check_installed(config.trackers)
         loss, estimate, scorer = build.all_of(
-            partial(build.build_loss, config),
-            partial(build.build_advantage, config),
+            partial(build.build_loss, config, objects.loss),
+            partial(build.build_advantage, config, objects.advantage),
             partial(build.build_rewards, config, objects, poll=poll),
         )
         with ExitStack() as stack:
@@ -161,6 +177,7 @@ class GRPOTrainer:
             build.try_rewards(self.scorer, self.prompts.train.prompts)
             create = partial(RunDirectory.create, config=config.to_yaml(), overwrite=overwrite)
             self.run = stack.enter_context((RunDirectory.reopen if resume else create)(config.output))
+            self.stop.parting = self._parting
             self.scorer.start()
             if ranks is not None:
                 ranks.tell({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
@@ -315,43 +332,73 @@ class GRPOTrainer:
         try:
             recorder.started(first, loss=repr(self.model.loss), **self.scorer.facts)
             try:
-                if not recorder.quiet:
+                if text := self._over():
+                    recorder.say(text)
+                elif not recorder.quiet:
                     self._show_plan()
-                if first:
+                if first and self.has_steps:
                     recorder.say(f"resuming after step {first}")
                 if text := self.prompts.train.left_out():
                     recorder.warned(first, "rows_left_out", text)
-                if first == 0:
-                    result.before = self.evaluate()
-                    if result.before is not None:
-                        recorder.evaluated(0, result.before.metrics)
-                while self.unfinished is not None or self.step_number < self.config.steps:
-                    if self._take_step(result):
-                        break
+                self._tell("on_start", self)
+                if first == 0 and self.ended is None:
+                    self._evaluate_first(result)
+                while self.has_steps:
+                    self._take_step(result)
             except Interrupted as signal_name:
                 recorder.flush()
-                self.snapshots.save(self.step_number, self.unfinished)
+                self.snapshots.save(self.step_number, self.unfinished, self.ended)
                 recorder.stopped(self.step_number, str(signal_name))
                 result.status = "stopped"
             else:
-                self._save_model(replace_it=self.step_number > first)
-                recorder.finished(self.step_number)
-                result.status = "done"
+                self.save_model()
+                if self.ended is not None and self.step_number > first:
+                    recorder.say(f"ended {self.ended.text} after step {self.step_number} of {self.ended.steps}")
+                recorder.finished(self.step_number, self.ended and asdict(self.ended))
+                result.status, result.ended = "done", self.ended
         except BaseException as error:
             self._rescue(error)
             recorder.failed(self.step_number, error)
+            result.status = "failed"
             if isinstance(error, Exception):
+                self._end(result)
                 self._conclude()
             raise
+        else:
+            self._end(result)
         finally:
             self.close()
         self._conclude()
-        result.step = self.step_number
-        result.metrics = self.run.metrics()
         return result
 
-    def _take_step(self, result: TrainResult) -> bool:
-        """A step with its evaluation, record and checkpoint; True ends the run."""
+    def _evaluate_first(self, result: TrainResult) -> None:
+        """The held-out score of the weights at the start."""
+        result.before = self.evaluate()
+        if result.before is None:
+            return
+        self.recorder.evaluated(0, result.before.metrics)
+        if self._tell("on_evaluation", self, 0, result.before):
+            self._end_early("callback")
+            self.snapshots.save(0, ended=self.ended)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the run has steps left to take: not one that is done."""
+        return self.unfinished is not None or (self.ended is None and self.step_number < self.config.steps)
+
+    def _over(self) -> str:
+        """What to say of a run that is resumed and has nothing left to do; "" where it goes on."""
+        if self.has_steps:
+            return ""
+        run, most = shell_word(self.run.path), self.config.steps
+        what = f"it has taken all of its {most} steps"
+        if self.ended is not None:
+            most = self.ended.steps
+            what = f"it ended {self.ended.text} after step {self.step_number} of {most}"
+        return f"the run is done: {what}. To train on: gruppo resume {run} --steps N, with N above {most}"
+
+    def _take_step(self, result: TrainResult) -> None:
+        """A step with its evaluation, record and checkpoint."""
         config, recorder = self.config, self.recorder
         started, self.seconds = time.monotonic(), {}
         if self.unfinished is None:
@@ -360,24 +407,94 @@ class GRPOTrainer:
                 recorder.sampled(self.step_number, self.groups, self._tokens and self._tokens.last)
         metrics, number = dict(self.unfinished), self.step_number
         is_last = number == config.steps
-        if is_last or (config.eval_every and number % config.eval_every == 0):
-            result.after = self.evaluate()
-            metrics |= result.after.metrics if result.after else {}
-        is_over = self._is_over(number, metrics)
+        # A callback has ended the run already where a signal came between that and its evaluation.
+        was_asked = is_asked = self.ended is not None
+        is_due = was_asked or is_last or bool(config.eval_every and number % config.eval_every == 0)
+        if is_due:
+            is_asked |= self._evaluate_step(result, metrics)
+        if not was_asked:
+            is_asked |= self._tell("on_step", self, number, metrics)
+        if is_asked and not is_last and not was_asked:
+            self._end_early("callback")
+            if not is_due:
+                self._evaluate_step(result, metrics)
+        if not is_last and self.ended is None and (by := self._ended_by(metrics)):
+            self._end_early(by)
         if config.keep_best:
             self._save_best(number, metrics)
         recorder.step(number, metrics)
         self.unfinished = None
         if faults.PLAN:
             faults.PLAN.reach("recorded", number)
-        if number % config.save_every == 0 or is_last or is_over:
+        if number % config.save_every == 0 or is_last or self.ended is not None:
             with self._timed("checkpoint"):
                 recorder.flush()
-                self.snapshots.save(number)
+                self.snapshots.save(number, ended=self.ended)
             recorder.checkpointed(number)
+            self._tell("on_save", self, number)
         recorder.timed(number, self.seconds, time.monotonic() - started)
         self.stop.poll()
-        return is_over
+
+    def _evaluate_step(self, result: TrainResult, metrics: dict[str, float]) -> bool:
+        """Add the held-out score of a step to its metrics; True where a callback ends the run by it."""
+        result.after = self.evaluate()
+        if result.after is None:
+            return False
+        metrics |= result.after.metrics
+        return self._tell("on_evaluation", self, self.step_number, result.after)
+
+    def save_model(self, path: str | Path | None = None) -> Path:
+        """Save model and tokenizer as transformers, PEFT and vLLM load them; returns the folder.
+
+        Args:
+            path: a new folder, or a model that gruppo saved, which is replaced. None: `model` in the run directory,
+                which `train` also writes at its end.
+        """
+        own = self.run.model
+        folder = own if path is None else at_home(path)
+        if folder.resolve() == self.run.path.resolve():
+            logger.warning("%s is the run directory; its model goes to %s", folder, own)
+            folder = own
+        if folder == own and own.exists() and self._saved == self.model.version:
+            return own
+        if folder != own and not is_free(folder, kind="model"):
+            raise InputError(
+                f"{folder} exists and is no model that gruppo saved; nothing was touched. Save to a new folder"
+            )
+        with replacing(folder):
+            self.model.save(folder)
+        if folder == own:
+            self._saved = self.model.version
+        return folder
+
+    def push_to_hub(
+        self,
+        repo_id: str | None = None,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        **unknown: Never,
+    ) -> str:
+        """Save the model and upload its folder to the Hugging Face hub; returns the address of the repository.
+
+        Args:
+            repo_id: the repository, "you/name"; it is made if it does not exist.
+            private: of a new repository. None: as the account has it.
+            token: None: that of `hf auth login` or HF_TOKEN.
+            revision: the branch. None: main.
+        """
+        if unknown:
+            raise InputError(
+                f"push_to_hub has no argument {next(iter(unknown))!r}: it uploads the model and writes no model card. "
+                'Leave it out: trainer.push_to_hub("you/name")'
+            )
+        if not repo_id:
+            raise InputError('push_to_hub needs the name of the repository: trainer.push_to_hub("you/name")')
+        check_repository(repo_id)
+        message = commit_message or f"Step {self.step_number} of a run of gruppo"
+        return upload(self.save_model(), repo_id, private=private, token=token, revision=revision, message=message)
 
     def plan(self) -> Plan:
         """What the run will do, in numbers."""
@@ -437,12 +554,19 @@ class GRPOTrainer:
             self.synced = store.hand_over(self.model, self.sampler) or self.synced
 
     def _restore(self, changes: Sequence[str]) -> None:
-        self.step_number, self.unfinished = self.snapshots.load_newest()
+        found = self.snapshots.load_newest()
+        place = found or Position(0)
+        self.step_number, self.unfinished = place.step, place.unfinished
+        was_done, ended = self._was_done()
+        self._saved = self.model.version if was_done else None
+        ended = place.ended or ended
+        if ended is not None and ended.holds(self.config):
+            self.ended = ended
         if self.config.steps < self.step_number:
             raise InputError(
                 f"steps={self.config.steps} is behind the run, which is at step {self.step_number}; give a higher one"
             )
-        if not self.step_number and self.run.model.exists():
+        if found is None and self.run.model.exists():
             raise InputError(
                 f"{self.run.path} has a model and no checkpoint to go on from; train on from the model with "
                 f"--model {shell_word(self.run.model)} and another output"
@@ -453,11 +577,37 @@ class GRPOTrainer:
         needs = disk_needs(self.config, self.model, step=self.step_number, num_saved=num_saved)
         needs.check(self.config, self.run.path)
         # The first evaluation is made again too, if there was no step after it.
-        redo_line = self.step_number == 0 or self.unfinished is not None
+        redo_line = self.unfinished is not None or (self.step_number == 0 and self.ended is None)
         self.run.go_on_after(self.step_number, self.config.to_yaml(), redo_line=redo_line)
         if changes:
             logger.warning("the run goes on with changes: %s", "; ".join(changes))
             self.run.log_event("changes", step=self.step_number, changes=list(changes))
+
+    def _was_done(self) -> tuple[bool, Ending | None]:
+        """Whether the run was done at this step, and how it ended then."""
+        try:
+            status = self.run.status()
+            is_done = (status.get("status"), status.get("step")) == ("done", self.step_number)
+            return is_done, Ending.read(status.get("ended")) if is_done else None
+        except (InputError, ValueError, KeyError, TypeError):
+            return False, None
+
+    def _end(self, result: TrainResult) -> None:
+        """Fill in the result and tell the callbacks. What they raise must not hide a failure or the code of a stop."""
+        result.step = self.step_number
+        try:
+            result.metrics = self.run.metrics()
+            self._tell("on_end", self, result)
+        except Exception as problem:
+            if result.status == "done":
+                raise
+            logger.warning("the callbacks were not told of the end: %s: %s", type(problem).__name__, problem)
+
+    def _parting(self) -> str:
+        """What a run says that is left at once."""
+        saved = self.run.checkpoint_steps()
+        what = f"step {saved[-1]} is saved" if saved else "no step is saved, and it starts over"
+        return f"left at once; {what}: gruppo resume {shell_word(self.run.path)}"
 
     def _conclude(self) -> None:
         """Print the state of the run and what is likely wrong with it. Whatever fails in it, the run is over."""
@@ -484,7 +634,7 @@ class GRPOTrainer:
             return
         try:
             self.recorder.flush()
-            self.snapshots.save(self.step_number, self.unfinished)
+            self.snapshots.save(self.step_number, self.unfinished, self.ended)
         except Exception as problem:  # whatever it is, the error above is the one to report
             logger.warning("what was learned up to step %d could not be saved: %s", self.step_number, problem)
             return
@@ -495,24 +645,28 @@ class GRPOTrainer:
             shell_word(self.run.path),
         )
 
-    def _save_model(self, *, replace_it: bool) -> None:
-        if replace_it or not self.run.model.exists():
-            with replacing(self.run.model):  # of the run as it ended before it was resumed
-                self.model.save(self.run.model)
+    def _tell(self, hook: str, *arguments: Any) -> bool:
+        """Call a hook of the callbacks; True where one ends the run."""
+        if not self.callbacks:
+            return False
+        self.recorder.flush()  # they may read the completions of the step
+        return tell(self.callbacks, hook, *arguments)
 
-    def _is_over(self, number: int, metrics: dict[str, float]) -> bool:
-        """Whether a callback ended the run, `stop_at_score` is reached, or `patience` is at its end."""
-        if self.callbacks:
-            self.recorder.flush()  # they may read the completions of the step
-        asked = [bool(callback(self, number, metrics)) for callback in self.callbacks]
+    def _ended_by(self, metrics: Mapping[str, float]) -> str:
+        """ "score" where `stop_at_score` is reached, "patience" where that is at its end, else ""."""
         key, target, patience = held_out_key(metrics), self.config.stop_at_score, self.config.patience
         if key is None:
-            return any(asked)
-        if patience:
-            # From the records, so that a run that was stopped in between ends where it would have ended.
-            scores = [*self._scores(key), metrics[key]]
-            asked.append(len(scores) - 1 - scores.index(max(scores)) >= patience)
-        return any(asked) or (target is not None and metrics[key] >= target)
+            return ""
+        if target is not None and metrics[key] >= target:
+            return "score"
+        # From the records, so that a run that was stopped in between ends where it would have ended.
+        scores = [*self._scores(key), metrics[key]]
+        return "patience" if patience and len(scores) - 1 - scores.index(max(scores)) >= patience else ""
+
+    def _end_early(self, by: str) -> None:
+        """The run ends with this step: its checkpoint will say so."""
+        limits = {"patience": float(self.config.patience), "score": self.config.stop_at_score}
+        self.ended = Ending(by, self.config.steps, limits.get(by))
 
     def _scores(self, key: str) -> list[float]:
         """Held-out scores of the run so far, that of the start first."""

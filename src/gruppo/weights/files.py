@@ -115,6 +115,16 @@ def remove_temporary(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
+def is_free(folder: Path, *, kind: str) -> bool:
+    """Whether a folder may be written: it is absent or empty, or holds a complete folder of this kind."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return True
+    try:
+        return read_manifest(folder, has_hashes=False).get("kind") == kind
+    except CheckpointError:
+        return False
+
+
 @contextmanager
 def replacing(folder: Path) -> Iterator[None]:
     """Make room for a folder that is written inside; the one before comes back if that fails."""

@@ -115,6 +115,36 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> str:
         return snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=list(_BESIDE))
 
 
+def check_repository(repo_id: str) -> None:
+    """Raise for what cannot be the name of a repository on the Hugging Face hub."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InputError(f'repo_id={cut(repo_id)!r} names no repository: {error} Give "you/name"') from None
+
+
+def upload(
+    folder: Path, repo_id: str, *, private: bool | None, token: str | None, revision: str | None, message: str
+) -> str:
+    """Upload a model's folder to a repository of the Hugging Face hub, which is made if need be; its address."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi(token=token)
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message)
+        return str(address)
+    except Exception as error:  # of the client, of its HTTP library, or of the connection
+        raise GruppoError(
+            f"{repo_id} cannot be uploaded: {type(error).__name__}: {cut(str(error).strip(), 1000)}\n"
+            f"The model is safe in {folder}; to try again: hf upload {shell_word(repo_id)} {shell_word(folder)}"
+        ) from error
+
+
 @lru_cache(maxsize=64)
 def _from_modelscope(name: str, revision: str | None, weights: bool) -> str:
     try:

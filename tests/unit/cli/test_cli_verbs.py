@@ -120,6 +120,15 @@ def test_train_writes_the_run_it_says(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "4 prompts x 4 completions = 16 sequences per step" in out
     assert "step 1/2" in out and "step 2/2" in out
     assert f"done: {tmp_path}/run/model holds the model, {tmp_path}/run the run" in out
+    assert out.index(f"watch: gruppo view {tmp_path}/run\n") < out.index("step 1/2")
+    report = f"{tmp_path}/run/report.html"
+    assert out.splitlines()[-1] == f"report: gruppo report {tmp_path}/run (writes {report})"
+    assert run(["report", f"{tmp_path}/run"]) == 0
+    assert capsys.readouterr().out == f"report: file://{report}\n" and Path(report).is_file()
+    assert run(["resume", f"{tmp_path}/run"]) == 0
+    out = capsys.readouterr().out
+    assert "the run is done: it has taken all of its 2 steps" in out
+    assert "watch:" not in out  # there is nothing to watch
 
 
 def test_a_path_that_looks_like_markup_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

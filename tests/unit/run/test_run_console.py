@@ -123,6 +123,44 @@ def test_the_table_shows_groups_that_teach_something_and_each_prompt_once() -> N
     assert raw.getvalue().decode().count("dead0") == 2  # none teaches: one group shows what they look like
 
 
+def shown_prompts(*prompts: Prompt) -> list[str]:
+    """The first column of the table, without the rows in which it is empty."""
+    console, raw = printed(width=100)
+    groups = []
+    for prompt in prompts:
+        trajectory = Trajectory(prompt=prompt, tokens=(3,), text="c")
+        groups.append(Group(prompt=prompt, rollouts=(Rollout(trajectory=trajectory, reward=1.0, advantage=1.0),)))
+    RunConsole(10, console).completions("t", groups)
+    rows = [line.split("│")[1].strip() for line in raw.getvalue().decode().splitlines() if "│" in line]
+    return [row for row in rows if row]
+
+
+SYSTEM = "Respond in the following format: <reasoning> ... </reasoning> <answer> ... </answer>"
+TURNS = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_table_shows_the_question_of_a_chat_and_not_its_template() -> None:
+    def chat(question: str) -> Prompt:
+        turns = [("system", SYSTEM), ("user", "Hello"), ("assistant", "Hello!"), ("user", question)]
+        source: Any = [{"role": role, "content": text} for role, text in turns]
+        return Prompt(token_ids=(1,), text=TURNS.format(SYSTEM, question), source=source)
+
+    assert shown_prompts(chat("How many apples?"), chat("How many pears?")) == ["How many apples?", "How many pears?"]
+
+
+def test_the_table_leaves_out_what_all_prompts_of_a_step_begin_and_end_with() -> None:
+    def made(form: str, *questions: str) -> list[Prompt]:
+        return [Prompt(token_ids=(1,), text=form.format(SYSTEM, text), source=text) for text in questions]
+
+    # `How many` is common too, and so is the question mark: what is left is whole words.
+    assert shown_prompts(*made(TURNS, "How many apples?", "How many pears?")) == ["apples?", "pears?"]
+    sums = made("Add the numbers ({}).\nQ: {}\nA:", "12+30=", "14+31=")
+    assert shown_prompts(*sums) == ["12+30=", "14+31="]  # not 2+30= and 4+31=, though all begin with a 1
+    assert shown_prompts(*made("{1}", "12+30=", "14+31=")) == ["12+30=", "14+31="]
+    one = Prompt(token_ids=(1,), text="Q: 1+1=", source="1+1=")
+    assert shown_prompts(one, one) == ["Q: 1+1=", "Q: 1+1="]
+
+
 def test_the_line_of_a_step_with_an_evaluation() -> None:
     line = step_line(10, 10, METRICS | {"eval/accuracy": 0.9}, 2.0)
     assert "  held-out accuracy 0.900  " in line and line.endswith("2.0 s")

@@ -22,6 +22,21 @@ from gruppo.trainer.elsewhere import ELSEWHERE
     [
         ({"group_sise": 4}, "run.yaml: unknown option 'group_sise'; did you mean 'group_size'?"),
         ({"learning_rate": 1e-4}, "run.yaml: unknown option 'learning_rate'"),
+        (
+            {"overwrite": True},
+            "run.yaml: overwrite is an argument of GRPOTrainer: GRPOTrainer(config, overwrite=True); on the command "
+            "line --overwrite",
+        ),
+        (
+            {"resume": True},
+            "run.yaml: resume is an argument of GRPOTrainer: GRPOTrainer(config, resume=True); on the command line "
+            "gruppo resume RUN",
+        ),
+        (
+            {"peft_config": {"r": 8}},
+            "run.yaml: peft_config is an argument of GRPOTrainer: GRPOTrainer(config, peft_config=...)",
+        ),
+        ({"callbacks": []}, "run.yaml: callbacks is an argument of GRPOTrainer: GRPOTrainer(config, callbacks=[...])"),
         ({"zzz": 1}, "run.yaml: unknown option 'zzz'; see `gruppo train --help`"),
         ({"steps": "many"}, "run.yaml: steps='many': Input should be a valid integer"),
         ({"steps": 2.5}, "run.yaml: steps=2.5: Input should be a valid integer"),

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,11 @@ def test_a_function_of_a_notebook_runs_in_this_process_and_says_so(
 
     with caplog.at_level(logging.WARNING):
         trainer = run(rewards=[load_reward(even, weight=2.0), "exact_match"])
-    assert "reward 'even' runs in this process: no other can import it. A call that takes longer" in caplog.text
+    # pytest's own script is the main one, and `even` stands inside of this function.
+    assert (
+        "Reward `even` is defined inside of a function, so it cannot be killed if it hangs. Move it to a module."
+        in caplog.text
+    )
     trainer.step()
     rollouts = [r for g in trainer.groups for r in g.rollouts]
     assert seen[-16:] == [r.trajectory.text for r in rollouts]
@@ -204,9 +210,8 @@ def test_functions_of_a_script_are_warned_of_in_one_line(run: Make, caplog: pyte
 
     with caplog.at_level(logging.WARNING):
         run(rewards=[one, two])
-    (record,) = [record.getMessage() for record in caplog.records if "in this process" in record.getMessage()]
-    assert record.startswith("rewards 'one', 'two' run in this process: no other can import them.")
-    assert 'under `if __name__ == "__main__":`' in record
+    (record,) = [record.getMessage() for record in caplog.records if "cannot be killed" in record.getMessage()]
+    assert record.startswith("Rewards `one`, `two` are defined inside of a function, so they cannot be killed")
 
 
 def test_the_plan_counts_the_prompts_that_are_held_out(run: Make) -> None:
@@ -215,3 +220,50 @@ def test_the_plan_counts_the_prompts_that_are_held_out(run: Make) -> None:
     held_out = (trainer.run.path / "heldout.jsonl").read_text().splitlines()
     assert len(held_out) == 12
     assert trainer.plan().lines(trainer.config)[1].endswith(", and 12 are held out")
+
+
+SCRIPT = """
+{top}
+from gruppo.trainer import GRPOTrainer, TrainConfig
+
+def right(completions, **columns):
+    return [1.0] * len(completions)
+
+def short(completions, **columns):
+    return [1.0] * len(completions)
+
+GRPOTrainer(TrainConfig(output="run", steps=1, eval_prompts=0, max_new_tokens=4, tensorboard=False, threads=1),
+            rewards={rewards}, quiet=True).close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("top", "rewards", "said"),
+    [
+        (
+            "",
+            "[right]",
+            "Reward `right` is defined in the script itself, so it cannot be killed if it hangs. Move it to a module, "
+            'or guard the script with `if __name__ == "__main__":`.',
+        ),
+        (
+            "",
+            "[right, short]",
+            "Rewards `right`, `short` are defined in the script itself, so they cannot be killed if they hang. Move "
+            'them to a module, or guard the script with `if __name__ == "__main__":`.',
+        ),
+        (
+            "del __file__",  # as in a notebook
+            "[right]",
+            "Reward `right` is defined interactively, so it cannot be killed if it hangs. Move it to a module.",
+        ),
+    ],
+)
+def test_the_warning_of_a_reward_of_the_script_is_one_sentence_with_what_helps(
+    top: str, rewards: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(top=top, rewards=rewards))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [said]

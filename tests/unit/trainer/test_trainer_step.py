@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import signal
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -513,13 +514,20 @@ def test_a_score_that_is_reached_ends_the_run(make_trainer: Make) -> None:
     assert trainer.train().step == 2
 
 
+def stop_after_first(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
+    """A signal during the first step."""
+    if step == 1:
+        trainer.stop.signal = signal.SIGTERM
+
+
 def test_patience_ends_a_run_that_does_not_get_better_also_across_a_stop(make_trainer: Make) -> None:
     options: dict[str, Any] = {"steps": 9, "eval_prompts": 8, "eval_every": 1, "patience": 2, "lr": 1e-12}
     trainer = make_trainer(**options)
     assert trainer.train().step == 2  # the first score stays the best: no better one at steps 1 and 2
-    assert trainer.run.status() == {"status": "done", "step": 2}
-    stopped = make_trainer(**options, output=f"{trainer.run.path}-2", callbacks=[lambda trainer, step, metrics: True])
-    assert stopped.train().step == 1
+    ended = {"by": "patience", "steps": 9, "limit": 2}
+    assert trainer.run.status() == {"status": "done", "step": 2, "ended": ended}
+    stopped = make_trainer(**options, output=f"{trainer.run.path}-2", callbacks=[stop_after_first])
+    assert (stopped.train().status, stopped.step_number) == ("stopped", 1)
     assert make_trainer(**options, output=f"{trainer.run.path}-2", resume=True).train().step == 2
 
 
@@ -762,13 +770,13 @@ def test_a_run_killed_between_record_and_checkpoint_has_each_step_once(
     for when in ("before", "after"):
         trainer = make_trainer(**RUN) if when == "before" else make_trainer(**RUN, resume=True)
 
-        def dying(self: Snapshots, step: int, unfinished: Any = None, when: str = when) -> None:
+        def dying(self: Snapshots, step: int, *more: Any, when: str = when, **facts: Any) -> None:
             if when == "after":
-                save(self, step, unfinished)
+                save(self, step, *more, **facts)
             if step == 4:
                 raise Crash
             if when == "before":
-                save(self, step, unfinished)
+                save(self, step, *more, **facts)
 
         monkeypatch.setattr(Snapshots, "save", dying)
         with pytest.raises(Crash):
