@@ -28,6 +28,14 @@ Place = Annotated[str, AfterValidator(lambda text: _at_home(text))]
 """A path, or a name of something elsewhere; ~ is the home folder."""
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """Several names; in YAML and Python one name does for a list of one."""
+Named = Annotated[str, BeforeValidator(lambda value, info: _name_of(value, info))]
+"""A name of ours or `module:name`; in Python a class or function does, which is written as its name."""
+AllNamed = Annotated[
+    Names,
+    BeforeValidator(
+        lambda value, info: [_name_of(v, info) for v in (value if isinstance(value, list | tuple) else [value])]
+    ),
+]
 MAX_THREADS = 1024
 """More threads than any machine has cores: starting them ends the process."""
 MAX_RANK = 65_536
@@ -233,7 +241,7 @@ class RolloutOptions(Options):
 class AdvantageOptions(Options):
     """How rewards become advantages."""
 
-    advantage: str = "grpo"
+    advantage: Named = "grpo"
     """grpo, rloo, drgrpo, lite_ppo, reinforce_pp, reinforce_pp_baseline, remax, gdpo, opo, gpg, maxrl, beta_norm,
     pass_at_k, best_of_group, length_shaped, lead, or your.module:YourAdvantage."""
     advantage_options: dict[str, int | float | str] = Field(default_factory=dict)
@@ -264,7 +272,7 @@ class AdvantageOptions(Options):
 class LossOptions(Options):
     """The loss, and the reference that it may compare with."""
 
-    loss: str = "grpo"
+    loss: Named = "grpo"
     """grpo, gspo, sapo, cispo, bnpo, drgrpo, dapo, ... (`gruppo losses` lists all), or your.module:YourLoss."""
     loss_options: dict[str, Plain] = Field(default_factory=dict)
     """Options of the loss by name, such as threshold of m2po, or share of top_entropy."""
@@ -382,7 +390,7 @@ class RunOptions(Options):
     """Write the completions of every Nth step to Parquet. 0 disables it."""
     completions_limit: Positive = 4096
     """Most completions in the file of one step: whole groups, those that are trained on before others."""
-    metrics: Names = ()
+    metrics: AllNamed = ()
     """Metrics of your own, your.module:YourMetric (docs/extending.md), beside those that every run reports."""
     tensorboard: bool = True
     """Write a TensorBoard file into the run directory."""
@@ -417,6 +425,22 @@ def _kinds(annotation: Any) -> set[Any]:
     if get_origin(annotation) is Annotated:
         return _kinds(parts[0])
     return set().union(*map(_kinds, parts)) - {...} if parts else {annotation}
+
+
+def _name_of(value: Any, info: ValidationInfo) -> Any:
+    """The name of a class or function that a config can hold; what is neither has none."""
+    path = getattr(value, "__qualname__", None)
+    if isinstance(value, str) or (path is None and not callable(value) and not hasattr(value, "accumulate")):
+        return value
+    if path is None:
+        raise PydanticCustomError(
+            "object", f"a config holds names; give it to GRPOTrainer(config, {info.field_name}=...)"
+        )
+    if "<" in path:
+        raise PydanticCustomError(
+            "place", "it is defined inside a function, where no name finds it; move it out of there"
+        )
+    return f"{value.__module__}:{path}"
 
 
 def _not_empty(texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from gruppo.errors import GruppoError, InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
-from gruppo.options import DataOptions, ModelOptions, RewardOptions, RunOptions, read_sampler
+from gruppo.options import DataOptions, ModelOptions, RewardOptions, read_sampler
 from gruppo.output import shell_word
 from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.reward import RewardScorer, RewardShape, load_reward
@@ -22,7 +22,7 @@ from gruppo.sampler.base import SamplingParams
 from gruppo.task import PromptSet, load_prompts
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.objects import Objects
+from gruppo.trainer.objects import MARK, Objects
 from gruppo.trainer.origin import prompts_digest
 from gruppo.trainer.plan import replicates
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
@@ -49,6 +49,9 @@ def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> N
         return
     if not isinstance(objects.model, str):
         raise InputError("a model object is for one process: on several ranks give a name or folder, which each loads")
+    for name, value in {"loss": objects.loss, "metrics": objects.metrics}.items():
+        if any(not isinstance(each, str | type) for each in ([value] if name == "loss" else value) if each is not None):
+            raise InputError(f"{name}: an object is for one process; on several ranks give a name, which each imports")
     for name, usual in {"quantize": None, "offload": False, "ref_every": 0, "streaming": False}.items():
         if getattr(config, name) != usual:
             raise InputError(f"{name}={getattr(config, name)!r} is for one process; on several ranks leave it out")
@@ -79,8 +82,10 @@ def all_of(*makers: Callable[[], Any]) -> list[Any]:
     return made
 
 
-def build_loss(config: TrainConfig) -> PolicyLoss:
-    """The loss with the options that were set; one that it does not take is an error."""
+def build_loss(config: TrainConfig, given: Any = None) -> PolicyLoss:
+    """The loss with the options that were set, or one that was made already; an option it does not take is an error."""
+    if given is not None:
+        return _checked_loss(config, given)
     given = {name: getattr(config, name) for name in ("clip_range", "tau") if getattr(config, name) is not None}
     cls, parameters = _named("loss", config.loss, LOSSES, given)
     options: dict[str, Any] = {"beta": config.beta, "kl_estimator": config.kl_estimator}
@@ -105,6 +110,38 @@ def build_loss(config: TrainConfig) -> PolicyLoss:
     return loss
 
 
+def _checked_loss(config: TrainConfig, loss: Any) -> PolicyLoss:
+    """A loss that was made already. It has its own options: those of the config would change nothing."""
+    if not isinstance(loss, PolicyLoss):
+        raise InputError(f"loss must be a loss of gruppo.loss, a class of one or a name, got {type(loss).__name__}")
+    own = ("clip_range", "tau", "loss_options", "beta", "kl_estimator", "entropy_coef", "entropy_target")
+    _refuse_options(config, own, "loss")
+    if config.correction not in ("auto", "none"):
+        raise InputError(f"correction={config.correction!r} is for a loss that is named; make the object with it")
+    if _has_gap(config) and config.correction == "auto" and loss.correction is None and not loss.reads_sampler:
+        raise InputError(
+            "the sampler's log-probs are not the trainer's here, and the loss object does not correct for it; make it "
+            "with a correction of gruppo.loss.CORRECTIONS, or give correction='none'"
+        )
+    _try(f"loss={type(loss).__name__}", loss)
+    return loss
+
+
+def _refuse_options(config: TrainConfig, names: Iterable[str], kind: str) -> None:
+    """Raise for options that belong to a loss or an advantage that the config names, where an object was given."""
+    usual = TrainConfig()
+    for name in names:
+        if getattr(config, name) != getattr(usual, name):
+            raise InputError(
+                f"{name}={getattr(config, name)!r} goes with the name of {kind}; an object has options of its own. "
+                "Leave it out, or make the object with it"
+            )
+
+
+def _has_gap(config: TrainConfig) -> bool:
+    return config.sampler != "torch" or config.max_staleness > 0  # torch's numbers are the trainer's
+
+
 def _try(what: str, call: Callable[..., Any]) -> None:
     """Call code of the user's own with two made-up sequences: what it cannot compute is seen before a run begins."""
     logps = torch.tensor([[-1.0, -0.5], [-0.75, -0.25]])
@@ -125,8 +162,7 @@ def _correction(config: TrainConfig, loss: PolicyLoss) -> Any:
     """The weights for the gap between sampler and trainer. auto: only where there is one and the loss has none."""
     name = config.correction
     if name == "auto":
-        has_gap = config.sampler != "torch" or config.max_staleness  # torch's numbers are the trainer's
-        name = "truncate" if has_gap and not loss.reads_sampler else "none"
+        name = "truncate" if _has_gap(config) and not loss.reads_sampler else "none"
     if name == "none":
         return None
     if loss.correction is not None:
@@ -140,6 +176,8 @@ def _correction(config: TrainConfig, loss: PolicyLoss) -> Any:
 
 def _named(kind: str, name: str, known: Mapping[str, Any], given: Iterable[str]) -> tuple[Any, Mapping[str, Any]]:
     """The loss or advantage of a name, ours or `your.module:Thing`, and its parameters; all `given` must be there."""
+    if name.startswith(MARK):
+        raise InputError(f"{kind}={name!r} was a Python object, which a run directory cannot hold; name one instead")
     if name not in known and ":" not in name:
         own = f"your.module:Your{kind.capitalize()}"
         raise InputError(f"{kind}={name!r} is unknown; use one of {', '.join(known)}, or {own}")
@@ -368,7 +406,7 @@ def build_model(
         options |= {"fused": model.device.type == "cuda"}
     model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
     model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)
-    for metric in (metric_for(loss), *build_metrics(config)):
+    for metric in (metric_for(loss), *build_metrics(objects.metrics)):
         model.add_metric(metric)
     return model
 
@@ -383,11 +421,11 @@ def build_digests(objects: Objects, prompts: Prompts) -> dict[str, Any]:
     }
 
 
-def build_metrics(options: RunOptions) -> list[Metric]:
-    """Metrics of the user's own."""
+def build_metrics(given: Iterable[Any]) -> list[Metric]:
+    """Metrics of the user's own: names, classes and objects."""
     made = []
-    for name in options.metrics:
-        metric = import_object(name, "metrics")
+    for name in given:
+        metric = import_object(name, "metrics") if isinstance(name, str) else name
         metric = metric() if isinstance(metric, type) else metric
         if not isinstance(metric, Metric):
             raise InputError(f"metrics={name!r} names {metric!r}, not a gruppo.metric.Metric (docs/extending.md)")
@@ -423,8 +461,11 @@ def _new_adapter(options: ModelOptions, objects: Objects, seed: int) -> "LoraSpe
     return LoraSpec(**given, seed=seed)
 
 
-def build_advantage(config: TrainConfig) -> Advantage:
-    """The estimator with the options that were set, tried once on made-up rewards: a wrong option fails here."""
+def build_advantage(config: TrainConfig, made: Any = None) -> Advantage:
+    """The estimator with the options that were set, or one that was made already. It is tried once on made-up rewards:
+    a wrong option fails here."""
+    if made is not None:
+        return _tried(config, _checked_advantage(config, made))
     given = () if config.normalization is None else ("normalization",)
     cls, parameters = _named("advantage", config.advantage, ADVANTAGES, given)
     own: dict[str, Any] = {
@@ -433,7 +474,19 @@ def build_advantage(config: TrainConfig) -> Advantage:
         "weights": config.reward_weights or (1.0,) * config.num_rewards,
     }
     options = {name: value for name, value in own.items() if name in parameters} | dict(config.advantage_options)
-    estimate = _made("advantage", config.advantage, cls, options)
+    return _tried(config, _made("advantage", config.advantage, cls, options))
+
+
+def _checked_advantage(config: TrainConfig, estimate: Any) -> Any:
+    """An estimator that was made already. `scale` is an argument of its call, and still counts."""
+    if not callable(estimate):
+        raise InputError(f"advantage must be an estimator, a class of one or a name, got {type(estimate).__name__}")
+    own = ["advantage_options", "normalization"]
+    _refuse_options(config, [*own, "reward_weights"] if getattr(estimate, "per_reward", False) else own, "advantage")
+    return estimate
+
+
+def _tried(config: TrainConfig, estimate: Any) -> Advantage:
     num = config.group_size
     right = [False] * (num - 1) + [True]
     inputs = {"lengths": list(range(1, num + 1)), "greedy_rewards": [0.0] * num, "correct": right}

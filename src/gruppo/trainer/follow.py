@@ -24,7 +24,7 @@ def follow(ranks: Ranks) -> int:
     with stop.listening():
         # The first rank waits no longer than this for the others.
         faulthandler.dump_traceback_later(config.rank_deadline + GRACE_S, exit=True)
-        model = build.build_model(config, objects, build.build_loss(config), None, ranks)
+        model = build.build_model(config, objects, build.build_loss(config, objects.loss), None, ranks)
         faulthandler.cancel_dump_traceback_later()
         model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
         return model.follow()  # type: ignore[attr-defined]

@@ -35,6 +35,12 @@ class Objects:
     rewards: tuple[str | Reward, ...]
     data: Any
     eval_data: Any
+    loss: Any = None
+    """A loss that was made already; None: by its name."""
+    advantage: Any = None
+    """An estimator that was made already; None: by its name."""
+    metrics: tuple[Any, ...] = ()
+    """Names, and metrics that were made already."""
 
 
 def take_objects(
@@ -46,6 +52,9 @@ def take_objects(
     data: Any = None,
     eval_data: Any = None,
     peft_config: Any = None,
+    loss: Any = None,
+    advantage: Any = None,
+    metrics: Sequence[Any] | None = None,
 ) -> tuple[TrainConfig, Objects]:
     """The config of a run with these objects, and the objects. Names among them go into the config, and so does the
     reward of the data where none is named."""
@@ -64,6 +73,15 @@ def take_objects(
             changes[name] = value
         elif value is not None:
             given[name], changes[name] = value, MARK + _described(value)
+    for name, value in {"loss": loss, "advantage": advantage}.items():
+        if isinstance(value, str | type):
+            changes[name] = value
+        elif value is not None:
+            given[name], changes[name] = value, MARK + type(value).__name__
+    if metrics is not None:
+        each = [metrics] if isinstance(metrics, str | type) else list(metrics)
+        changes["metrics"] = [m if isinstance(m, str | type) else MARK + type(m).__name__ for m in each]
+        given["metrics"] = tuple(each)
     if rewards is not None:
         given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) or isinstance(rewards, str) else rewards))
         _warn_of_local([reward for reward in given["rewards"] if isinstance(reward, Reward) and reward.is_timed])
@@ -76,8 +94,8 @@ def take_objects(
     made = TrainConfig.read(config.model_dump(exclude_unset=True) | changes) if changes else config
     missing = [
         f"{name}={text.removeprefix(MARK)!r}"
-        for name in ("model", "data", "eval_data", "rewards")
-        for text in (made.rewards or () if name == "rewards" else [str(getattr(made, name))])
+        for name in ("model", "data", "eval_data", "rewards", "loss", "advantage", "metrics")
+        for text in (getattr(made, name) or () if name in ("rewards", "metrics") else [str(getattr(made, name))])
         if text.startswith(MARK) and given.get(name) is None
     ]
     if missing:
@@ -92,7 +110,7 @@ def take_objects(
     elif made.revision is not None:
         raise InputError(f"revision={made.revision!r} is for a model that is loaded by its name; leave it out")
     named: dict[str, Any] = {name: getattr(made, name) for name in ("rewards", "data", "eval_data")}
-    named["model"] = made.pinned_model
+    named |= {"model": made.pinned_model, "metrics": made.metrics}
     return made, Objects(**(named | given))
 
 

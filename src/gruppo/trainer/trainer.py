@@ -89,6 +89,7 @@ class GRPOTrainer:
             call of it is given up at `reward_deadline`.
         data: a list of rows, a `datasets.Dataset`, or a name; `eval_data` likewise.
         peft_config: a `LoraConfig` of PEFT.
+        loss: a loss, its class, or a name; `advantage` an estimator likewise, `metrics` a list of metrics.
         callbacks: `Callback`s, `transformers.TrainerCallback`s, and functions that are called after each step with
             (trainer, step, metrics); one that returns True ends the run.
         resume: go on with the run in `config.output`; one without a checkpoint starts over.
@@ -108,6 +109,9 @@ class GRPOTrainer:
         data: Any = None,
         eval_data: Any = None,
         peft_config: Any = None,
+        loss: Any = None,
+        advantage: Any = None,
+        metrics: Sequence[Any] | None = None,
         callbacks: Sequence[Callback | StepCallback | Any] = (),
         resume: bool = False,
         accept_changes: bool = False,
@@ -127,6 +131,9 @@ class GRPOTrainer:
             data=data,
             eval_data=eval_data,
             peft_config=peft_config,
+            loss=loss,
+            advantage=advantage,
+            metrics=metrics,
         )
         build.check_ranks(config, objects, ranks)
         self.config = config = build.fit_context(config, objects)
@@ -155,8 +162,8 @@ class GRPOTrainer:
         # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
         check_installed(config.trackers)
         loss, estimate, scorer = build.all_of(
-            partial(build.build_loss, config),
-            partial(build.build_advantage, config),
+            partial(build.build_loss, config, objects.loss),
+            partial(build.build_advantage, config, objects.advantage),
             partial(build.build_rewards, config, objects, poll=poll),
         )
         with ExitStack() as stack:
@@ -381,12 +388,13 @@ class GRPOTrainer:
         """What to say of a run that is resumed and has nothing left to do; "" where it goes on."""
         if self.has_steps:
             return ""
-        run, most = shell_word(self.run.path), self.config.steps
+        most = self.config.steps
         what = f"it has taken all of its {most} steps"
         if self.ended is not None:
             most = self.ended.steps
             what = f"it ended {self.ended.text} after step {self.step_number} of {most}"
-        return f"the run is done: {what}. To train on: gruppo resume {run} --steps N, with N above {most}"
+        on = f"gruppo resume {shell_word(self.run.path)} --steps N, with N above {most}"
+        return f"the run is done: {what}. To train on: {on}"
 
     def _take_step(self, result: TrainResult) -> None:
         """A step with its evaluation, record and checkpoint."""
