@@ -108,8 +108,8 @@ class Option:
         """
         text = re.sub(r"^tyro\.conf\.Positional\[(.*)\]$", r"\1", self.kind)
         text = text.replace("Positive", "int ≥ 1").replace("Count", "int ≥ 0")
-        text = re.sub(r"\bPlace\b", "str", text)
-        text = re.sub(r"\bNames\b", "list of str", text)
+        text = re.sub(r"\b(Place|Named)\b", "str", text)
+        text = re.sub(r"\b(Names|AllNamed)\b", "list of str", text)
         text = re.sub(r"Annotated\[([^,]+), Field\((.*?)\)\]", lambda m: f"{m[1]} {bounds(m[2])}", text)
         text = re.sub(r"Annotated\[(.*), (?:tyro|unset).*\]", r"\1", text)
         text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", ""), text)

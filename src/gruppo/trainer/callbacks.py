@@ -53,7 +53,7 @@ GIVEN = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "o
 def read_callbacks(given: Sequence[Any]) -> list[Any]:
     """Callbacks with hooks, of whatever may be given for one; an InputError for what no hook can call."""
     if callable(given) or not isinstance(given, Sequence):
-        raise InputError(f"callbacks={given!r:.200} must be a list: callbacks=[...]")
+        raise InputError(f"callbacks must be a list, got {given!r:.200}: GRPOTrainer(config, callbacks=[...])")
     return [_read(callback) for callback in given]
 
 
@@ -71,7 +71,7 @@ def _hook(callback: Any, name: str) -> Callable[..., Any] | None:
 def _read(callback: Any) -> Any:
     name = getattr(callback, "__name__", type(callback).__name__)
     if isinstance(callback, type):
-        raise InputError(f"callbacks has the class {name}; give an instance: callbacks=[{name}()]")
+        raise InputError(f"callbacks has the class {name}; give an instance: GRPOTrainer(config, callbacks=[{name}()])")
     # A class that nobody has imported has no instances: transformers need not be loaded for this.
     module: Any = sys.modules.get("transformers.trainer_callback")
     if module is not None and isinstance(callback, module.TrainerCallback):

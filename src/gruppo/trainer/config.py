@@ -18,13 +18,13 @@ _WHERE = " where"
 """Key of the name that errors begin with; no option can be called so."""
 
 ARGUMENTS = {
-    "overwrite": "overwrite=True); on the command line --overwrite",
-    "resume": "resume=True); on the command line gruppo resume RUN",
-    "accept_changes": "resume=True, accept_changes=True); on the command line gruppo resume RUN --accept-changes",
-    "quiet": "quiet=True)",
-    "callbacks": "callbacks=[...])",
-    "peft_config": "peft_config=...)",
-    "tokenizer": "model=..., tokenizer=...)",
+    "overwrite": "GRPOTrainer(config, overwrite=True); on the command line --overwrite",
+    "resume": "GRPOTrainer(config, resume=True); on the command line gruppo resume RUN",
+    "accept_changes": "GRPOTrainer(config, resume=True, accept_changes=True); on the command line --accept-changes",
+    "quiet": "GRPOTrainer(config, quiet=True)",
+    "callbacks": "GRPOTrainer(config, callbacks=[...])",
+    "peft_config": "GRPOTrainer(config, peft_config=...)",
+    "tokenizer": "GRPOTrainer(config, model=..., tokenizer=...)",
 }
 """Arguments of GRPOTrainer that are no options, and how they are given."""
 
@@ -158,7 +158,7 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
         elif item["type"] == "extra_forbidden" and field in REFUSED:
             lines.append(f"{where}: {field}={_shown(item['input'])} is refused: {REFUSED[field]}")
         elif item["type"] == "extra_forbidden" and field in ARGUMENTS:
-            lines.append(f"{where}: {field} is an argument of GRPOTrainer: GRPOTrainer(config, {ARGUMENTS[field]}")
+            lines.append(f"{where}: {field} is an argument of GRPOTrainer: {ARGUMENTS[field]}")
         elif item["type"] == "extra_forbidden" and answer(field):
             lines.append(f"{where}: unknown option {field!r}; {answer(field)}")
         elif item["type"] == "extra_forbidden":

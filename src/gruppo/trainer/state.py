@@ -170,7 +170,7 @@ class Ending:
             return None
         found = cls(str(facts["by"]), _number(facts["steps"]), facts["limit"])
         if found.by not in ENDED_BY or not isinstance(found.limit, int | float | None):
-            raise ValueError(f"ended={facts!r:.200}")
+            raise ValueError(f"{facts!r:.200} is not what ended a run")
         return found
 
     def holds(self, config: "TrainConfig") -> bool:

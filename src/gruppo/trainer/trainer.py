@@ -390,12 +390,13 @@ class GRPOTrainer:
         """What to say of a run that is resumed and has nothing left to do; "" where it goes on."""
         if self.has_steps:
             return ""
-        run, most = shell_word(self.run.path), self.config.steps
+        most = self.config.steps
         what = f"it has taken all of its {most} steps"
         if self.ended is not None:
             most = self.ended.steps
             what = f"it ended {self.ended.text} after step {self.step_number} of {most}"
-        return f"the run is done: {what}. To train on: gruppo resume {run} --steps N, with N above {most}"
+        on = f"gruppo resume {shell_word(self.run.path)} --steps N, with N above {most}"
+        return f"the run is done: {what}. To train on: {on}"
 
     def _take_step(self, result: TrainResult) -> None:
         """A step with its evaluation, record and checkpoint."""

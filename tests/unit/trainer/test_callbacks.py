@@ -145,7 +145,7 @@ def test_the_end_is_told_of_a_stop_and_of_a_failure_and_cannot_hide_either(
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (Diary, "callbacks has the class Diary; give an instance: callbacks=[Diary()]"),
+        (Diary, "callbacks has the class Diary; give an instance: GRPOTrainer(config, callbacks=[Diary()])"),
         (3, "callbacks has 3, which cannot be called; give a function (trainer, step, metrics)"),
         (object(), "which cannot be called; give a function (trainer, step, metrics)"),
         (type("Late", (Callback,), {"on_stop": print})(), "Late has on_stop, which is no hook of a callback (did you"),
@@ -159,7 +159,7 @@ def test_what_no_hook_can_call_is_refused_before_a_model_is_loaded(given: Any, w
 
 
 def test_callbacks_that_are_no_list_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"must be a list: callbacks=\[...\]"):
+    with pytest.raises(InputError, match=r"callbacks must be a list, got .*: GRPOTrainer\(config, callbacks=\[...\]\)"):
         GRPOTrainer(TrainConfig(output=str(tmp_path / "run")), callbacks=print)  # type: ignore[arg-type]
 
 

@@ -9,8 +9,9 @@ import torch
 
 from gruppo.advantage import GRPOAdvantage, RLOOAdvantage
 from gruppo.errors import InputError
+from gruppo.keys import Key
 from gruppo.loss import CORRECTIONS, GRPOLoss, GSPOLoss
-from gruppo.metric import GRPOMetric
+from gruppo.metric import Metric
 from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.trainer.build import check_ranks
 from gruppo.trainer.objects import take_objects
@@ -20,6 +21,19 @@ Config = Callable[..., TrainConfig]
 
 class OwnLoss(GSPOLoss):
     """A loss of a notebook's cell."""
+
+
+class Unlikely(Metric):
+    """Tokens of a step to which the policy gives less than one half."""
+
+    keys = (Key("live/unlikely", "tokens with a probability below 0.5", "live tokens"),)
+    sums = ("unlikely",)
+
+    def measure(self, inputs: Any) -> dict[str, torch.Tensor]:
+        return {"unlikely": (inputs.logps < -0.6931).sum()}
+
+    def report(self, totals: Any) -> dict[str, float]:
+        return {"live/unlikely": totals["unlikely"]}
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
@@ -33,16 +47,16 @@ def trained(config: TrainConfig, **given: Any) -> tuple[GRPOTrainer, dict[str, t
 
 
 def test_a_class_in_a_config_is_its_name() -> None:
-    config = TrainConfig(loss=OwnLoss, advantage=RLOOAdvantage, metrics=[GRPOMetric])  # type: ignore[arg-type]
+    config = TrainConfig(loss=OwnLoss, advantage=RLOOAdvantage, metrics=[Unlikely])  # type: ignore[arg-type]
     assert config.loss == f"{__name__}:OwnLoss"
     assert config.advantage == "gruppo.advantage.baseline:RLOOAdvantage"
-    assert config.metrics == ("gruppo.metric.policy:GRPOMetric",)
+    assert config.metrics == (f"{__name__}:Unlikely",)
     here = type("Here", (GRPOLoss,), {"__module__": "__main__", "__qualname__": "Here"})
     assert TrainConfig(loss=here).loss == "__main__:Here"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("loss", GRPOLoss()), ("advantage", GRPOAdvantage()), ("metrics", [GRPOMetric()])]
+    ("name", "value"), [("loss", GRPOLoss()), ("advantage", GRPOAdvantage()), ("metrics", [Unlikely()])]
 )
 def test_an_object_in_a_config_is_told_where_it_goes(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=rf"a config holds names; give it to GRPOTrainer\(config, {name}=...\)"):
@@ -64,7 +78,7 @@ def test_objects_give_the_run_that_names_with_options_give(small_config: Config,
     objects = {
         "loss": GSPOLoss(clip_range=3e-4, beta=0.1),
         "advantage": RLOOAdvantage(normalization="centered"),
-        "metrics": [GRPOMetric()],
+        "metrics": [Unlikely()],
     }
     by_object, own = trained(small_config(**options, output=str(tmp_path / "objects")), **objects)
     assert own.keys() == theirs.keys() and all(torch.equal(own[n], theirs[n]) for n in own)
@@ -74,9 +88,9 @@ def test_objects_give_the_run_that_names_with_options_give(small_config: Config,
     assert (config["loss"], config["advantage"], config["metrics"]) == (
         "object:GSPOLoss",
         "object:RLOOAdvantage",
-        ["object:GRPOMetric"],
+        ["object:Unlikely"],
     )
-    assert by_name.run.metrics()[-1].keys() <= by_object.run.metrics()[-1].keys()
+    assert by_object.run.metrics()[-1].keys() - by_name.run.metrics()[-1].keys() == {"live/unlikely"}
 
 
 def test_a_run_of_such_objects_goes_on_with_them_alone(small_config: Config, tmp_path: Path) -> None:
@@ -144,7 +158,7 @@ def test_rollouts_from_older_weights_need_a_loss_object_that_corrects_for_it(
 
 def test_on_several_ranks_an_object_is_refused(small_config: Config) -> None:
     ranks: Any = object()
-    for given in ({"loss": GRPOLoss()}, {"metrics": [GRPOMetric()]}):
+    for given in ({"loss": GRPOLoss()}, {"metrics": [Unlikely()]}):
         config, objects = take_objects(small_config(), **given)
         with pytest.raises(InputError, match="an object is for one process; on several ranks give a name"):
             check_ranks(config, objects, ranks)
