@@ -123,6 +123,9 @@ class DataOptions(Options):
     """Further variables of the model's chat template, e.g. enable_thinking False."""
     max_prompt_tokens: Positive | None = None
     """Longer prompts are dropped and counted, never cut."""
+    shuffle: bool = True
+    """Visit the prompts in a random order, a new one in each pass. Off: in the order of the data, as for a curriculum;
+    held-out prompts are drawn at random all the same."""
 
 
 class RewardOptions(Options):
@@ -179,7 +182,7 @@ class RolloutOptions(Options):
 
     prompts_per_step: Positive = 32
     """Prompts per step."""
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, AfterValidator(lambda size: _group(size))] = 8
     """Completions per prompt; at least 2, since a group is compared with itself."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of sampling, and of scoring what was sampled."""
@@ -299,6 +302,9 @@ class OptimOptions(Options):
 
     steps: Positive = 200
     """Number of steps; each samples one batch of rollouts."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training prompts, instead of `steps`: 0.5, 3. They become a number of steps when the run has read
+    its data. Further batches of `dynamic_sampling` do not count."""
     epochs_per_batch: Positive = 1
     """Passes over each batch of rollouts."""
     minibatches: Positive = 1
@@ -319,6 +325,12 @@ class OptimOptions(Options):
     """Added to the root of that mean, by which AdamW divides."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to it."""
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(f"epochs={self.epochs:g} and steps={self.steps} both say how long to train; leave one out")
+        return self
 
     @property
     def optimizer_steps(self) -> int:
@@ -417,6 +429,12 @@ def _kinds(annotation: Any) -> set[Any]:
     if get_origin(annotation) is Annotated:
         return _kinds(parts[0])
     return set().union(*map(_kinds, parts)) - {...} if parts else {annotation}
+
+
+def _group(size: int) -> int:
+    if size < 2:
+        raise PydanticCustomError("group", "a group needs at least two completions to compare")
+    return size
 
 
 def _not_empty(texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +64,19 @@ def fit_context(config: TrainConfig, objects: Objects) -> TrainConfig:
     if "max_new_tokens" in config.model_fields_set or context is None or context >= 4 * config.max_new_tokens:
         return config
     return TrainConfig.read(config.model_dump(exclude_unset=True) | {"max_new_tokens": max(context // 4, 1)})
+
+
+def count_steps(config: TrainConfig, prompts: "Prompts") -> "tuple[TrainConfig, Prompts]":
+    """The config with a number of steps in the place of `epochs`, and prompts whose plan says so."""
+    if config.epochs is None:
+        return config, prompts
+    num = len(prompts.train)
+    # As it is written: 0.1 of 1000 prompts is 100, not a hair more.
+    steps = max(ceil(Fraction(str(config.epochs)) * num / config.prompts_per_step), 1)
+    values = config.model_dump(exclude_unset=True, exclude={"epochs"}) | {"steps": steps}
+    sentence = f"{config.epochs:g} epochs of {num} prompts = {steps} steps"
+    train = replace(prompts.train, reading=(*prompts.train.reading, sentence))
+    return TrainConfig.read(values), replace(prompts, train=train)
 
 
 def all_of(*makers: Callable[[], Any]) -> list[Any]:

@@ -21,7 +21,7 @@ TRL = {
     "lr_scheduler_type": "lr_schedule",
     "warmup_ratio": "warmup_steps: a number of optimizer steps",
     "max_steps": "steps",
-    "num_train_epochs": "steps: a number of rollout batches",
+    "num_train_epochs": "epochs",
     "num_iterations": "epochs_per_batch",
     "steps_per_generation": "minibatches",
     "generation_batch_size": "prompts_per_step: which counts prompts",

@@ -11,7 +11,7 @@ from gruppo.run.reader import RunReader, numbered
 from gruppo.trainer.config import TrainConfig
 from gruppo.types import Prompt
 
-FREE = {"steps", "output"}
+FREE = {"steps", "epochs", "output"}
 """Options that a run may change: its last step, and the place of its directory."""
 
 

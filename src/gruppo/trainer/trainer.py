@@ -153,7 +153,8 @@ class GRPOTrainer:
         with ExitStack() as stack:
             self.scorer = stack.enter_context(scorer)
             tokenizer = objects.tokenizer or load_tokenizer(config.pinned_model)
-            self.prompts = build.build_prompts(config, objects, tokenizer)
+            self.config, self.prompts = build.count_steps(config, build.build_prompts(config, objects, tokenizer))
+            config = self.config
             self.scorer.max_steps = config.steps
             self.scorer.steps_per_epoch = len(self.prompts.train) / config.prompts_per_step
             build.try_rewards(self.scorer, self.prompts.train.prompts)
@@ -196,6 +197,7 @@ class GRPOTrainer:
                 prompts_per_step=config.prompts_per_step,
                 group_size=config.group_size,
                 max_batches=config.dynamic_sampling,
+                shuffled=config.shuffle,
                 timed=self._timed,
             )
             report = self.run.log_event
