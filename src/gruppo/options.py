@@ -109,8 +109,9 @@ class DataOptions(Options):
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     answer_column: str = "answer"
-    """Column with the right answer, which the built-in rewards read as `answer`. Left at `answer` where there is no
-    such column: `ground_truth`, else `solution`."""
+    """Column with the right answer, which the built-in rewards read as `answer`; a dotted name is a column inside
+    another. Left at `answer` where there is no such column: `ground_truth`, `solution` or verl's
+    `reward_model.ground_truth`."""
     column_map: dict[str, str] = Field(default_factory=dict)
     """Columns to rename: pairs of the name in the data and the name that rewards get, e.g. id row_id."""
     on_bad_row: Literal["fail", "drop"] = "fail"

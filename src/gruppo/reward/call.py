@@ -73,6 +73,9 @@ class Parameters:
     names: frozenset[str]
     takes_all: bool
     """It has `**kwargs`."""
+    is_of_verl: bool = False
+    """It has verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`: it scores one
+    completion a call, and is given verl's arguments."""
     required: tuple[str, ...]
     """Names without a default, and those in the function's attribute `needs`."""
 
@@ -156,8 +159,9 @@ class StepCompletions:
     def arguments(self, reward: "Reward", indices: Sequence[int]) -> dict[str, Any]:
         """Arguments of a reward function, for some of the completions."""
         parameters = reward.parameters
+        available = self._of_verl() if parameters.is_of_verl else self.available
         for name in parameters.required:
-            if name in self.available:
+            if name in available:
                 continue
             if name in STANDARD:
                 raise InputError(f"reward {reward.name!r} takes {name!r}, which this call does not provide")
@@ -168,9 +172,20 @@ class StepCompletions:
             )
         return {
             name: value if name in PER_STEP else [value[index] for index in indices]
-            for name, value in self.available.items()
+            for name, value in available.items()
             if parameters.takes_all or name in parameters.names
         }
+
+    def _of_verl(self) -> dict[str, Any]:
+        """Arguments for a function with verl's signature, one list each."""
+        columns = self.available
+        answers = columns.get("ground_truth", columns.get("answer"))
+        if "reward_model" in columns:  # verl's own place, whatever column the built-in rewards read
+            held = [row.get("ground_truth") if isinstance(row, Mapping) else None for row in columns["reward_model"]]
+            answers = held if any(value is not None for value in held) or answers is None else answers
+        extra = [dict(row) if isinstance(row, Mapping) else {} for row in columns.get("extra_info", [None] * self.num)]
+        found = {**columns, "solution_str": self._texts, "extra_info": extra}
+        return found if answers is None else found | {"ground_truth": answers}
 
     def chunks(self, parts: int) -> list[range]:
         """About `parts` runs of equal size, never cut within a group: a function may compare its members."""
@@ -219,9 +234,15 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
                 "with keywords, so remove the '/' from its signature"
             )
     without_default = [parameter.name for parameter in taken if parameter.default is parameter.empty]
+    names = frozenset([*(parameter.name for parameter in taken), *needs])
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    is_of_verl = names >= {"solution_str", "ground_truth"}
+    if is_of_verl and takes_all:  # verl gives these four, and no other column
+        names, takes_all = names | {"data_source", "extra_info"}, False
     return Parameters(
-        names=frozenset([*(parameter.name for parameter in taken), *needs]),
-        takes_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()),
+        names=names,
+        takes_all=takes_all,
+        is_of_verl=is_of_verl,
         required=tuple(dict.fromkeys([*without_default, *needs])),
     )
 
@@ -253,9 +274,13 @@ def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str,
 
     hooks = {"log_extra": log_extra, "log_metric": log_metric}
     try:
-        returned = function(**{key: hooks.get(key, value) for key, value in arguments.items()})
-        if inspect.isawaitable(returned):
-            returned = _await(returned)
+        given = {key: hooks.get(key, value) for key, value in arguments.items()}
+        if parameters_of(function).is_of_verl:
+            returned = _score_each(name, function, given, num, log_extra, log_metric)
+        else:
+            returned = function(**given)
+            if inspect.isawaitable(returned):
+                returned = _await(returned)
         result = check_returned(name, returned, num)
     except (MemoryError, KeyboardInterrupt, Terminated):
         raise
@@ -264,6 +289,51 @@ def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str,
     except BaseException as error:  # some libraries derive their timeout from BaseException
         return CallResult(kind="raised", text=short_traceback(error))
     return replace(result, extras=extras, metrics=metrics)
+
+
+def _score_each(
+    name: str,
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    num: int,
+    log_extra: Callable[[str, Sequence[Any]], None],
+    log_metric: Callable[[str, float], None],
+) -> list[Any]:
+    """What a function with verl's signature returns for each completion; the rest of a dict with "score" is logged."""
+
+    def arguments(index: int) -> dict[str, Any]:
+        return {key: value if key in PER_STEP else value[index] for key, value in given.items()}
+
+    returned = [function(**arguments(index)) for index in range(num)]
+    if any(map(inspect.isawaitable, returned)):
+        returned = _await(_all_of(returned))
+    logged: dict[str, list[Any]] = {}
+    for index, value in enumerate(returned):
+        if not isinstance(value, Mapping):
+            continue
+        if "score" not in value:
+            raise InputError(f"reward {name!r} returned a dict without 'score', which has {', '.join(map(str, value))}")
+        for key in value.keys() - {"score"}:
+            is_scalar = hasattr(value[key], "item") and getattr(value[key], "shape", None) == ()  # of NumPy, of torch
+            logged.setdefault(str(key), [None] * num)[index] = value[key].item() if is_scalar else value[key]
+        returned[index] = value["score"]
+    for key, values in sorted(logged.items()):
+        numbers = [value for value in values if isinstance(value, bool | int | float)]
+        if numbers and len(numbers) == num:
+            log_metric(key, math.fsum(numbers) / num)
+        log_extra(key, values)
+    return returned
+
+
+async def _all_of(awaitables: Sequence[Any]) -> list[Any]:
+    import asyncio
+
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def call_within(

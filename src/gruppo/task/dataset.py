@@ -25,8 +25,8 @@ BadRowPolicy = Literal["fail", "drop"]
 """`fail`: the first bad row ends the reading with an error. `drop`: bad rows are left out and listed."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ANSWERS = ("answer", "ground_truth", "solution")
-"""Names under which data sets keep the right answer; the first that is there counts."""
+ANSWERS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
+"""Names under which data sets keep the right answer; the first that is there counts. The last is verl's."""
 
 LIKELY_PROMPTS = ("problem", "messages", "input", "instruction", "query")
 """Names under which data sets keep prompts, for errors: a column of such a name may also be something else."""
@@ -106,8 +106,10 @@ def read_rows(
 ) -> Rows:
     """Reads and checks all rows of a source.
 
-    Where there is no column `answer`, `ground_truth` or else `solution` is read as the answer. It keeps its own name
-    too: reward functions of other trainers take it by that.
+    Where there is no column `answer`, `ground_truth`, `solution` or verl's `reward_model.ground_truth` is read as the
+    answer. It keeps its own name too: reward functions of other trainers take it by that.
+
+    A column inside another has a dotted name: `reward_model.ground_truth`. The outer one stays as it is.
 
     Args:
         source: a path ending in .jsonl, .csv or .parquet; `hf://org/name[/config][@revision][:split]` (split
@@ -121,9 +123,12 @@ def read_rows(
         raise InputError(f"on_bad_row must be 'fail' or 'drop', got {on_bad_row!r}")
     label, opened = _open(source, label)
     records = list(opened)
-    names = dict.fromkeys(name for _, read in records if not isinstance(read, str) for name in read)
-    renamed = _renames(names, prompt_column, dict(column_map or {}), label) if names else {}
-    columns = {renamed.get(name, name) for name in names}
+    found = [read for _, read in records if not isinstance(read, str)]
+    names = dict.fromkeys(name for read in found for name in read)
+    asked = [name for name in (prompt_column, *(column_map or {}), *ANSWERS) if name not in names]
+    inner = _inner_names(found, asked)
+    renamed = _renames(names, inner, prompt_column, dict(column_map or {}), label) if names else {}
+    columns = {renamed.get(name, name) for name in names} | inner.keys()
     answer_from = next((name for name in ANSWERS if name in columns), "answer")
 
     rows: list[Row] = []
@@ -133,7 +138,10 @@ def read_rows(
             dropped.append(DroppedRow(place, read))
             continue
         values = {renamed.get(name, name): value for name, value in read.items()}
-        if answer_from != "answer" and answer_from in values:
+        values |= {new: _inside(read, old) for old, new in renamed.items() if old in inner}
+        if answer_from in inner:
+            values["answer"] = _inside(read, answer_from)
+        elif answer_from != "answer" and answer_from in values:
             values["answer"] = values[answer_from]
         problem = prompt_problem(values) or text_problem(values)
         if problem is None and rows:
@@ -161,14 +169,18 @@ def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row:
         raise InputError(f"{label} has no usable row; {dropped[0].row}: {dropped[0].reason}")
 
 
-def _renames(names: Mapping[str, Any], prompt_column: str, column_map: dict[str, str], label: str) -> dict[str, str]:
-    """Old to new column names, checked against the names there are."""
+def _renames(
+    names: Mapping[str, Any], inner: Mapping[str, Any], prompt_column: str, column_map: dict[str, str], label: str
+) -> dict[str, str]:
+    """Old to new column names, checked against the names there are, and those inside of other columns."""
     listed = ", ".join(map(repr, names))
     renames = column_map if prompt_column == "prompt" else column_map | {prompt_column: "prompt"}
     for old in renames:
-        if old not in names:
-            raise InputError(f"{label} has no column {old!r}; it has {listed}")
-    after = {name: renames.get(name, name) for name in names}
+        if old not in names and old not in inner:
+            outer = f"{old.partition('.')[0]}."
+            beside = ", ".join(repr(name) for name in inner if name.startswith(outer))
+            raise InputError(f"{label} has no column {old!r}; it has {beside or listed}")
+    after = {name: renames.get(name, name) for name in [*names, *(name for name in inner if name in renames)]}
     if "prompt" not in after.values():
         question = next((old for old, new in after.items() if new == "question"), None)
         if question is None:
@@ -182,6 +194,25 @@ def _renames(names: Mapping[str, Any], prompt_column: str, column_map: dict[str,
     if twice:
         raise InputError(f"{label}: two columns would be called {twice[0]!r}; it has {listed}, renamed {renames}")
     return renames
+
+
+def _inner_names(rows: Iterable[Mapping[str, Any]], asked: Iterable[str]) -> dict[str, None]:
+    """Dotted names of what is inside of the columns of which one is asked for by a dotted name."""
+    outers = {name.rpartition(".")[0] for name in asked if "." in name}
+    found = [(outer, row) for row in rows for outer in outers if isinstance(_inside(row, outer), Mapping)]
+    return dict.fromkeys(f"{outer}.{key}" for outer, row in found for key in _inside(row, outer))
+
+
+def _inside(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted name: `reward_model.ground_truth`. None where there is none.
+
+    >>> _inside({"reward_model": {"style": "rule", "ground_truth": "72"}}, "reward_model.ground_truth")
+    '72'
+    """
+    found: Any = row
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:

@@ -74,7 +74,7 @@ def count_steps(config: TrainConfig, prompts: "Prompts") -> "tuple[TrainConfig, 
     # As it is written: 0.1 of 1000 prompts is 100, not a hair more.
     steps = max(ceil(Fraction(str(config.epochs)) * num / config.prompts_per_step), 1)
     values = config.model_dump(exclude_unset=True, exclude={"epochs"}) | {"steps": steps}
-    sentence = f"{config.epochs:g} epochs of {num} prompts = {steps} steps"
+    sentence = f"{config.epochs:g} epoch{'s' * (config.epochs != 1)} of {num} prompts = {steps} steps"
     train = replace(prompts.train, reading=(*prompts.train.reading, sentence))
     return TrainConfig.read(values), replace(prompts, train=train)
 

@@ -45,7 +45,7 @@ def test_epochs_are_passes_over_the_prompts_that_are_trained_on(
     saved = yaml.safe_load((with_epochs.run.path / "config.yaml").read_text())
     assert (saved["steps"], saved["epochs"]) == (steps, None)
     assert (
-        f"{epochs:g} epochs of {22 - held_out} prompts = {steps} steps"
+        f"{epochs:g} epoch{'' if epochs == 1 else 's'} of {22 - held_out} prompts = {steps} steps"
         in with_epochs.plan().lines(with_epochs.config)[0]
     )
 
