@@ -128,6 +128,18 @@ class DataOptions(Options):
     """Visit the prompts in a random order, a new one in each pass. Off: in the order of the data, as for a curriculum;
     held-out prompts are drawn at random all the same."""
 
+    @field_validator("data", "eval_data", mode="before")
+    @classmethod
+    def _check_is_a_name(cls, data: Any) -> Any:
+        """Refuse several sources, and objects, which are not options."""
+        if isinstance(data, list | tuple) and data and all(isinstance(name, str) for name in data):
+            raise PydanticCustomError("name", "it is one source; join the files into one")
+        if data is not None and not isinstance(data, str):
+            raise PydanticCustomError(
+                "name", "it is a name here; rows and data sets go to GRPOTrainer(config, data=...)"
+            )
+        return data
+
 
 class RewardOptions(Options):
     """Reward functions, and which of them decides what is right."""

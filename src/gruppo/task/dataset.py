@@ -10,11 +10,13 @@ A row has a `prompt`: a string, or a list of messages with `role` and `content`.
 text must be storable.
 """
 
+import inspect
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -161,7 +163,7 @@ def read_rows(
 def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row: BadRowPolicy) -> None:
     """Raises when the bad rows of a source are more than the policy allows, or all there is."""
     if total == 0:
-        raise InputError(f"{label} has no rows; give a file that has")
+        raise InputError("The data set is empty." if label == "rows" else f"{label} has no rows; give a file that has")
     if dropped and on_bad_row == "fail":
         more = f" (the first of {len(dropped)} bad rows of {total})" if len(dropped) > 1 else ""
         raise InputError(f"{dropped[0].row}: {dropped[0].reason}{more}; {BAD_ROW_REMEDY}")
@@ -215,6 +217,22 @@ def _inside(row: Mapping[str, Any], name: str) -> Any:
     return found
 
 
+def is_stream(source: Any) -> bool:
+    """Whether rows come one after the other from something without a length: a generator, a `datasets.IterableDataset`.
+
+    >>> is_stream({"prompt": str(n)} for n in range(3)), is_stream([{"prompt": "1"}])
+    (True, False)
+    """
+    return isinstance(source, Iterable) and not isinstance(source, str | os.PathLike) and not hasattr(source, "__len__")
+
+
+def first_rows(stream: Any, num: int) -> list[Any]:
+    """The first rows of a stream; no more are read. A generator that was read from before is refused."""
+    if inspect.isgenerator(stream) and inspect.getgeneratorstate(stream) != inspect.GEN_CREATED:
+        raise InputError("the generator of the data was read from before, and cannot start again; make a new one")
+    return list(islice(stream, num))
+
+
 def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:
     """A name for error texts, and the records."""
     if isinstance(source, str) and source.startswith("hf://"):
@@ -223,6 +241,11 @@ def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:
         path = _check_path(source)
         return str(path), read_file(path)
     if isinstance(source, list | tuple):
+        if source and all(isinstance(row, str | os.PathLike) for row in source):
+            raise InputError(
+                f"the data is a list of {len(source)} texts, the first {str(source[0])[:80]!r}. If they name files: "
+                "data is one source, join the files into one. If they are prompts: write [{'prompt': text}, ...]"
+            )
         return label, read_objects(source, label)
     # `datasets` is an optional dependency: its objects are known by what they offer.
     column_names = getattr(source, "column_names", None)
@@ -230,8 +253,9 @@ def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:
         raise InputError(f"got a data set with splits {', '.join(column_names)}; pass one: data['train']")
     if column_names is not None and hasattr(source, "__len__"):
         return label, read_objects(source, label)
+    take = "; take as many rows as you need: list(itertools.islice(stream, 1000))" if is_stream(source) else ""
     raise InputError(
-        f"rows must be a path, an hf:// name, a datasets.Dataset or a list of dicts, got {type(source).__name__}"
+        f"rows must be a path, an hf:// name, a datasets.Dataset or a list of dicts, got {type(source).__name__}{take}"
     )
 
 

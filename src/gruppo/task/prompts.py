@@ -61,8 +61,9 @@ class PromptSet:
         reason = f", {long} of them for {'its' if long == 1 else 'their'} length" if long else ""
         return f"{count} left out{reason}; the first: {self.dropped[0].row}: {self.dropped[0].reason}"
 
-    def split_holdout(self, n: int, seed: int) -> tuple["PromptSet", "PromptSet"]:
-        """Training prompts and `n` held-out ones; the same for the same seed and number of prompts.
+    def split_holdout(self, n: int, seed: int | None) -> tuple["PromptSet", "PromptSet"]:
+        """Training prompts and `n` held-out ones; the same for the same seed and number of prompts. Without a seed the
+        first are held out.
 
         A training prompt with the same tokens as a held-out one is dropped from training, with a reason: the
         held-out score would otherwise count what was trained on.
@@ -71,7 +72,8 @@ class PromptSet:
             raise InputError(
                 f"cannot hold out {n} of {len(self.prompts)} prompts; at least one must remain to train on"
             )
-        chosen = set(shuffle(len(self.prompts), seed, HOLDOUT_STREAM)[:n].tolist())
+        drawn = range(n) if seed is None else shuffle(len(self.prompts), seed, HOLDOUT_STREAM)[:n].tolist()
+        chosen = set(drawn)
         held_out = tuple(prompt for index, prompt in enumerate(self.prompts) if index in chosen)
         seen = {prompt.token_ids for prompt in held_out}
         rest = [prompt for index, prompt in enumerate(self.prompts) if index not in chosen]

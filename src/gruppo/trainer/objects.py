@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gruppo.errors import InputError
 from gruppo.reward import Reward, load_reward
 from gruppo.reward.load import sendable
+from gruppo.task.dataset import is_stream
 from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
 from gruppo.weights.source import pin
@@ -63,6 +64,8 @@ def take_objects(
             changes[name] = value
         elif value is not None:
             given[name], changes[name] = value, MARK + _described(value)
+    if is_stream(data):
+        changes |= _in_order(config)
     if rewards is not None:
         given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) or isinstance(rewards, str) else rewards))
         _warn_of_local(reward.name for reward in given["rewards"] if isinstance(reward, Reward) and reward.is_timed)
@@ -93,6 +96,21 @@ def take_objects(
     named: dict[str, Any] = {name: getattr(made, name) for name in ("rewards", "data", "eval_data")}
     named["model"] = made.pinned_model
     return made, Objects(**(named | given))
+
+
+def _in_order(config: TrainConfig) -> dict[str, Any]:
+    """What follows from data that is a stream: its rows come once, in its order."""
+    if config.epochs is not None:
+        raise InputError(
+            f"epochs={config.epochs:g} needs the number of prompts, and a stream does not tell how many it has; give "
+            "steps, or the rows as a list"
+        )
+    if config.shuffle and "shuffle" in config.model_fields_set:
+        raise InputError(
+            "shuffle=true needs all prompts, and of a stream only what the run can use is read; leave shuffle out, and "
+            "shuffle the stream: ds.shuffle(buffer_size=10_000, seed=0)"
+        )
+    return {"shuffle": False}
 
 
 def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:

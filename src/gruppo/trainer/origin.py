@@ -56,6 +56,7 @@ def check(run: RunReader, now: Mapping[str, Any], *, accept: bool) -> list[str]:
     if found and not accept:
         raise InputError(
             f"{run.path} was made from something else: {'; '.join(found)}. Put it back, or go on with it as it is now "
-            "with --accept-changes (in Python GRPOTrainer(..., accept_changes=True)). --steps N needs no such consent"
+            "with --accept-changes (in Python GRPOTrainer(..., accept_changes=True)). --steps N needs no such consent, "
+            "unless data is a stream, of which more steps read more rows"
         )
     return found

@@ -83,7 +83,7 @@ class GRPOTrainer:
         model: a transformers or PEFT model with its `tokenizer`, or a name.
         rewards: functions, `Reward`s and names. A function that a worker process cannot import runs in this one, and a
             call of it is given up at `reward_deadline`.
-        data: a list of rows, a `datasets.Dataset`, or a name; `eval_data` likewise.
+        data: a list of rows, a `datasets.Dataset`, a stream of rows, or a name; `eval_data` likewise.
         peft_config: a `LoraConfig` of PEFT.
         callbacks: called after each step with (trainer, step, metrics); returning True ends the run.
         resume: go on with the run in `config.output`; one without a checkpoint starts over.

@@ -142,8 +142,14 @@ def test_other_objects_are_refused(source: Any) -> None:
         read_rows(source)
 
 
+@pytest.mark.parametrize("names", [["a.jsonl", "b.jsonl"], [Path("a.jsonl")], ("1+1=", "2+2=")])
+def test_a_list_of_texts_is_no_list_of_rows(names: Any) -> None:
+    with pytest.raises(InputError, match=r"data is one source, join the files into one. If they are prompts: write \["):
+        read_rows(names)
+
+
 def test_an_empty_list_is_refused() -> None:
-    with pytest.raises(InputError, match="rows has no rows"):
+    with pytest.raises(InputError, match=r"The data set is empty\."):
         read_rows([])
 
 

@@ -60,6 +60,8 @@ from gruppo.trainer.elsewhere import ELSEWHERE
             {"reward_weights": (1.0, 2.0)},
             "run.yaml: reward_weights has 2 entries for 1 rewards; give one each",
         ),
+        ({"data": ["a.jsonl", "b.jsonl"]}, "run.yaml: data=['a.jsonl', 'b.jsonl']: it is one source; join the files"),
+        ({"data": [{"prompt": "1"}]}, "run.yaml: data=[{'prompt': '1'}]: it is a name here; rows and data sets go to"),
         ({"eval_samples": 4, "eval_prompts": 0}, "run.yaml: eval_samples needs eval_prompts of at least 1"),
     ],
 )
