@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gruppo.imports import write_spec
+from gruppo.imports import is_address, write_spec
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -145,9 +145,9 @@ class RewardOptions(Options):
     """Reward functions, and which of them decides what is right."""
 
     rewards: Names | None = None
-    """Reward functions: built-in names, module:function or module:Class, reward models by folder or hub id. Options of
-    a built-in or a class follow its name: number_match:column=solution. Unset: number_match for gsm8k data, the task's
-    own score for reasoning_gym, else exact_match."""
+    """Reward functions: built-in names, module:function or module:Class, reward models by folder or hub id, servers as
+    http://host:port/path. Options follow the name: number_match:column=solution. Unset: number_match for gsm8k data,
+    the task's own score for reasoning_gym, else exact_match."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward. Unset: all 1."""
     reward_deadline: Annotated[float, Field(gt=0)] = 10.0
@@ -171,6 +171,8 @@ class RewardOptions(Options):
     def _check_rewards(self) -> Self:
         if self.rewards == ():
             raise ValueError("rewards needs at least one function, e.g. exact_match")
+        for name in self.rewards or ():
+            is_address(name)  # refuses a password
         if self.reward_weights is not None and len(self.reward_weights) != self.num_rewards:
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} entries for {self.num_rewards} rewards; give one each"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from gruppo.errors import GruppoError, InputError, Terminated
+from gruppo.errors import GruppoError, InputError, RewardError, Terminated
 
 if TYPE_CHECKING:
     from gruppo.reward.load import Reward
@@ -33,7 +33,7 @@ HOOKS = ("log_extra", "log_metric")
 PER_STEP = frozenset({"step", "rng_seed", "trainer_state", *HOOKS})
 """Parameters with one value for all completions."""
 
-STANDARD = PER_STEP | {"prompts", "completions", "completion_ids"}
+STANDARD = PER_STEP | {"prompts", "completions", "completion_ids", "prompt_texts"}
 """Names that mean the same for every data set; a column of such a name is not passed."""
 
 ResultKind = Literal["scored", "raised", "invalid", "timeout", "died"]
@@ -122,12 +122,14 @@ class StepCompletions:
         rng_seed: int = 0,
         group_ids: Sequence[int] | None = None,
         trainer_state: TrainerState | None = None,
+        prompt_texts: Sequence[str] | None = None,
     ) -> None:
         columns = columns or {}
         self.num = len(completions)
         self.step = step
         self.rng_seed = rng_seed
-        lists = [("prompts", prompts), ("completion_ids", completion_ids), ("group_ids", group_ids), *columns.items()]
+        given = {"completion_ids": completion_ids, "prompt_texts": prompt_texts}
+        lists = [("prompts", prompts), ("group_ids", group_ids), *given.items(), *columns.items()]
         for name, values in lists:
             if values is not None and len(values) != self.num:
                 raise InputError(f"{name} has {len(values)} entries for {self.num} completions; give one for each")
@@ -153,8 +155,7 @@ class StepCompletions:
             "trainer_state": trainer_state or TrainerState(),
             **dict.fromkeys(HOOKS),
         }
-        if completion_ids is not None:
-            self.available["completion_ids"] = completion_ids
+        self.available |= {name: values for name, values in given.items() if values is not None}
 
     def arguments(self, reward: "Reward", indices: Sequence[int]) -> dict[str, Any]:
         """Arguments of a reward function, for some of the completions."""
@@ -258,7 +259,8 @@ def name_of(function: Callable[..., Any]) -> str:
 def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str, Any], num: int) -> CallResult:
     """Call the function on `num` completions. Whatever it raises becomes a result, `sys.exit()` included.
 
-    MemoryError and KeyboardInterrupt pass: they are about the process, not about the function.
+    MemoryError and KeyboardInterrupt pass: they are about the process, not about the function. So does RewardError, by
+    which a client of a server says that there is no use in asking again.
     """
     extras: dict[str, list[Any]] = {}
     metrics: dict[str, float] = {}
@@ -282,7 +284,7 @@ def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str,
             if inspect.isawaitable(returned):
                 returned = _await(returned)
         result = check_returned(name, returned, num)
-    except (MemoryError, KeyboardInterrupt, Terminated):
+    except (MemoryError, KeyboardInterrupt, Terminated, RewardError):
         raise
     except GruppoError as error:  # wrong return value, wrong use of a hook, absent extra: the same in every step
         return CallResult(kind="invalid", text=str(error))
@@ -317,12 +319,21 @@ def _score_each(
             is_scalar = hasattr(value[key], "item") and getattr(value[key], "shape", None) == ()  # of NumPy, of torch
             logged.setdefault(str(key), [None] * num)[index] = value[key].item() if is_scalar else value[key]
         returned[index] = value["score"]
-    for key, values in sorted(logged.items()):
-        numbers = [value for value in values if isinstance(value, bool | int | float)]
-        if numbers and len(numbers) == num:
-            log_metric(key, math.fsum(numbers) / num)
-        log_extra(key, values)
+    log_parts(logged, log_extra, log_metric)
     return returned
+
+
+def log_parts(
+    parts: Mapping[str, list[Any]],
+    log_extra: Callable[[str, Sequence[Any]], None],
+    log_metric: Callable[[str, float], None],
+) -> None:
+    """Log what a reward gives beside its score: each as a column, and the mean of one that has numbers only."""
+    for key, values in sorted(parts.items()):
+        numbers = [value for value in values if isinstance(value, int | float)]
+        if len(numbers) == len(values):
+            log_metric(key, math.fsum(numbers) / len(values))
+        log_extra(key, values)
 
 
 async def _all_of(awaitables: Sequence[Any]) -> list[Any]:

@@ -253,7 +253,7 @@ def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:
         raise InputError(f"got a data set with splits {', '.join(column_names)}; pass one: data['train']")
     if column_names is not None and hasattr(source, "__len__"):
         return label, read_objects(source, label)
-    take = "; take as many rows as you need: list(itertools.islice(stream, 1000))" if is_stream(source) else ""
+    take = "; give a list of as many of its rows as you need" if is_stream(source) else ""
     raise InputError(
         f"rows must be a path, an hf:// name, a datasets.Dataset or a list of dicts, got {type(source).__name__}{take}"
     )

@@ -210,6 +210,7 @@ def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt]) -> None:
         [prompt.source] * 2,
         ["", "0"],
         completion_ids=[(), (0,)],
+        prompt_texts=[prompt.text] * 2,
         columns={name: [prompt.columns.get(name)] * 2 for name in names},
         step=1,
     )

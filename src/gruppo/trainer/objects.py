@@ -108,7 +108,7 @@ def _in_order(config: TrainConfig) -> dict[str, Any]:
     if config.shuffle and "shuffle" in config.model_fields_set:
         raise InputError(
             "shuffle=true needs all prompts, and of a stream only what the run can use is read; leave shuffle out, and "
-            "shuffle the stream: ds.shuffle(buffer_size=10_000, seed=0)"
+            "shuffle the stream itself: one of `datasets` has a method for it, with a buffer"
         )
     return {"shuffle": False}
 

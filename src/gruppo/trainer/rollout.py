@@ -108,6 +108,7 @@ def score(
         [p.source for p in owners],
         [s.text for s in sequences],
         completion_ids=[s.tokens for s in sequences],
+        prompt_texts=[p.text for p in owners],
         columns={name: [p.columns.get(name) for p in owners] for name in names},
         step=step,
         rng_seed=seed,

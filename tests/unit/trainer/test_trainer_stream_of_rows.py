@@ -116,12 +116,12 @@ def test_a_run_goes_on_with_the_same_stream_and_with_no_other(small_config: Conf
 
 def test_what_a_stream_cannot_do_is_refused_before_a_row_is_read(small_config: Config) -> None:
     stream = Endless()
-    with pytest.raises(InputError, match=r"shuffle the stream: ds\.shuffle\(buffer_size=10_000, seed=0\)"):
+    with pytest.raises(InputError, match="leave shuffle out, and shuffle the stream itself"):
         GRPOTrainer(small_config(shuffle=True), data=stream, quiet=True)
     without_steps = small_config().model_dump(exclude_unset=True, exclude={"steps"})
     with pytest.raises(InputError, match="epochs=2 needs the number of prompts"):
         GRPOTrainer(TrainConfig(**without_steps, epochs=2), data=stream, quiet=True)
-    with pytest.raises(InputError, match=r"got Endless; take as many rows as you need: list\(itertools\.islice"):
+    with pytest.raises(InputError, match="got Endless; give a list of as many of its rows as you need"):
         read_rows(stream)
     assert stream.num_read == 0
 
