@@ -299,7 +299,10 @@ def prompt_problem(row: Mapping[str, Any]) -> str | None:
             return f"message {number} of the prompt {problem}"
     last = prompt[-1]
     if last["role"] == "assistant":
-        return "the last message is the assistant's; end with the turn that the model is to answer"
+        if len(prompt) == 1:
+            return "the prompt is a turn of the assistant alone; put the user's before it"
+        if more := [key for key, value in last.items() if key not in ("role", "content") and value is not None]:
+            return f"the last message is the assistant's and has {more[0]!r}; only its content can be gone on with"
     if not last["content"].strip():
         return "prompt is empty: its last message has no content"
     return None
