@@ -36,6 +36,9 @@ PER_STEP = frozenset({"step", "rng_seed", "trainer_state", *HOOKS})
 STANDARD = PER_STEP | {"prompts", "completions", "completion_ids", "prompt_texts"}
 """Names that mean the same for every data set; a column of such a name is not passed."""
 
+VERL = frozenset({"solution_str", "ground_truth"})
+"""Parameters by which a function is known that has verl's signature and is called once per completion."""
+
 ResultKind = Literal["scored", "raised", "invalid", "timeout", "died"]
 """`scored`: the function returned values. `raised`: it raised. `invalid`: its return value cannot be used, in any step.
 `timeout`, `died`: the worker was killed at the deadline, or ended by itself."""
@@ -237,7 +240,7 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
     without_default = [parameter.name for parameter in taken if parameter.default is parameter.empty]
     names = frozenset([*(parameter.name for parameter in taken), *needs])
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    is_of_verl = names >= {"solution_str", "ground_truth"}
+    is_of_verl = names >= VERL and "completions" not in names
     if is_of_verl and takes_all:  # verl gives these four, and no other column
         names, takes_all = names | {"data_source", "extra_info"}, False
     return Parameters(
@@ -277,7 +280,7 @@ def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str,
     hooks = {"log_extra": log_extra, "log_metric": log_metric}
     try:
         given = {key: hooks.get(key, value) for key, value in arguments.items()}
-        if parameters_of(function).is_of_verl:
+        if arguments.keys() >= VERL and "completions" not in arguments:
             returned = _score_each(name, function, given, num, log_extra, log_metric)
         else:
             returned = function(**given)

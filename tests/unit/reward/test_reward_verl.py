@@ -10,7 +10,7 @@ import pytest
 import verl_rewards
 
 from gruppo.errors import InputError
-from gruppo.reward import RewardScorer
+from gruppo.reward import RewardScorer, load_reward
 from gruppo.reward.call import parameters_of
 from gruppo.task import read_rows
 
@@ -126,6 +126,17 @@ def test_a_further_column_goes_to_the_parameter_of_its_name() -> None:
 
 def test_functions_of_trls_signature_stay_as_they_are() -> None:
     assert not parameters_of(lambda completions, ground_truth: []).is_of_verl
+    columns = {"solution_str": ["a worked answer"], "ground_truth": ["2"]}
+
+    def trl(completions: list[str], solution_str: list[str], ground_truth: list[str]) -> list[float]:
+        return [float(completions == ground_truth and solution_str == ["a worked answer"])]
+
+    def takes_all(completions: list[str], **given: list[str]) -> list[float]:
+        return [float(completions == given["ground_truth"] and given["solution_str"] == ["a worked answer"])]
+
+    for function in (trl, takes_all):
+        with RewardScorer([load_reward(function, isolated=False)]) as scorer:
+            assert scorer.score(["1+1="], ["2"], columns=columns).totals == [1.0]
     assert parameters_of(verl_rewards.with_parts).names == {
         *("data_source", "solution_str", "ground_truth", "extra_info"),
     }
