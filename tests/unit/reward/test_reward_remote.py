@@ -15,7 +15,7 @@ import pytest
 
 from gruppo.errors import InputError, RewardError
 from gruppo.reward import RewardScorer, load_reward
-from gruppo.reward.remote import MAX_BYTES
+from gruppo.reward.remote import MAX_BYTES, RemoteReward
 from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.types import Group
 
@@ -159,9 +159,18 @@ def test_what_passes_is_tried_again(server: RewardServer, first: Answer) -> None
     assert len(server.seen) == 3
 
 
-def test_a_server_that_is_not_up_yet_is_waited_for(server: RewardServer) -> None:
+def test_a_server_that_is_not_up_yet_is_waited_for(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first connections are refused; then the port is taken by a server."""
-    tried = threading.Event()
+    tried, real = threading.Event(), RemoteReward._try
+
+    def watched(self: RemoteReward, *given: Any) -> Any:
+        try:
+            return real(self, *given)
+        except Exception:
+            tried.set()
+            raise
+
+    monkeypatch.setattr(RemoteReward, "_try", watched)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         port = taken.getsockname()[1]
@@ -172,7 +181,7 @@ def test_a_server_that_is_not_up_yet_is_waited_for(server: RewardServer) -> None
         forward.socket = taken
         forward.server_address, forward.server_name, forward.server_port = ("127.0.0.1", port), "localhost", port
         thread.start()
-        tried.wait(0.3)  # nothing to wait for: a refused connection leaves no trace here
+        assert tried.wait(30)
         forward.server_activate()
         forward.handle_request()
         thread.join()
