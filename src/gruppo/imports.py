@@ -57,6 +57,18 @@ def write_spec(name: str, options: Mapping[str, Any]) -> str:
     return spec
 
 
+def is_address(spec: str) -> bool:
+    """Whether this names a server: `http://host:port/path`. One with a user or a password is refused, and not shown."""
+    if not spec.startswith(("http://", "https://")):
+        return False
+    if "@" in spec.split("/")[2]:
+        raise InputError(
+            "the address of a reward holds a user or a password, which every record of the run would show; take it "
+            "out, and send it from a reward function of your own, module:function"
+        )
+    return True
+
+
 def import_object(spec: str, what: str, *, own_process: bool = False) -> Any:
     """The object named `module:name`. The current directory is searched after the installed packages.
 

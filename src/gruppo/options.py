@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gruppo.imports import write_spec
+from gruppo.imports import is_address, write_spec
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -117,8 +117,9 @@ class DataOptions(Options):
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     answer_column: str = "answer"
-    """Column with the right answer, which the built-in rewards read as `answer`. Left at `answer` where there is no
-    such column: `ground_truth`, else `solution`."""
+    """Column with the right answer, which the built-in rewards read as `answer`; a dotted name is a column inside
+    another. Left at `answer` where there is no such column: `ground_truth`, `solution` or verl's
+    `reward_model.ground_truth`."""
     column_map: dict[str, str] = Field(default_factory=dict)
     """Columns to rename: pairs of the name in the data and the name that rewards get, e.g. id row_id."""
     on_bad_row: Literal["fail", "drop"] = "fail"
@@ -131,15 +132,30 @@ class DataOptions(Options):
     """Further variables of the model's chat template, e.g. enable_thinking False."""
     max_prompt_tokens: Positive | None = None
     """Longer prompts are dropped and counted, never cut."""
+    shuffle: bool = True
+    """Visit the prompts in a random order, a new one in each pass. Off: in the order of the data, as for a curriculum;
+    held-out prompts are drawn at random all the same."""
+
+    @field_validator("data", "eval_data", mode="before")
+    @classmethod
+    def _check_is_a_name(cls, data: Any) -> Any:
+        """Refuse several sources, and objects, which are not options."""
+        if isinstance(data, list | tuple) and data and all(isinstance(name, str) for name in data):
+            raise PydanticCustomError("name", "it is one source; join the files into one")
+        if data is not None and not isinstance(data, str):
+            raise PydanticCustomError(
+                "name", "it is a name here; rows and data sets go to GRPOTrainer(config, data=...)"
+            )
+        return data
 
 
 class RewardOptions(Options):
     """Reward functions, and which of them decides what is right."""
 
     rewards: Names | None = None
-    """Reward functions: built-in names, module:function or module:Class, reward models by folder or hub id. Options of
-    a built-in or a class follow its name: number_match:column=solution. Unset: number_match for gsm8k data, the task's
-    own score for reasoning_gym, else exact_match."""
+    """Reward functions: built-in names, module:function or module:Class, reward models by folder or hub id, servers as
+    http://host:port/path. Options follow the name: number_match:column=solution. Unset: number_match for gsm8k data,
+    the task's own score for reasoning_gym, else exact_match."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward. Unset: all 1."""
     reward_deadline: Annotated[float, Field(gt=0)] = 10.0
@@ -164,6 +180,8 @@ class RewardOptions(Options):
     def _check_rewards(self) -> Self:
         if self.rewards == ():
             raise ValueError("rewards needs at least one function, e.g. exact_match")
+        for name in self.rewards or ():
+            is_address(name)  # refuses a password
         if self.reward_weights is not None and len(self.reward_weights) != self.num_rewards:
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} entries for {self.num_rewards} rewards; give one each"
@@ -188,7 +206,7 @@ class RolloutOptions(Options):
 
     prompts_per_step: Positive = 32
     """Prompts per step."""
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, AfterValidator(lambda size: _group(size))] = 8
     """Completions per prompt; at least 2, since a group is compared with itself."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of sampling, and of scoring what was sampled."""
@@ -308,6 +326,9 @@ class OptimOptions(Options):
 
     steps: Positive = 200
     """Number of steps; each samples one batch of rollouts."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training prompts, instead of `steps`: 0.5, 3. They become a number of steps when the run has read
+    its data. Further batches of `dynamic_sampling` do not count."""
     epochs_per_batch: Positive = 1
     """Passes over each batch of rollouts."""
     minibatches: Positive = 1
@@ -328,6 +349,12 @@ class OptimOptions(Options):
     """Added to the root of that mean, by which AdamW divides."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to it."""
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(f"epochs={self.epochs:g} and steps={self.steps} both say how long to train; leave one out")
+        return self
 
     @property
     def optimizer_steps(self) -> int:
@@ -443,6 +470,12 @@ def _name_of(value: Any, info: ValidationInfo) -> Any:
             "place", "it is defined inside a function, where no name finds it; move it out of there"
         )
     return f"{value.__module__}:{path}"
+
+
+def _group(size: int) -> int:
+    if size < 2:
+        raise PydanticCustomError("group", "a group needs at least two completions to compare")
+    return size
 
 
 def _not_empty(texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -120,6 +120,8 @@ def smaller(words: list[str]) -> list[str]:
     words = ["builtin" if re.match(r"Qwen/", word) else word for word in words]
     sizes = SIZES if words[0] in ("train", "demo") else LIMITS.get(words[0], {})
     for flag, value in sizes.items():
+        if flag == "--steps" and "--epochs" in words:
+            continue
         if flag in words:
             words[words.index(flag) + 1] = value
         else:

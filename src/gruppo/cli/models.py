@@ -317,6 +317,8 @@ def sample(arguments: Sequence[str]) -> int:
     )
     if found.dropped:
         raise InputError(f"{found.left_out()}; leave it out")
+    for sentence in found.reading:
+        print(sentence, file=sys.stderr)
     prompts = found.prompts
     check_length(config, given.max_new_tokens)
     if given.num_samples > MAX_SAMPLES:

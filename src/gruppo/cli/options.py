@@ -124,6 +124,9 @@ def parse_run(
     given = vars(parse(_flags(default, others), words, verb, description=description))
     # Only what was written: an option that nobody set may depend on others.
     chosen_here = {name: given[name] for name in TrainConfig.model_fields if flags & {name, f"no_{name}"}}
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):  # the flag wins, whichever of the two the file has
+        if length in chosen_here:
+            values.pop(other, None)
     config = TrainConfig.read(values | chosen_here, where=verb)
     if chosen and (reminder := chosen.reminder(preset.keys() | file.keys() | flags)):
         print(reminder, file=sys.stderr)

@@ -78,7 +78,12 @@ def check_reward(given: RewardCheckArguments, console: Console | None = None) ->
         if given.num_rows < 1:
             raise InputError(f"num_rows must be at least 1, got {given.num_rows}")
         source = [MADE_UP_ROW] if given.data is None else given.data
-        rows = list(resolve_source(source, prompt_column=given.prompt_column))[: given.num_rows]
+        column = given.answer_column
+        inner = {column: "answer"} if "." in column else {}  # else it keeps its name, by which the reward may read it
+        found = resolve_source(source, prompt_column=given.prompt_column, column_map=inner)
+        if column not in ("answer", *inner, *found.columns):
+            raise InputError(f"{found.source} has no column {column!r}; it has {', '.join(map(repr, found.columns))}")
+        rows = list(found)[: given.num_rows]
         with _captured(printed):
             trials = _try_all(given, rows)
     except GruppoError as error:
@@ -104,7 +109,7 @@ def _try_all(given: RewardCheckArguments, rows: Sequence[Mapping[str, Any]]) -> 
     reward = load_reward(given.reward)
     column = given.answer_column
     if not any(column in row for row in rows):  # a built-in may read another: number_match:column=target
-        column = getattr(reward.function, "column", column)
+        column = getattr(reward.function, "column", "answer")
     golds = [str(gold) for row in rows if (gold := row.get(column)) is not None]
     template = given.template.replace("\\n", "\n")
     kinds: dict[str, list[str]] = {}

@@ -52,7 +52,9 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
         is_chat = not all(isinstance(prompt, str) for prompt in prompts)
         pairs = list(zip(prompts, completions, strict=True))
-        rendered = iter(self._render([[*prompt, *answer] for prompt, answer in pairs if not isinstance(prompt, str)]))
+        rendered = iter(
+            self._render([_joined(prompt, answer) for prompt, answer in pairs if not isinstance(prompt, str)])
+        )
         texts = [prompt + answer if isinstance(prompt, str) else next(rendered) for prompt, answer in pairs]
         longest = context_length(self._loaded)
         scores: list[float | None] = []
@@ -104,3 +106,11 @@ class RewardModel:
         model.config.pad_token_id = self._tokenizer.pad_token_id
         torch.nn.Module.to(model, "cuda" if is_cuda else "cpu")
         return model.eval()
+
+
+def _joined(prompt: Sequence[Any], answer: Sequence[Any]) -> list[Any]:
+    """The conversation; a turn that the assistant had begun in the prompt and its completion are one."""
+    if prompt[-1]["role"] != "assistant":
+        return [*prompt, *answer]
+    first, *rest = answer
+    return [*prompt[:-1], {**first, "content": prompt[-1]["content"] + first["content"]}, *rest]

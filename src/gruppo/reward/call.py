@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from gruppo.errors import GruppoError, InputError, Terminated
+from gruppo.errors import GruppoError, InputError, RewardError, Terminated
 
 if TYPE_CHECKING:
     from gruppo.reward.load import Reward
@@ -33,8 +33,11 @@ HOOKS = ("log_extra", "log_metric")
 PER_STEP = frozenset({"step", "rng_seed", "trainer_state", *HOOKS})
 """Parameters with one value for all completions."""
 
-STANDARD = PER_STEP | {"prompts", "completions", "completion_ids"}
+STANDARD = PER_STEP | {"prompts", "completions", "completion_ids", "prompt_texts"}
 """Names that mean the same for every data set; a column of such a name is not passed."""
+
+VERL = frozenset({"solution_str", "ground_truth"})
+"""Parameters by which a function is known that has verl's signature and is called once per completion."""
 
 ResultKind = Literal["scored", "raised", "invalid", "timeout", "died"]
 """`scored`: the function returned values. `raised`: it raised. `invalid`: its return value cannot be used, in any step.
@@ -73,6 +76,9 @@ class Parameters:
     names: frozenset[str]
     takes_all: bool
     """It has `**kwargs`."""
+    is_of_verl: bool = False
+    """It has verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`: it scores one
+    completion a call, and is given verl's arguments."""
     required: tuple[str, ...]
     """Names without a default, and those in the function's attribute `needs`."""
 
@@ -119,12 +125,14 @@ class StepCompletions:
         rng_seed: int = 0,
         group_ids: Sequence[int] | None = None,
         trainer_state: TrainerState | None = None,
+        prompt_texts: Sequence[str] | None = None,
     ) -> None:
         columns = columns or {}
         self.num = len(completions)
         self.step = step
         self.rng_seed = rng_seed
-        lists = [("prompts", prompts), ("completion_ids", completion_ids), ("group_ids", group_ids), *columns.items()]
+        given = {"completion_ids": completion_ids, "prompt_texts": prompt_texts}
+        lists = [("prompts", prompts), ("group_ids", group_ids), *given.items(), *columns.items()]
         for name, values in lists:
             if values is not None and len(values) != self.num:
                 raise InputError(f"{name} has {len(values)} entries for {self.num} completions; give one for each")
@@ -150,14 +158,14 @@ class StepCompletions:
             "trainer_state": trainer_state or TrainerState(),
             **dict.fromkeys(HOOKS),
         }
-        if completion_ids is not None:
-            self.available["completion_ids"] = completion_ids
+        self.available |= {name: values for name, values in given.items() if values is not None}
 
     def arguments(self, reward: "Reward", indices: Sequence[int]) -> dict[str, Any]:
         """Arguments of a reward function, for some of the completions."""
         parameters = reward.parameters
+        available = self._of_verl() if parameters.is_of_verl else self.available
         for name in parameters.required:
-            if name in self.available:
+            if name in available:
                 continue
             if name in STANDARD:
                 raise InputError(f"reward {reward.name!r} takes {name!r}, which this call does not provide")
@@ -168,9 +176,20 @@ class StepCompletions:
             )
         return {
             name: value if name in PER_STEP else [value[index] for index in indices]
-            for name, value in self.available.items()
+            for name, value in available.items()
             if parameters.takes_all or name in parameters.names
         }
+
+    def _of_verl(self) -> dict[str, Any]:
+        """Arguments for a function with verl's signature, one list each."""
+        columns = self.available
+        answers = columns.get("ground_truth", columns.get("answer"))
+        if "reward_model" in columns:  # verl's own place, whatever column the built-in rewards read
+            held = [row.get("ground_truth") if isinstance(row, Mapping) else None for row in columns["reward_model"]]
+            answers = held if any(value is not None for value in held) or answers is None else answers
+        extra = [dict(row) if isinstance(row, Mapping) else {} for row in columns.get("extra_info", [None] * self.num)]
+        found = {**columns, "solution_str": self._texts, "extra_info": extra}
+        return found if answers is None else found | {"ground_truth": answers}
 
     def chunks(self, parts: int) -> list[range]:
         """About `parts` runs of equal size, never cut within a group: a function may compare its members."""
@@ -219,9 +238,15 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
                 "with keywords, so remove the '/' from its signature"
             )
     without_default = [parameter.name for parameter in taken if parameter.default is parameter.empty]
+    names = frozenset([*(parameter.name for parameter in taken), *needs])
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    is_of_verl = names >= VERL and "completions" not in names
+    if is_of_verl and takes_all:  # verl gives these four, and no other column
+        names, takes_all = names | {"data_source", "extra_info"}, False
     return Parameters(
-        names=frozenset([*(parameter.name for parameter in taken), *needs]),
-        takes_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()),
+        names=names,
+        takes_all=takes_all,
+        is_of_verl=is_of_verl,
         required=tuple(dict.fromkeys([*without_default, *needs])),
     )
 
@@ -237,7 +262,8 @@ def name_of(function: Callable[..., Any]) -> str:
 def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str, Any], num: int) -> CallResult:
     """Call the function on `num` completions. Whatever it raises becomes a result, `sys.exit()` included.
 
-    MemoryError and KeyboardInterrupt pass: they are about the process, not about the function.
+    MemoryError and KeyboardInterrupt pass: they are about the process, not about the function. So does RewardError, by
+    which a client of a server says that there is no use in asking again.
     """
     extras: dict[str, list[Any]] = {}
     metrics: dict[str, float] = {}
@@ -253,17 +279,75 @@ def call_reward(name: str, function: Callable[..., Any], arguments: Mapping[str,
 
     hooks = {"log_extra": log_extra, "log_metric": log_metric}
     try:
-        returned = function(**{key: hooks.get(key, value) for key, value in arguments.items()})
-        if inspect.isawaitable(returned):
-            returned = _await(returned)
+        given = {key: hooks.get(key, value) for key, value in arguments.items()}
+        if arguments.keys() >= VERL and "completions" not in arguments:
+            returned = _score_each(name, function, given, num, log_extra, log_metric)
+        else:
+            returned = function(**given)
+            if inspect.isawaitable(returned):
+                returned = _await(returned)
         result = check_returned(name, returned, num)
-    except (MemoryError, KeyboardInterrupt, Terminated):
+    except (MemoryError, KeyboardInterrupt, Terminated, RewardError):
         raise
     except GruppoError as error:  # wrong return value, wrong use of a hook, absent extra: the same in every step
         return CallResult(kind="invalid", text=str(error))
     except BaseException as error:  # some libraries derive their timeout from BaseException
         return CallResult(kind="raised", text=short_traceback(error))
     return replace(result, extras=extras, metrics=metrics)
+
+
+def _score_each(
+    name: str,
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    num: int,
+    log_extra: Callable[[str, Sequence[Any]], None],
+    log_metric: Callable[[str, float], None],
+) -> list[Any]:
+    """What a function with verl's signature returns for each completion; the rest of a dict with "score" is logged."""
+
+    def arguments(index: int) -> dict[str, Any]:
+        return {key: value if key in PER_STEP else value[index] for key, value in given.items()}
+
+    returned = [function(**arguments(index)) for index in range(num)]
+    if any(map(inspect.isawaitable, returned)):
+        returned = _await(_all_of(returned))
+    logged: dict[str, list[Any]] = {}
+    for index, value in enumerate(returned):
+        if not isinstance(value, Mapping):
+            continue
+        if "score" not in value:
+            raise InputError(f"reward {name!r} returned a dict without 'score', which has {', '.join(map(str, value))}")
+        for key in value.keys() - {"score"}:
+            is_scalar = hasattr(value[key], "item") and getattr(value[key], "shape", None) == ()  # of NumPy, of torch
+            logged.setdefault(str(key), [None] * num)[index] = value[key].item() if is_scalar else value[key]
+        returned[index] = value["score"]
+    log_parts(logged, log_extra, log_metric)
+    return returned
+
+
+def log_parts(
+    parts: Mapping[str, list[Any]],
+    log_extra: Callable[[str, Sequence[Any]], None],
+    log_metric: Callable[[str, float], None],
+) -> None:
+    """Log what a reward gives beside its score: each as a column, and the mean of one that has numbers only."""
+    for key, values in sorted(parts.items()):
+        numbers = [value for value in values if isinstance(value, int | float)]
+        if len(numbers) == len(values):
+            log_metric(key, math.fsum(numbers) / len(values))
+        log_extra(key, values)
+
+
+async def _all_of(awaitables: Sequence[Any]) -> list[Any]:
+    import asyncio
+
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def call_within(

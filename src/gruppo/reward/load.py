@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from gruppo.errors import GruppoError, InputError, Terminated, require
-from gruppo.imports import did_you_mean, import_name, import_object, put_back, read_spec
+from gruppo.imports import did_you_mean, import_name, import_object, is_address, put_back, read_spec
 from gruppo.output import printable
 from gruppo.reward.call import Parameters, name_of, parameters_of, short_traceback
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.math_equal import MathMatch
 from gruppo.reward.number import NumberMatch
+from gruppo.reward.remote import RemoteReward
 from gruppo.reward.verifiers import ExactMatch, NormalizedMatch, PatternMatch, TagFormat, ThinkFormat
 
 BUILTIN: dict[str, Callable[..., Any]] = {
@@ -77,7 +78,8 @@ def load_reward(
     isolated: bool | None = None,
     **parameters: Any,
 ) -> Reward:
-    """A `Reward` from a built-in's name, `module:function`, the folder or hub id of a reward model, or a callable.
+    """A `Reward` from a built-in's name, `module:function`, the folder or hub id of a reward model, the address of a
+    server, or a callable.
 
     Options of a built-in or a class may follow its name: `number_match:column=solution,inside=answer`.
 
@@ -143,7 +145,11 @@ def load_reward(
 
 def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:
     """The object that a spec names, its name, its `module:name` if it has one, and the options of the spec."""
+    has_server = is_address(spec)
     found, options = read_spec(spec)
+    if has_server:
+        path = "/".join(found.split("/")[3:]).partition("?")[0]
+        return RemoteReward, path.rstrip("/").rpartition("/")[2] or "remote", "", {**options, "url": found}
     is_hub = found.startswith(("hf://", "ms://"))
     if ":" in found and not is_hub:
         builtin = found.partition(":")[0]
@@ -160,7 +166,8 @@ def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:
         return model, Path(found).name or "reward_model", "", {**options, "model": found}
     raise InputError(
         f"no built-in reward is called {found!r}{did_you_mean(found, BUILTIN)}; built-ins are {', '.join(BUILTIN)}, "
-        "your own is written module:function, and a reward model is a folder or a hub id like org/name"
+        "your own is written module:function, a reward model is a folder or a hub id like org/name, and a server "
+        "http://host:port/path"
     )
 
 

@@ -14,13 +14,14 @@ import math
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from gruppo.errors import InputError, RewardError
 from gruppo.output import printable
 from gruppo.reward.call import FLOAT32_MAX, Call, CallResult, StepCompletions, TrainerState, call_reward, call_within
 from gruppo.reward.load import Reward, load_reward, number_names, sendable
+from gruppo.reward.remote import RemoteReward
 from gruppo.reward.workers import WorkerPool
 
 _log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class RewardScorer:
         """
         if not rewards:
             raise InputError(f"rewards needs at least one function, such as 'exact_match', got {rewards!r}")
-        self.rewards = number_names([load_reward(reward) for reward in rewards])
+        self.rewards = tuple(_with_deadline(r, deadline_s) for r in number_names([load_reward(r) for r in rewards]))
         if workers < 1 or not deadline_s > 0 or not math.isfinite(failure_score):
             raise InputError(
                 "workers must be at least 1, deadline_s positive and failure_score finite, got "
@@ -200,6 +201,7 @@ class RewardScorer:
         step: int = 0,
         rng_seed: int = 0,
         group_ids: Sequence[int] | None = None,
+        prompt_texts: Sequence[str] | None = None,
     ) -> RewardResult:
         """Rewards of all completions, in their order.
 
@@ -207,6 +209,7 @@ class RewardScorer:
             prompts: the row's prompt of each completion, a string or a list of messages.
             completions: texts; functions get messages where the prompt is one.
             columns: further columns of the rows, one value per completion.
+            prompt_texts: the prompts as the model saw them, with the chat template.
             group_ids: group of each completion. The members of a group stand together and go to a function in one
                 call. None: a run of equal prompts is a group.
 
@@ -221,7 +224,9 @@ class RewardScorer:
             epoch=step / self.steps_per_epoch,
             num_train_epochs=self.max_steps / self.steps_per_epoch,
         )
-        given = StepCompletions(prompts, completions, completion_ids, columns, step, rng_seed, group_ids, state)
+        given = StepCompletions(
+            prompts, completions, completion_ids, columns, step, rng_seed, group_ids, state, prompt_texts
+        )
         outcomes = {reward.name: Outcome(name=reward.name, values=[None] * given.num) for reward in self.rewards}
         for reward in self.rewards:
             if reward.isolated or not given.num:
@@ -235,7 +240,12 @@ class RewardScorer:
                 # The paths of a run begin in the working directory, wherever a function goes.
                 here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
                 try:
-                    result = call_within(deadline_s, self._poll, *call) if reward.is_timed else call_reward(*call)
+                    if reward.is_timed:
+                        result = call_within(deadline_s, self._poll, *call)
+                    elif isinstance(reward.function, RemoteReward):  # it keeps its deadlines, one for each request
+                        result = call_within(math.inf, self._poll, *call)
+                    else:
+                        result = call_reward(*call)
                 finally:
                     os.fchdir(here)
                     os.close(here)
@@ -399,6 +409,14 @@ class RewardScorer:
             extras=extras,
             failures={outcome.name: dict(outcome.reasons) for outcome in outcomes if outcome.reasons},
         )
+
+
+def _with_deadline(reward: Reward, seconds: float) -> Reward:
+    """The reward; of a server with this deadline, unless it has one of its own."""
+    function = reward.function
+    if not isinstance(function, RemoteReward) or function.deadline is not None:
+        return reward
+    return replace(reward, function=replace(function, deadline=seconds))
 
 
 @dataclass(slots=True, kw_only=True)

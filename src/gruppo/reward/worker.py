@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gruppo.child import end_with_parent, isolate
-from gruppo.errors import GruppoError
+from gruppo.errors import GruppoError, RewardError
 from gruppo.imports import import_object
 from gruppo.reward.call import Call, CallResult, call_reward, short_traceback
 
@@ -62,6 +62,8 @@ def work(connection: Connection, parent: int, is_bound: bool) -> None:
             _arm_watchdog(call.deadline_s + _GRACE_S)
             try:
                 result = call_reward(call.function, functions[call.function], call.arguments, len(call.indices))
+            except RewardError as error:  # of a function of the user's own: an error of this call
+                result = CallResult(kind="raised", text=short_traceback(error))
             except MemoryError:
                 # As with a crash: the model's text brought it about, and the process is no longer reliable.
                 result = CallResult(kind="died", text="the worker ran out of memory")

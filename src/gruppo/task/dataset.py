@@ -10,11 +10,13 @@ A row has a `prompt`: a string, or a list of messages with `role` and `content`.
 text must be storable.
 """
 
+import inspect
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,8 +27,8 @@ BadRowPolicy = Literal["fail", "drop"]
 """`fail`: the first bad row ends the reading with an error. `drop`: bad rows are left out and listed."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ANSWERS = ("answer", "ground_truth", "solution")
-"""Names under which data sets keep the right answer; the first that is there counts."""
+ANSWERS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
+"""Names under which data sets keep the right answer; the first that is there counts. The last is verl's."""
 
 LIKELY_PROMPTS = ("problem", "messages", "input", "instruction", "query")
 """Names under which data sets keep prompts, for errors: a column of such a name may also be something else."""
@@ -106,8 +108,10 @@ def read_rows(
 ) -> Rows:
     """Reads and checks all rows of a source.
 
-    Where there is no column `answer`, `ground_truth` or else `solution` is read as the answer. It keeps its own name
-    too: reward functions of other trainers take it by that.
+    Where there is no column `answer`, `ground_truth`, `solution` or verl's `reward_model.ground_truth` is read as the
+    answer. It keeps its own name too: reward functions of other trainers take it by that.
+
+    A column inside another has a dotted name: `reward_model.ground_truth`. The outer one stays as it is.
 
     Args:
         source: a path ending in .jsonl, .csv or .parquet; `hf://org/name[/config][@revision][:split]` (split
@@ -121,9 +125,12 @@ def read_rows(
         raise InputError(f"on_bad_row must be 'fail' or 'drop', got {on_bad_row!r}")
     label, opened = _open(source, label)
     records = list(opened)
-    names = dict.fromkeys(name for _, read in records if not isinstance(read, str) for name in read)
-    renamed = _renames(names, prompt_column, dict(column_map or {}), label) if names else {}
-    columns = {renamed.get(name, name) for name in names}
+    found = [read for _, read in records if not isinstance(read, str)]
+    names = dict.fromkeys(name for read in found for name in read)
+    asked = [name for name in (prompt_column, *(column_map or {}), *ANSWERS) if name not in names]
+    inner = _inner_names(found, asked)
+    renamed = _renames(names, inner, prompt_column, dict(column_map or {}), label) if names else {}
+    columns = {renamed.get(name, name) for name in names} | inner.keys()
     answer_from = next((name for name in ANSWERS if name in columns), "answer")
 
     rows: list[Row] = []
@@ -133,7 +140,10 @@ def read_rows(
             dropped.append(DroppedRow(place, read))
             continue
         values = {renamed.get(name, name): value for name, value in read.items()}
-        if answer_from != "answer" and answer_from in values:
+        values |= {new: _inside(read, old) for old, new in renamed.items() if old in inner}
+        if answer_from in inner:
+            values["answer"] = _inside(read, answer_from)
+        elif answer_from != "answer" and answer_from in values:
             values["answer"] = values[answer_from]
         problem = prompt_problem(values) or text_problem(values)
         if problem is None and rows:
@@ -153,7 +163,7 @@ def read_rows(
 def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row: BadRowPolicy) -> None:
     """Raises when the bad rows of a source are more than the policy allows, or all there is."""
     if total == 0:
-        raise InputError(f"{label} has no rows; give a file that has")
+        raise InputError("The data set is empty." if label == "rows" else f"{label} has no rows; give a file that has")
     if dropped and on_bad_row == "fail":
         more = f" (the first of {len(dropped)} bad rows of {total})" if len(dropped) > 1 else ""
         raise InputError(f"{dropped[0].row}: {dropped[0].reason}{more}; {BAD_ROW_REMEDY}")
@@ -161,14 +171,18 @@ def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row:
         raise InputError(f"{label} has no usable row; {dropped[0].row}: {dropped[0].reason}")
 
 
-def _renames(names: Mapping[str, Any], prompt_column: str, column_map: dict[str, str], label: str) -> dict[str, str]:
-    """Old to new column names, checked against the names there are."""
+def _renames(
+    names: Mapping[str, Any], inner: Mapping[str, Any], prompt_column: str, column_map: dict[str, str], label: str
+) -> dict[str, str]:
+    """Old to new column names, checked against the names there are, and those inside of other columns."""
     listed = ", ".join(map(repr, names))
     renames = column_map if prompt_column == "prompt" else column_map | {prompt_column: "prompt"}
     for old in renames:
-        if old not in names:
-            raise InputError(f"{label} has no column {old!r}; it has {listed}")
-    after = {name: renames.get(name, name) for name in names}
+        if old not in names and old not in inner:
+            outer = f"{old.partition('.')[0]}."
+            beside = ", ".join(repr(name) for name in inner if name.startswith(outer))
+            raise InputError(f"{label} has no column {old!r}; it has {beside or listed}")
+    after = {name: renames.get(name, name) for name in [*names, *(name for name in inner if name in renames)]}
     if "prompt" not in after.values():
         question = next((old for old, new in after.items() if new == "question"), None)
         if question is None:
@@ -184,6 +198,41 @@ def _renames(names: Mapping[str, Any], prompt_column: str, column_map: dict[str,
     return renames
 
 
+def _inner_names(rows: Iterable[Mapping[str, Any]], asked: Iterable[str]) -> dict[str, None]:
+    """Dotted names of what is inside of the columns of which one is asked for by a dotted name."""
+    outers = {name.rpartition(".")[0] for name in asked if "." in name}
+    found = [(outer, row) for row in rows for outer in outers if isinstance(_inside(row, outer), Mapping)]
+    return dict.fromkeys(f"{outer}.{key}" for outer, row in found for key in _inside(row, outer))
+
+
+def _inside(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted name: `reward_model.ground_truth`. None where there is none.
+
+    >>> _inside({"reward_model": {"style": "rule", "ground_truth": "72"}}, "reward_model.ground_truth")
+    '72'
+    """
+    found: Any = row
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def is_stream(source: Any) -> bool:
+    """Whether rows come one after the other from something without a length: a generator, a `datasets.IterableDataset`.
+
+    >>> is_stream({"prompt": str(n)} for n in range(3)), is_stream([{"prompt": "1"}])
+    (True, False)
+    """
+    return isinstance(source, Iterable) and not isinstance(source, str | os.PathLike) and not hasattr(source, "__len__")
+
+
+def first_rows(stream: Any, num: int) -> list[Any]:
+    """The first rows of a stream; no more are read. A generator that was read from before is refused."""
+    if inspect.isgenerator(stream) and inspect.getgeneratorstate(stream) != inspect.GEN_CREATED:
+        raise InputError("the generator of the data was read from before, and cannot start again; make a new one")
+    return list(islice(stream, num))
+
+
 def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:
     """A name for error texts, and the records."""
     if isinstance(source, str) and source.startswith("hf://"):
@@ -192,6 +241,11 @@ def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:
         path = _check_path(source)
         return str(path), read_file(path)
     if isinstance(source, list | tuple):
+        if source and all(isinstance(row, str | os.PathLike) for row in source):
+            raise InputError(
+                f"the data is a list of {len(source)} texts, the first {str(source[0])[:80]!r}. If they name files: "
+                "data is one source, join the files into one. If they are prompts: write [{'prompt': text}, ...]"
+            )
         return label, read_objects(source, label)
     # `datasets` is an optional dependency: its objects are known by what they offer.
     column_names = getattr(source, "column_names", None)
@@ -199,8 +253,9 @@ def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:
         raise InputError(f"got a data set with splits {', '.join(column_names)}; pass one: data['train']")
     if column_names is not None and hasattr(source, "__len__"):
         return label, read_objects(source, label)
+    take = "; give a list of as many of its rows as you need" if is_stream(source) else ""
     raise InputError(
-        f"rows must be a path, an hf:// name, a datasets.Dataset or a list of dicts, got {type(source).__name__}"
+        f"rows must be a path, an hf:// name, a datasets.Dataset or a list of dicts, got {type(source).__name__}{take}"
     )
 
 
@@ -244,7 +299,10 @@ def prompt_problem(row: Mapping[str, Any]) -> str | None:
             return f"message {number} of the prompt {problem}"
     last = prompt[-1]
     if last["role"] == "assistant":
-        return "the last message is the assistant's; end with the turn that the model is to answer"
+        if len(prompt) == 1:
+            return "the prompt is a turn of the assistant alone; put the user's before it"
+        if more := [key for key, value in last.items() if key not in ("role", "content") and value is not None]:
+            return f"the last message is the assistant's and has {more[0]!r}; only its content can be gone on with"
     if not last["content"].strip():
         return "prompt is empty: its last message has no content"
     return None

@@ -28,13 +28,17 @@ def shuffle(count: int, seed: int, *stream: int) -> "ndarray":
     return np.argsort(keys, kind="stable")
 
 
-def prompt_indices(num_prompts: int, step: int, prompts_per_step: int, seed: int) -> list[int]:
+def prompt_indices(
+    num_prompts: int, step: int, prompts_per_step: int, seed: int, *, shuffled: bool = True
+) -> list[int]:
     """Indices of the prompts of a step (steps count from 0).
 
     Each epoch visits every prompt once, and no step has a prompt twice.
 
     >>> [prompt_indices(5, step, 2, seed=0) for step in range(5)]
     [[2, 0], [4, 3], [1, 3], [4, 0], [2, 1]]
+    >>> [prompt_indices(5, step, 2, seed=0, shuffled=False) for step in range(5)]
+    [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]]
     """
     if num_prompts < 1 or step < 0 or prompts_per_step < 1:
         raise InputError(
@@ -48,6 +52,8 @@ def prompt_indices(num_prompts: int, step: int, prompts_per_step: int, seed: int
             f"prompts_per_step={prompts_per_step} is more than the {num_prompts} prompts there are; "
             f"set it to at most {num_prompts}"
         )
+    if not shuffled:
+        return _in_order(num_prompts, step * prompts_per_step, prompts_per_step)
     epoch, offset = divmod(step * prompts_per_step, num_prompts)
     indices = _epoch_order(num_prompts, epoch, prompts_per_step, seed)[offset : offset + prompts_per_step].tolist()
     missing = prompts_per_step - len(indices)
@@ -56,13 +62,22 @@ def prompt_indices(num_prompts: int, step: int, prompts_per_step: int, seed: int
     return indices
 
 
-def refill_indices(num_prompts: int, step: int, seed: int) -> list[int]:
+def refill_indices(
+    num_prompts: int, step: int, prompts_per_step: int, seed: int, *, shuffled: bool = True
+) -> list[int]:
     """All prompts in the order in which a step takes further ones, when those of `prompt_indices` do not suffice.
 
-    >>> refill_indices(5, 0, seed=0)
-    [1, 3, 0, 4, 2]
+    >>> refill_indices(5, 0, 2, seed=0), refill_indices(5, 0, 2, seed=0, shuffled=False)
+    ([1, 3, 0, 4, 2], [2, 3, 4, 0, 1])
     """
+    if not shuffled:
+        return _in_order(num_prompts, (step + 1) * prompts_per_step, num_prompts)
     return shuffle(num_prompts, seed, REFILL_STREAM, step).tolist()
+
+
+def _in_order(num_prompts: int, first: int, count: int) -> list[int]:
+    """So many places, from the `first`, of an endless line of passes over the prompts."""
+    return [(first + i) % num_prompts for i in range(count)]
 
 
 @lru_cache(maxsize=4)

@@ -8,6 +8,7 @@
 ((1, 8, 11, 14, 12, 9, 15), {'answer': '132'})
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -61,8 +62,9 @@ class PromptSet:
         reason = f", {long} of them for {'its' if long == 1 else 'their'} length" if long else ""
         return f"{count} left out{reason}; the first: {self.dropped[0].row}: {self.dropped[0].reason}"
 
-    def split_holdout(self, n: int, seed: int) -> tuple["PromptSet", "PromptSet"]:
-        """Training prompts and `n` held-out ones; the same for the same seed and number of prompts.
+    def split_holdout(self, n: int, seed: int | None) -> tuple["PromptSet", "PromptSet"]:
+        """Training prompts and `n` held-out ones; the same for the same seed and number of prompts. Without a seed the
+        first are held out.
 
         A training prompt with the same tokens as a held-out one is dropped from training, with a reason: the
         held-out score would otherwise count what was trained on.
@@ -71,7 +73,8 @@ class PromptSet:
             raise InputError(
                 f"cannot hold out {n} of {len(self.prompts)} prompts; at least one must remain to train on"
             )
-        chosen = set(shuffle(len(self.prompts), seed, HOLDOUT_STREAM)[:n].tolist())
+        drawn = range(n) if seed is None else shuffle(len(self.prompts), seed, HOLDOUT_STREAM)[:n].tolist()
+        chosen = set(drawn)
         held_out = tuple(prompt for index, prompt in enumerate(self.prompts) if index in chosen)
         seen = {prompt.token_ids for prompt in held_out}
         rest = [prompt for index, prompt in enumerate(self.prompts) if index not in chosen]
@@ -155,6 +158,11 @@ def load_prompts(
         remedy = "; raise the limit, or give shorter prompts" if isinstance(dropped[0], TooLongRow) else ""
         raise InputError(f"{rows.source} has no usable prompt; {dropped[0].row}: {dropped[0].reason}{remedy}")
     reading = rows.recognised()
+    begun = sum(not isinstance(prompt.source, str) and bool(_begun_turn(prompt.source)) for prompt in prompts)
+    if begun:
+        reading.append(
+            f"{begun:,} of {len(prompts):,} prompts end in the assistant's turn, which a completion goes on with"
+        )
     if is_text and chat:
         reading.append("text prompts go through the chat template")
     elif is_text and getattr(tokenizer, "chat_template", None):
@@ -206,7 +214,7 @@ def render_chat(
     tokenizer: "PreTrainedTokenizerBase",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[int, ...], str]:
-    """Token ids and text of a conversation, ending where the assistant's turn begins.
+    """Token ids and text of a conversation, ending where the assistant's turn begins, or goes on.
 
     Raises InputError when the template refuses the conversation, as some do when roles do not alternate.
     """
@@ -221,19 +229,47 @@ def render_chats(
     tokenizer: "PreTrainedTokenizerBase",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[tuple[int, ...], str] | InputError]:
-    """Token ids and text of each conversation, or why there are none."""
+    """Token ids and text of each conversation, or why there are none.
+
+    A last message of the assistant stands as it is where the template begins the assistant's turn: what the model would
+    have written there itself. Not by `continue_final_message`, with which some templates put an empty thought before
+    that turn, or strip it.
+    """
     _check_chat_template(tokenizer)
     options = dict(template_kwargs or {})
     clash = sorted(options.keys() & _FIXED)
     if clash:
         raise InputError(f"chat_template_kwargs has {clash[0]!r}, which is not the template's to decide; leave it out")
-    texts = render_all([[dict(message) for message in messages] for messages in conversations], tokenizer, options)
+    begun = [_begun_turn(messages) for messages in conversations]
+    before = [messages[:-1] if text else messages for messages, text in zip(conversations, begun, strict=True)]
+    texts = render_all([[dict(message) for message in messages] for messages in before], tokenizer, options)
+    texts = [
+        text if isinstance(text, InputError) else _gone_on(text, start)
+        for text, start in zip(texts, begun, strict=True)
+    ]
     # A template writes the special tokens itself; lengths are our caller's to judge.
     found: Any = tokenizer(
         [text for text in texts if isinstance(text, str)] or [""], add_special_tokens=False, verbose=False
     )
     ids = iter(found["input_ids"])
     return [text if isinstance(text, InputError) else (tuple(next(ids)), text) for text in texts]
+
+
+def _begun_turn(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What the assistant's last turn has already; empty where the last message is another's."""
+    return messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+
+
+def _gone_on(text: str, start: str) -> str:
+    """The text with the start of the assistant's turn; a tag that both have, such as <think>, stands once.
+
+    >>> _gone_on("<assistant><think>", "<think>Well,"), _gone_on("<assistant>", "Well,")
+    ('<assistant><think>Well,', '<assistant>Well,')
+    """
+    tag = re.match(r"\s*(<[^<>\s]+>)", start)
+    if tag and text.rstrip().endswith(tag[1]):
+        return text.rstrip().removesuffix(tag[1]) + start.lstrip()
+    return text + start
 
 
 def encode_texts(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int, ...]]:

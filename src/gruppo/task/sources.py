@@ -36,6 +36,11 @@ def resolve_source(
 ) -> Rows:
     """The checked rows of `builtin:...`, `gsm8k:...`, `reasoning_gym:...`, `Rows`, or of what `read_rows` takes."""
     if isinstance(spec, Rows):
+        if prompt_column != "prompt" or column_map:
+            raise InputError(
+                f"{spec.source}: these rows were read before, and prompt_column, answer_column and column_map do not "
+                "apply; give them to read_rows"
+            )
         return spec
     kind, colon, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
     if not colon or kind not in ("builtin", "gsm8k", "reasoning_gym"):

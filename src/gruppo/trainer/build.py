@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.sampler.base import SamplingParams
 from gruppo.task import PromptSet, load_prompts
+from gruppo.task.dataset import first_rows, is_stream
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.objects import MARK, Objects
@@ -65,6 +68,19 @@ def fit_context(config: TrainConfig, objects: Objects) -> TrainConfig:
     if "max_new_tokens" in config.model_fields_set or context is None or context >= 4 * config.max_new_tokens:
         return config
     return TrainConfig.read(config.model_dump(exclude_unset=True) | {"max_new_tokens": max(context // 4, 1)})
+
+
+def count_steps(config: TrainConfig, prompts: "Prompts") -> "tuple[TrainConfig, Prompts]":
+    """The config with a number of steps in the place of `epochs`, and prompts whose plan says so."""
+    if config.epochs is None:
+        return config, prompts
+    num = len(prompts.train)
+    # As it is written: 0.1 of 1000 prompts is 100, not a hair more.
+    steps = max(ceil(Fraction(str(config.epochs)) * num / config.prompts_per_step), 1)
+    values = config.model_dump(exclude_unset=True, exclude={"epochs"}) | {"steps": steps}
+    sentence = f"{config.epochs:g} epoch{'s' * (config.epochs != 1)} of {num} prompts = {steps} steps"
+    train = replace(prompts.train, reading=(*prompts.train.reading, sentence))
+    return TrainConfig.read(values), replace(prompts, train=train)
 
 
 def all_of(*makers: Callable[[], Any]) -> list[Any]:
@@ -238,6 +254,7 @@ def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt]) -> None:
         [prompt.source] * 2,
         ["", "0"],
         completion_ids=[(), (0,)],
+        prompt_texts=[prompt.text] * 2,
         columns={name: [prompt.columns.get(name)] * 2 for name in names},
         step=1,
     )
@@ -267,25 +284,35 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
     """Training and held-out prompts."""
     options = prompt_options(config)
     options["max_prompt_tokens"] = longest_prompt(objects.model, config.max_new_tokens, config.max_prompt_tokens)
-    train = load_prompts(objects.data, tokenizer, **options)
     num_held_out = config.eval_prompts
+    data, eval_data, streamed = objects.data, objects.eval_data, is_stream(objects.data)
+    if streamed:
+        # The batches of all steps, and what dynamic sampling may take beyond the last.
+        wanted = (config.steps - 1 + max(config.dynamic_sampling, 1)) * config.prompts_per_step
+        beside = min(128, wanted // 4) if num_held_out is None else num_held_out
+        data = first_rows(data, wanted + (beside if eval_data is None else 0))
+    train = load_prompts(data, tokenizer, **options)
+    if streamed:
+        sentence = f"the first {len(data):,} rows of the stream are read, and prompts keep its order"
+        train = replace(train, reading=(*train.reading, sentence))
     if num_held_out is None:
-        num_held_out = 128 if objects.eval_data is not None else min(128, len(train) // 5)
+        num_held_out = 128 if eval_data is not None else min(128, len(train) // 5)
     if not num_held_out:
         if config.patience or config.keep_best:
             raise InputError(
                 f"{len(train)} prompts leave none to evaluate on, which patience and keep_best need; give eval_data"
             )
         held_out = PromptSet(prompts=())
-    elif objects.eval_data is not None:
-        held_out = load_prompts(objects.eval_data, tokenizer, limit=num_held_out, **options)
+    elif eval_data is not None:
+        eval_data = first_rows(eval_data, num_held_out) if is_stream(eval_data) else eval_data
+        held_out = load_prompts(eval_data, tokenizer, limit=num_held_out, **options)
     else:
         if num_held_out >= len(train):
             raise InputError(
                 f"eval_prompts={num_held_out} leaves none of the {len(train)} prompts of {config.data} to train "
                 "on; lower it, or give eval_data"
             )
-        train, held_out = train.split_holdout(num_held_out, config.seed)
+        train, held_out = train.split_holdout(num_held_out, None if streamed else config.seed)
     if config.prompts_per_step > len(train):
         raise InputError(
             f"prompts_per_step={config.prompts_per_step} is more than the {len(train)} prompts to train on; lower it"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gruppo.errors import InputError
 from gruppo.reward import Reward, load_reward
 from gruppo.reward.load import sendable
+from gruppo.task.dataset import is_stream
 from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
 from gruppo.weights.source import pin
@@ -82,6 +83,8 @@ def take_objects(
         each = [metrics] if isinstance(metrics, str | type) else list(metrics)
         changes["metrics"] = [m if isinstance(m, str | type) else MARK + type(m).__name__ for m in each]
         given["metrics"] = tuple(each)
+    if is_stream(data):
+        changes |= _in_order(config)
     if rewards is not None:
         given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) or isinstance(rewards, str) else rewards))
         _warn_of_local([reward for reward in given["rewards"] if isinstance(reward, Reward) and reward.is_timed])
@@ -112,6 +115,21 @@ def take_objects(
     named: dict[str, Any] = {name: getattr(made, name) for name in ("rewards", "data", "eval_data")}
     named |= {"model": made.pinned_model, "metrics": made.metrics}
     return made, Objects(**(named | given))
+
+
+def _in_order(config: TrainConfig) -> dict[str, Any]:
+    """What follows from data that is a stream: its rows come once, in its order."""
+    if config.epochs is not None:
+        raise InputError(
+            f"epochs={config.epochs:g} needs the number of prompts, and a stream does not tell how many it has; give "
+            "steps, or the rows as a list"
+        )
+    if config.shuffle and "shuffle" in config.model_fields_set:
+        raise InputError(
+            "shuffle=true needs all prompts, and of a stream only what the run can use is read; leave shuffle out, and "
+            "shuffle the stream itself: one of `datasets` has a method for it, with a buffer"
+        )
+    return {"shuffle": False}
 
 
 def _reward(spec: str | Reward | Callable[..., Any]) -> str | Reward:

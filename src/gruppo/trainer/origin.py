@@ -11,7 +11,7 @@ from gruppo.run.reader import RunReader, numbered
 from gruppo.trainer.config import TrainConfig
 from gruppo.types import Prompt
 
-FREE = {"steps", "output"}
+FREE = {"steps", "epochs", "output"}
 """Options that a run may change: its last step, and the place of its directory."""
 
 
@@ -57,6 +57,7 @@ def check(run: RunReader, now: Mapping[str, Any], *, accept: bool) -> list[str]:
     if found and not accept:
         raise InputError(
             f"{run.path} was made from something else: {'; '.join(found)}. Put it back, or go on with it as it is now "
-            "with --accept-changes (in Python GRPOTrainer(..., accept_changes=True)). --steps N needs no such consent"
+            "with --accept-changes (in Python GRPOTrainer(..., accept_changes=True)). --steps N needs no such consent, "
+            "unless data is a stream, of which more steps read more rows"
         )
     return found

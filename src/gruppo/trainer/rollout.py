@@ -36,6 +36,8 @@ class RolloutSource:
     group_size: int
     max_batches: int
     """Batches of prompts per step with dynamic sampling; 0: one batch, and nothing is left out."""
+    shuffled: bool
+    """The prompts come in a random order, not in their own."""
     timed: Timed
 
     def next(self, number: int) -> tuple[list[Group], dict[str, float]]:
@@ -76,15 +78,15 @@ class RolloutSource:
         chosen: list[int] = []
         retired, seed = self.solved.retired, self.params.seed
         if is_first:
-            first = prompt_indices(len(self.prompts), step, self.prompts_per_step, seed)
+            first = prompt_indices(len(self.prompts), step, self.prompts_per_step, seed, shuffled=self.shuffled)
             chosen = [i for i in first if self.prompts[i].index not in retired]
         if len(chosen) < self.prompts_per_step:
             taken = used | set(chosen)
-            further = (i for i in refill_indices(len(self.prompts), step, seed) if i not in taken)
-            for i in further:
+            size = self.prompts_per_step
+            for i in refill_indices(len(self.prompts), step, size, seed, shuffled=self.shuffled):
                 if len(chosen) == self.prompts_per_step:
                     break
-                if self.prompts[i].index not in retired:
+                if i not in taken and self.prompts[i].index not in retired:
                     chosen.append(i)
         used.update(chosen)
         return [self.prompts[i] for i in chosen]
@@ -106,6 +108,7 @@ def score(
         [p.source for p in owners],
         [s.text for s in sequences],
         completion_ids=[s.tokens for s in sequences],
+        prompt_texts=[p.text for p in owners],
         columns={name: [p.columns.get(name) for p in owners] for name in names},
         step=step,
         rng_seed=seed,

@@ -89,7 +89,7 @@ class GRPOTrainer:
         model: a transformers or PEFT model with its `tokenizer`, or a name.
         rewards: functions, `Reward`s and names. A function that a worker process cannot import runs in this one, and a
             call of it is given up at `reward_deadline`.
-        data: a list of rows, a `datasets.Dataset`, or a name; `eval_data` likewise.
+        data: a list of rows, a `datasets.Dataset`, a stream of rows, or a name; `eval_data` likewise.
         peft_config: a `LoraConfig` of PEFT.
         loss: a loss, its class, or a name; `advantage` an estimator likewise, `metrics` a list of metrics.
         callbacks: `Callback`s, `transformers.TrainerCallback`s, and functions that are called after each step with
@@ -171,7 +171,8 @@ class GRPOTrainer:
         with ExitStack() as stack:
             self.scorer = stack.enter_context(scorer)
             tokenizer = objects.tokenizer or load_tokenizer(config.pinned_model)
-            self.prompts = build.build_prompts(config, objects, tokenizer)
+            self.config, self.prompts = build.count_steps(config, build.build_prompts(config, objects, tokenizer))
+            config = self.config
             self.scorer.max_steps = config.steps
             self.scorer.steps_per_epoch = len(self.prompts.train) / config.prompts_per_step
             build.try_rewards(self.scorer, self.prompts.train.prompts)
@@ -215,6 +216,7 @@ class GRPOTrainer:
                 prompts_per_step=config.prompts_per_step,
                 group_size=config.group_size,
                 max_batches=config.dynamic_sampling,
+                shuffled=config.shuffle,
                 timed=self._timed,
             )
             report = self.run.log_event

@@ -47,7 +47,12 @@ def resolve(model_id: str, *, weights: bool = False) -> str:
     folder = _local_folder(model_id)
     if folder is None:
         hub, name, revision = _hub_parts(model_id)
-        fetched = Path((_from_modelscope if hub == "ms://" else _from_hub)(name, revision, weights))
+        try:
+            fetched = Path((_from_modelscope if hub == "ms://" else _from_hub)(name, revision, weights))
+        except InputError as error:
+            if hub:
+                raise
+            raise InputError(f"there is no folder {name!r}; taken as a hub name: {error}") from error
         check_folder(fetched, name=model_id, needs_weights=weights)
         return str(fetched)
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():  # a run directory

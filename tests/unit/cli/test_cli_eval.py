@@ -232,3 +232,18 @@ def test_vllm_that_is_not_installed_is_named(verb: str) -> None:
     words = ["--max-new-tokens", "4", "--sampler", "vllm"] + (["1+1="] if verb == "sample" else ["--limit", "4"])
     with pytest.raises(MissingExtraError, match="'vllm', which is not installed"):
         run([verb, *words])
+
+
+def test_sample_says_when_text_goes_past_the_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_model(tmp_path / "base")
+    tokenizer = builtin_tokenizer()
+    tokenizer.chat_template = TEMPLATE + "="
+    tokenizer.save_pretrained(model)
+    assert run(["sample", "01+02=", "--model", str(model)]) == 0
+    past = capsys.readouterr()
+    assert past.out.startswith("01+02= -> ")
+    assert past.err == (
+        "text prompts go in as they are; chat=true (--chat) puts them through the model's chat template\n"
+    )
+    assert run(["sample", "01+02", "--model", str(model), "--chat"]) == 0
+    assert capsys.readouterr().err == "text prompts go through the chat template\n"

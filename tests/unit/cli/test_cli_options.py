@@ -214,7 +214,7 @@ def test_a_flag_of_another_trainer_is_answered_with_the_flag_here() -> None:
     [
         (["--lr", "fast"], "--lr: got ['fast']\n  --lr FLOAT Learning rate. Unset: 1e-6, with LoRA 1e-5."),
         (["--clip-range", "a", "b"], "--clip-range: got ['a', 'b']\n  --clip-range FLOAT [FLOAT] How far the ratio"),
-        (["--group-size", "1"], "train: group_size=1: Input should be greater than or equal to 2"),
+        (["--group-size", "1"], "train: group_size=1: a group needs at least two completions to compare"),
         (["--group-sise", "4"], "Unrecognized options: --group-sise, 4\n  Perhaps you meant: --group-size INT"),
         (["--lora-rank"], "Missing value for argument '--lora-rank'. Expected 1 values."),
         (["--dtype", "f16"], "invalid choice 'f16' for argument '--dtype'. Expected one of ('auto', 'float32'"),

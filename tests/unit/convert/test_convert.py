@@ -276,7 +276,7 @@ def test_variants_of_trl_are_accepted(words: list[str], values: dict[str, Any]) 
         (["twinkle", "x.yaml"], "convert twinkle needs one Python file"),
         (["trl", "--num_generations", "$N"], "num_generations='$N' is not a number or a truth value; give it after"),
         (["trl", "--num_generations", "0"], "an option has a value that trl itself would not take: "),
-        (["trl", "--num_generations", "1"], "the converted options: group_size=1: Input should be greater"),
+        (["trl", "--num_generations", "1"], "the converted options: group_size=1: a group needs"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(words: list[str], message: str) -> None:

@@ -310,6 +310,23 @@ def test_a_model_that_brings_its_own_code_is_refused_and_not_run(
     assert not canary.exists()
 
 
+def test_a_folder_that_is_missing_is_said_to_be_and_a_name_of_the_hub_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def unreachable(*_: Any, **__: Any) -> str:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(InputError) as error:
+        resolve("models/nope")
+    assert str(error.value) == (
+        "there is no folder 'models/nope'; taken as a hub name: model 'hf://models/nope' cannot be fetched from the "
+        "hub: no route to host; check name and network"
+    )
+    with pytest.raises(InputError, match=r"^model 'hf://models/nope' cannot be fetched from the hub: no route to host"):
+        resolve("hf://models/nope")
+
+
 def test_the_refusal_of_own_code_names_the_entry(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "evil.Config"}}))
     with pytest.raises(InputError, match=r"config\.json asks to run code from the model folder \(auto_map\)"):

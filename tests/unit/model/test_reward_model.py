@@ -73,6 +73,14 @@ def test_conversations_go_through_the_models_own_template(tmp_path: Path) -> Non
     assert values == pytest.approx(plainly_scored(folder, ["+1=3", "+47=132"], special=False), abs=1e-5)
 
 
+def test_a_turn_that_was_begun_in_the_prompt_is_one_with_its_completion(tmp_path: Path) -> None:
+    folder = save(tmp_path / "judge")
+    prompt = [{"role": "user", "content": "47"}, {"role": "assistant", "content": "1"}]
+    with RewardScorer([str(folder)]) as scorer:
+        values = scorer.score([prompt], ["32"]).values["judge"]
+    assert values == pytest.approx(plainly_scored(folder, ["+47=132"], special=False), abs=1e-5)
+
+
 def test_text_beyond_the_context_is_cut_off(tmp_path: Path) -> None:
     folder = save(tmp_path / "judge", "bert")  # 64 positions, the first for the start token
     with RewardScorer([str(folder)]) as scorer:

@@ -106,7 +106,7 @@ def test_the_gold_answer_may_be_in_another_column():
 @pytest.mark.usefixtures("own_rewards")
 def test_a_missing_column_and_missing_rows_are_unusable():
     assert "needs 'target'" in check("own_rewards:of_target")[1]
-    assert check("exact_match", []) == (2, "unusable: rows has no rows; give a file that has\n")
+    assert check("exact_match", []) == (2, "unusable: The data set is empty.\n")
 
 
 def test_rows_are_read_from_a_file(tmp_path):

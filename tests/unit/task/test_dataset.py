@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +69,38 @@ def test_a_named_answer_column_is_not_overruled() -> None:
     assert rows.recognised() == ["solution is read as answer"]
 
 
+@pytest.mark.parametrize("kind", ["list", "jsonl", "parquet", "dataset"])
+def test_a_dotted_name_is_a_column_inside_another(tmp_path: Path, kind: str) -> None:
+    rows = [{"task": {"text": f"{i}+1=", "gold": {"value": str(i + 1)}}, "meta": {"id": i}} for i in range(3)]
+    source: Any = rows
+    if kind == "jsonl":
+        source = tmp_path / "rows.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        source = tmp_path / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    elif kind == "dataset":
+        source = pytest.importorskip("datasets").Dataset.from_list(rows)
+    names = {"task.gold.value": "answer", "meta.id": "row_id"}
+    found = read_rows(source, prompt_column="task.text", column_map=names)
+    assert list(found) == [row | {"prompt": f"{i}+1=", "answer": str(i + 1), "row_id": i} for i, row in enumerate(rows)]
+    assert "task.gold.value is read as answer" in found.recognised()
+
+
+def test_a_column_whose_own_name_has_a_dot_is_meant_first_and_gaps_are_null() -> None:
+    rows = [{"prompt": "1", "a.b": "own", "a": {"b": "inner"}}, {"prompt": "2", "a.b": "own", "a": None}]
+    assert [row["answer"] for row in read_rows(rows, column_map={"a.b": "answer"})] == ["own", "own"]
+    rows = [{"prompt": "1", "a": {"b": "inner"}}, {"prompt": "2", "a": None}]
+    assert [row["answer"] for row in read_rows(rows, column_map={"a.b": "answer"})] == ["inner", None]
+
+
+def test_verls_answer_comes_after_those_of_other_names() -> None:
+    held = {"style": "rule", "ground_truth": "verl's"}
+    assert read_rows([{"prompt": "1", "reward_model": held}])[0]["answer"] == "verl's"
+    found = read_rows([{"prompt": "1", "reward_model": held, "solution": "other"}])
+    assert found[0]["answer"] == "other" and found.recognised() == ["solution is read as answer"]
+
+
 def test_a_row_without_the_recognised_column_has_no_answer() -> None:
     rows = read_rows([{"prompt": "a", "solution": "1"}, {"prompt": "b"}])
     assert list(rows) == [{"prompt": "a", "solution": "1", "answer": "1"}, {"prompt": "b"}]
@@ -82,6 +116,12 @@ def test_a_row_without_the_recognised_column_has_no_answer() -> None:
         ),
         ({"prompt": "a"}, {"prompt_column": "text"}, "no column 'text'; it has 'prompt'"),
         ({"prompt": "a"}, {"column_map": {"b": "c"}}, "no column 'b'"),
+        (
+            {"prompt": "a", "info": {"gold": 1, "id": 2}},
+            {"column_map": {"info.nope": "answer"}},
+            "rows has no column 'info.nope'; it has 'info.gold', 'info.id'",
+        ),
+        ({"prompt": "a"}, {"column_map": {"a.b": "answer"}}, "rows has no column 'a.b'; it has 'prompt'"),
         ({"prompt": "a", "text": "b"}, {"prompt_column": "text"}, "two columns would be called 'prompt'"),
         ({"prompt": "a"}, {"on_bad_row": "skip"}, "on_bad_row must be 'fail' or 'drop'"),
     ],
@@ -102,8 +142,14 @@ def test_other_objects_are_refused(source: Any) -> None:
         read_rows(source)
 
 
+@pytest.mark.parametrize("names", [["a.jsonl", "b.jsonl"], [Path("a.jsonl")], ("1+1=", "2+2=")])
+def test_a_list_of_texts_is_no_list_of_rows(names: Any) -> None:
+    with pytest.raises(InputError, match=r"data is one source, join the files into one. If they are prompts: write \["):
+        read_rows(names)
+
+
 def test_an_empty_list_is_refused() -> None:
-    with pytest.raises(InputError, match="rows has no rows"):
+    with pytest.raises(InputError, match=r"The data set is empty\."):
         read_rows([])
 
 

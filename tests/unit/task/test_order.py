@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gruppo.errors import InputError
-from gruppo.task.order import _epoch_order, prompt_indices
+from gruppo.task.order import _epoch_order, prompt_indices, refill_indices
 
 sizes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
@@ -76,3 +76,9 @@ def test_orders_are_evenly_spread() -> None:
 def test_impossible_numbers_are_refused(arguments: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         prompt_indices(*arguments)
+
+
+def test_without_shuffling_prompts_come_in_their_order_and_a_step_runs_on_into_the_next_pass() -> None:
+    line = [index for step in range(5) for index in prompt_indices(7, step, 3, seed=9, shuffled=False)]
+    assert line == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0]
+    assert refill_indices(7, 1, 3, seed=9, shuffled=False) == [6, 0, 1, 2, 3, 4, 5]

@@ -62,6 +62,63 @@ def test_a_conversation_takes_its_ids_from_the_template(chat_tokenizer: Any) -> 
     assert chat_tokenizer(prompt.text)["input_ids"] == [1, 1, 14, 8, 11, 15]
 
 
+def begun(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def test_a_turn_that_the_assistant_has_begun_goes_on_after_its_text(chat_tokenizer: Any) -> None:
+    found = load_prompts(
+        [{"prompt": [user("47"), begun("13")]}, {"prompt": [user("1"), begun("2"), user("3")]}], chat_tokenizer
+    )
+    # +47=13 and +1=2+3= by hand; whatever the model writes comes after the 13.
+    assert [p.token_ids for p in found] == [(1, 14, 8, 11, 15, 5, 7), (1, 14, 5, 15, 6, 14, 7, 15)]
+    assert found[0].text == "<bos>+47=13"
+    assert found[0].source == [user("47"), begun("13")]
+    assert found.reading == ("1 of 2 prompts end in the assistant's turn, which a completion goes on with",)
+
+
+def test_a_begun_turn_goes_with_a_system_message(chat_tokenizer: Any) -> None:
+    [prompt] = load_prompts([{"prompt": [user("4"), begun("1")]}], chat_tokenizer, system="9")
+    assert prompt.text == "<bos>=9=+4=1"
+
+
+@pytest.mark.parametrize(
+    ("template", "start", "text"),
+    [
+        # puts an empty thought before the last turn of the assistant, as Qwen3's does
+        ("{% for m in messages %}{% if m.role == 'assistant' %}A<think></think>{% else %}U{% endif %}{{ m.content }}E"
+         "{% endfor %}{% if add_generation_prompt %}A{% endif %}", "<think>\n", "U4EA<think>\n"),
+        # strips what is in a turn, as Llama's does
+        ("{% for m in messages %}{{ m.role[0] }}{{ m.content.strip() }}E{% endfor %}"
+         "{% if add_generation_prompt %}a{% endif %}", "so\n", "u4Easo\n"),
+        # begins the turn by a thought itself, as DeepSeek-R1's does
+        ("{% for m in messages %}U{{ m.content }}{% endfor %}{% if add_generation_prompt %}A<think>\n{% endif %}",
+         "<think>\n", "U4A<think>\n"),
+        ("{% for m in messages %}U{{ m.content }}{% endfor %}{% if add_generation_prompt %}A<think>\n{% endif %}",
+         "<think>\nWell", "U4A<think>\nWell"),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_with_whole_turns_does_not_touch_a_begun_one(
+    chat_tokenizer: Any, template: str, start: str, text: str
+) -> None:
+    chat_tokenizer.chat_template = template
+    assert load_prompts([{"prompt": [user("4"), begun(start)]}], chat_tokenizer)[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([begun("1")], "the prompt is a turn of the assistant alone; put the user's before it"),
+        ([user("1"), begun(" \n")], "prompt is empty: its last message has no content"),
+        ([user("1"), begun("1", tool_calls=[])], "the last message is the assistant's and has 'tool_calls'; only its"),
+        ([user("1"), begun("1", name=None), {"role": "tool", "content": "1"}], "no tools here"),
+    ],
+)
+def test_a_begun_turn_that_cannot_go_on_is_refused(chat_tokenizer: Any, prompt: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_prompts([{"prompt": prompt}], chat_tokenizer)
+
+
 def test_a_conversation_of_several_turns_ends_at_the_assistants_turn(chat_tokenizer: Any) -> None:
     turns = [user("1"), {"role": "assistant", "content": "2"}, user("3")]
     assert load_prompts([{"prompt": turns}], chat_tokenizer)[0].text == "<bos>+1=2+3="

@@ -39,7 +39,10 @@ BAD_LINES = {
     "no content": (b'{"prompt": [{"role": "user"}]}', "message 0 of the prompt has no 'content'"),
     "null content": (b'{"prompt": [{"role": "user", "content": null}]}', "content of type NoneType"),
     "empty content": (b'{"prompt": [{"role": "user", "content": ""}]}', "its last message has no content"),
-    "assistant last": (b'{"prompt": [{"role": "assistant", "content": "x"}]}', "the last message is the assistant's"),
+    "assistant last": (
+        b'{"prompt": [{"role": "assistant", "content": "x"}]}',
+        "the prompt is a turn of the assistant alone",
+    ),
     "mixed kinds": (b'{"prompt": [{"role": "user", "content": "x"}]}', "those of the rows before are strings"),
     "NUL": (b'{"prompt": "a\\u0000b"}', "column 'prompt' contains a NUL character"),
     "surrogate": (b'{"prompt": "x", "answer": "\\ud83d"}', "column 'answer' contains a lone surrogate, U+D83D"),

@@ -68,3 +68,9 @@ def logs_a_metric(completions: Sequence[str], log_metric: Callable[..., None]) -
 for function in (logs_a_metric, constant, by_place, later_half, abstains_on_odd_steps, right, logs_and_sometimes_fails,
                  fails_on_odd_answers, unsure):  # fmt: skip
     function.isolated = False  # type: ignore[attr-defined]
+
+
+def verl_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> dict[str, object]:
+    """With verl's signature."""
+    assert data_source == "sums" and extra_info == {"split": "train"}
+    return {"score": float(solution_str == ground_truth), "length": len(solution_str), "gold": ground_truth}

@@ -4,8 +4,12 @@ import json
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import step_rewards
 
 from gruppo.task import read_rows
 from gruppo.task.builtin import builtin_model_path, builtin_tokenizer
@@ -102,3 +106,66 @@ def test_chat_and_system_reach_the_prompts_of_a_run(
     # <bos> + 9 + 0 0 + 0 1 = =: the row "00+01=" after the system message.
     assert trainer.prompts.train[0].token_ids == (1, 14, 13, 14, 4, 4, 14, 4, 5, 15, 15)
     assert {group.prompt.text[:8] for group in trainer.groups} == {"<bos>+9+"}
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_run_takes_verls_rows_and_function_as_they_are(
+    small_config: Callable[..., TrainConfig], chat_model: Path, as_function: bool
+) -> None:
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{i:02}+01="}],
+            "reward_model": {"style": "rule", "ground_truth": f"{i + 1:03}"},
+            "extra_info": {"split": "train"},
+        }
+        for i in range(8)
+    ]
+    config = small_config(model=str(chat_model), steps=2, completions_every=1, eval_prompts=2)
+    rewards: list[Any] = [step_rewards.verl_score if as_function else "step_rewards:verl_score"]
+    trainer = GRPOTrainer(config, data=rows, rewards=rewards, quiet=True)
+    assert "reward_model.ground_truth is read as answer" in trainer.plan().lines(trainer.config)[0]
+    result = trainer.train()
+    table = pq.read_table(trainer.run.path / "completions" / "step-000002.parquet").to_pylist()
+    lengths = [len(row["completion"]) for row in table]
+    assert result.metrics[-1]["reward/verl_score/length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert [row["extra/length"] for row in table] == lengths
+    assert {row["extra/gold"] for row in table} <= {f"{i + 1:03}" for i in range(8)}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_completion_goes_on_where_the_assistants_turn_stands(
+    small_config: Callable[..., TrainConfig], chat_model: Path, tmp_path: Path, kind: str
+) -> None:
+    """The template writes the turns as "+", and what the model adds comes after the assistant's "1"."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{i:02}"}, {"role": "assistant", "content": "1"}],
+            "answer": f"{i:02}",
+        }
+        for i in range(10, 20)
+    ]
+    path = tmp_path / f"rows.{kind}"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    seen: list[tuple[Any, Any]] = []
+
+    def watch(prompts: list[Any], completions: list[Any]) -> list[float]:
+        seen.extend(zip(prompts, completions, strict=True))
+        return [i % 4 / 3 for i in range(len(completions))]
+
+    config = small_config(model=str(chat_model), data=str(path), steps=2, eval_prompts=2)
+    trainer = GRPOTrainer(config, rewards=[watch], quiet=True)
+    texts = [prompt.text for prompt in trainer.prompts.train]
+    assert sorted(texts) == sorted(f"<bos>+{p.source[0]['content']}=1" for p in trainer.prompts.train)
+    trainer.train()
+    groups = [(g.prompt.source, r.trajectory.text) for g in trainer.groups for r in g.rollouts]
+    rewarded = [(prompt, completion[0]["content"]) for prompt, completion in seen]
+    assert all(group in rewarded for group in groups)
+    assert all(prompt[-1] == {"role": "assistant", "content": "1"} for prompt, _ in rewarded)
+    again = GRPOTrainer(TrainConfig.of_run(config.output, {"steps": 3}), rewards=[watch], resume=True, quiet=True)
+    assert again.train().step == 3
+    assert {row["prompt"][1]["content"] for row in map(json.loads, again.run.held_out.read_text().splitlines())} == {
+        "1"
+    }

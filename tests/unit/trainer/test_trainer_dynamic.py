@@ -77,7 +77,7 @@ def test_the_prompts_of_a_step_are_a_function_of_the_step(make_trainer: Make) ->
     prompts = trainer.prompts.train.prompts
     for step in range(2):
         first = prompt_indices(len(prompts), step, 4, 0)
-        further = [i for i in refill_indices(len(prompts), step, 0) if i not in first][:8]
+        further = [i for i in refill_indices(len(prompts), step, 4, 0) if i not in first][:8]
         expected = [first, further[:4], further[4:]]
         assert batches[3 * step : 3 * step + 3] == [[prompts[i].index for i in batch] for batch in expected]
 
