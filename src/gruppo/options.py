@@ -462,9 +462,8 @@ def _name_of(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, str) or (path is None and not callable(value) and not hasattr(value, "accumulate")):
         return value
     if path is None:
-        raise PydanticCustomError(
-            "object", f"a config holds names; give it to GRPOTrainer(config, {info.field_name}=...)"
-        )
+        text = "a config holds names; give it to GRPOTrainer(config, {field}=...)"
+        raise PydanticCustomError("object", text, {"field": info.field_name})
     if "<" in path:
         raise PydanticCustomError(
             "place", "it is defined inside a function, where no name finds it; move it out of there"

@@ -64,6 +64,14 @@ def _end(status: dict[str, Any], table: Table) -> list[Finding]:
     return []
 
 
+def _early(status: dict[str, Any]) -> str:
+    """Why a run ended before its last step, where it did."""
+    ended = status.get("ended")
+    if not isinstance(ended, dict):
+        return ""
+    return printable(f" of {ended.get('steps')}, ended by {ended.get('by')}")[:80]
+
+
 def _error(status: dict[str, Any]) -> str:
     """The first line of what ended a run; a traceback may follow it."""
     return printable(str(status.get("error", "no reason recorded")).partition("\n")[0])[:500]
@@ -80,7 +88,7 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
         "killed": "killed, since its process is gone,",
         "unknown": "without a status file that can be read,",
     }
-    how = f"{ended.get(str(name), 'running,')} {at}"
+    how = f"{ended.get(str(name), 'running,')} {at}{_early(status)}"
     if steps < 2 * FEWEST_STEPS:
         few = f"{how}: too early to tell, {2 * FEWEST_STEPS} steps are the least"
         return State("killed" if name == "killed" else "too_early", few)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
 from gruppo.imports import did_you_mean
+from gruppo.keys import held_out_key
 from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.elsewhere import TRL
 
 if TYPE_CHECKING:
     from gruppo.trainer.evaluate import Evaluation
@@ -168,7 +170,8 @@ class TransformersCallback(Callback):
     def _log(self, metrics: Mapping[str, Any]) -> None:
         state = self.state
         state.log_history.append({**metrics, "step": state.global_step, "epoch": state.epoch})
-        score = metrics.get("eval/accuracy")
+        key = held_out_key(metrics)
+        score = None if key is None else metrics[key]
         if score is not None and (state.best_metric is None or score > state.best_metric):
             state.best_metric, state.best_global_step = score, state.global_step
 
@@ -191,16 +194,8 @@ class TransformersCallback(Callback):
         return asked
 
 
-_NAMES = {
-    "output_dir": "output",
-    "max_steps": "steps",
-    "learning_rate": "lr",
-    "save_steps": "save_every",
-    "eval_steps": "eval_every",
-    "save_total_limit": "keep_checkpoints",
-    "num_generations": "group_size",
-    "max_completion_length": "max_new_tokens",
-}
+_NAMES = {theirs: own for theirs, own in TRL.items() if isinstance(own, str) and ": " not in own}
+"""Options that mean the same here, by transformers' names."""
 
 
 class _Arguments:
@@ -213,7 +208,7 @@ class _Arguments:
         own = _NAMES.get(name, name)
         if own not in TrainConfig.model_fields:
             raise AttributeError(
-                f"args.{name} does not exist here: args has the options of gruppo's TrainConfig, and of transformers' "
-                f"names {', '.join(_NAMES)}"
+                f"args.{name} does not exist here: args has the options of gruppo's TrainConfig, also by the names that "
+                "docs/from_trl.md lists"
             )
         return getattr(self.config, own)

@@ -84,7 +84,7 @@ def test_the_best_model_may_be_that_of_the_evaluation_by_which_a_callback_ends_a
     result = trainer.train()
     assert result.before is not None and result.after is not None
     assert result.after.accuracy > result.before.accuracy  # what this test rests on
-    assert [(e["step"], e["accuracy"]) for e in trainer.run.events() if e["event"] == "best"] == [
+    assert [(e["step"], e["score"]) for e in trainer.run.events() if e["event"] == "best"] == [
         (3, result.after.accuracy)
     ]
 
