@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 
 from gruppo import doctor, faults
-from gruppo.errors import CheckpointError, InputError, NumericError, RewardError
+from gruppo.errors import CheckpointError, InputError, NumericError, RankError, RewardError
 from gruppo.output import printable, shell_word, unhindered
 from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
@@ -470,8 +470,9 @@ class GRPOTrainer:
             logger.warning("the end of the run could not be looked at: %s", problem)
 
     def _rescue(self, error: BaseException) -> None:
-        """Save what was learned before an error. Not where saving is what failed, or the process is told to leave."""
-        if not self.step_number or not isinstance(error, Exception) or isinstance(error, CheckpointError):
+        """Save what was learned before an error. Not where saving is what failed, a rank is lost that would have to
+        save with this one, or the process is told to leave."""
+        if not self.step_number or not isinstance(error, Exception) or isinstance(error, CheckpointError | RankError):
             return
         # Between two updates of a step, a run that goes on would not be the one that never stopped. After
         # non-finite gradients there is no such run.
