@@ -10,6 +10,7 @@ import sys
 import traceback
 
 from gruppo import __version__
+from gruppo.child import stop_with_launcher
 from gruppo.errors import GruppoError, InputError, require_train
 from gruppo.output import printable, unhindered
 from gruppo.run.signals import STOPPED, stop_signals
@@ -70,6 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     """The `gruppo` command."""
     arguments = sys.argv[1:] if argv is None else argv
     _make_safe_to_print()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank: before the imports, which take long
+        stop_with_launcher()
     try:
         try:
             code = run(arguments)
