@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
-from gruppo.run.lock import is_owned
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,6 +23,10 @@ _NUMBERED = re.compile(r"step-(\d+)(\.parquet)?")
 
 MAX_CONFIG_BYTES = 2**20
 MAX_CONFIG_VALUES = 10_000
+MAX_JSON_BYTES, MAX_LINES_BYTES = 2**24, 2**30
+"""Of a file of one record, and of one with a line per step."""
+MAX_DIGITS = 18
+"""Of an integer that has 64 bits."""
 
 
 class RunReader:
@@ -69,17 +73,19 @@ class RunReader:
 
         killed: the file says running, and the process is gone.
         """
-        found = _read_json(self.path / "status.json")
+        from gruppo.run.lock import is_owned
+
+        found = read_json(self.path / "status.json")
         is_killed = found.get("status") == "running" and not is_owned(self.path)
         return found | ({"status": "killed"} if is_killed else {})
 
     def origin(self) -> dict[str, Any]:
         """What the run was made from: its options but for `steps` and `output`, and digests of prompts and weights."""
-        return _read_json(self.path / "origin.json")
+        return read_json(self.path / "origin.json")
 
     def environment(self) -> dict[str, Any]:
         """Versions, threads and device of the machine on which the run began."""
-        found = _read_json(self.path / "env.json")
+        found = read_json(self.path / "env.json")
         if not isinstance(found.get("packages", {}), dict):
             raise InputError(f"{self.path / 'env.json'} cannot be read: its packages must be a mapping")
         return found
@@ -109,7 +115,7 @@ class RunReader:
         import pyarrow.parquet as pq
 
         file = self.completions_file(step)
-        if not file.exists():
+        if not file.is_file():
             raise InputError(f"{self.path} has no completions of step {step}; it has {self.completion_steps()}")
         try:
             return pq.read_table(file, columns=None if columns is None else list(columns))
@@ -137,18 +143,44 @@ def numbered(folder: Path) -> dict[int, Path]:
     return {int(name[1]): path for name, path in found if name is not None and name[1] == f"{int(name[1]):06d}"}
 
 
+def read_file(path: Path, most: int) -> bytes:
+    """Content of a file of a run, which a stranger may have made: a pipe has no end, nor has a device.
+
+    Args:
+        most: bytes; a file that has more is refused.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+            kind = kinds.get(stat.S_IFMT(found.st_mode), "special file")
+            raise InputError(f"{path} is a {kind}, and a run has a regular file of that name; move it away")
+        if found.st_size > most:
+            raise InputError(
+                f"{path} has {found.st_size:,} bytes, and {most:,} are the most that is read; move it away"
+            )
+        with open(file, "rb", closefd=False) as opened:
+            return opened.read(most)
+    finally:
+        os.close(file)
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSONL file; one that is not whole is left out.
 
     The last line may be cut: by a crash, or because it is just being written. Any other is a damage that is logged.
     """
-    if not path.exists():
+    try:
+        lines = read_file(path, MAX_LINES_BYTES).split(b"\n")
+    except FileNotFoundError:
         return []
-    lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_int=_integer)
             if not isinstance(record, dict):
                 raise ValueError("no record")
             records.append(record)
@@ -156,6 +188,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 logger.warning("%s:%d is damaged and left out", path, number)
     return records
+
+
+def _integer(digits: str) -> int | float:
+    """A number without a fraction; as a float where it has more than 64 bits, which no table takes."""
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -166,11 +203,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise InputError(f"config file {path} does not exist; give one that does")
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise InputError(f"config file {path} has more than {MAX_CONFIG_BYTES:,} bytes; name another file")
-        text = content.decode("utf-8")
+        text = read_file(path, MAX_CONFIG_BYTES).decode("utf-8")
         nodes = (event for event in yaml.parse(text, Loader=yaml.SafeLoader) if isinstance(event, yaml.NodeEvent))
         if next(islice(nodes, MAX_CONFIG_VALUES, None), None) is not None:
             raise InputError(f"config file {path} has more than {MAX_CONFIG_VALUES:,} values; name another file")
@@ -210,9 +243,12 @@ def _check_yaml(root: Any, path: Path) -> None:
         raise InputError(f"{path} stands for more than {MAX_CONFIG_VALUES:,} values by its aliases; write them out")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The record of a JSON file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path, MAX_JSON_BYTES))
+    except InputError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
