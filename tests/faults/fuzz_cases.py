@@ -330,6 +330,9 @@ def spoil(folder: Path, entry: dict[str, Any]) -> None:
     elif entry.get("make") == "fifo":
         path.unlink(missing_ok=True)
         os.mkfifo(path)
+    elif entry.get("make") == "device":
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/zero")
     elif entry.get("make") == "folder":
         path.unlink(missing_ok=True)
         path.mkdir()
