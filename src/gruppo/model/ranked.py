@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gruppo import faults
 from gruppo.batch import Totals
 from gruppo.batch.packed import as_rollouts
-from gruppo.errors import CheckpointError, InputError
+from gruppo.errors import CheckpointError, InputError, NumericError
 from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.metric import Metric
 from gruppo.model.optim import MasterWeights, StepReport
@@ -336,7 +336,7 @@ class RankedModel(TransformersModel):
             logger.warning("rank %d: %s", self.ranks.rank, error)
 
     def _follow_save_state(self, folder: str) -> None:
-        with suppress(CheckpointError, OSError):  # raised on all ranks; the first reports it
+        with suppress(NumericError, CheckpointError, OSError):  # raised on all ranks; the first reports it
             self.save_state(Path(folder))
 
     def _follow_write_weights(self, folder: str) -> None:

@@ -26,7 +26,7 @@ from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, StopHook
 from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.evaluate import Evaluation, evaluate
-from gruppo.trainer.learner import Learner, TokenRecord
+from gruppo.trainer.learner import MAX_SKIPPED, Learner, TokenRecord
 from gruppo.trainer.objects import take_objects
 from gruppo.trainer.plan import Plan, disk_needs, make_plan
 from gruppo.trainer.rollout import RolloutSource, dead_frac
@@ -475,8 +475,9 @@ class GRPOTrainer:
         if not self.step_number or not isinstance(error, Exception) or isinstance(error, CheckpointError | RankError):
             return
         # Between two updates of a step, a run that goes on would not be the one that never stopped. After
-        # non-finite gradients there is no such run.
-        if self.model.version != self._finished_version and not isinstance(error, NumericError):
+        # non-finite gradients there is no such run, and the weights are those before them; else they are lost.
+        is_before = self.learner.skipped_in_a_row >= MAX_SKIPPED
+        if not is_before if isinstance(error, NumericError) else self.model.version != self._finished_version:
             return
         try:
             self.recorder.flush()
