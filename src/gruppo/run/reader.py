@@ -61,10 +61,13 @@ class RunReader:
         """Raise where another user could have written what this run names: rewards and losses of it are imported."""
         self.check()
         for path in (self.path, self.path / "config.yaml"):
-            owner = path.stat().st_uid
-            if owner != os.geteuid() and not is_trusted:
+            found = path.stat()
+            is_open = found.st_mode & stat.S_IWOTH
+            if (found.st_uid != os.geteuid() or is_open) and not is_trusted:
+                whose = f"belongs to another user (uid {found.st_uid})"
+                mode = f"can be written by every user (mode {stat.S_IMODE(found.st_mode):o}; chmod o-w)"
                 raise InputError(
-                    f"{path} belongs to another user (uid {owner}), and code that its config names would be run: "
+                    f"{path} {mode if is_open else whose}, and code that its config names would be run: "
                     "rewards, loss, metrics. Read it first; --trust goes on all the same"
                 )
 
@@ -157,9 +160,7 @@ def read_file(path: Path, most: int) -> bytes:
             kind = kinds.get(stat.S_IFMT(found.st_mode), "special file")
             raise InputError(f"{path} is a {kind}, and a run has a regular file of that name; move it away")
         if found.st_size > most:
-            raise InputError(
-                f"{path} has {found.st_size:,} bytes, and {most:,} are the most that is read; move it away"
-            )
+            raise InputError(f"{path} has {found.st_size:,} bytes, and at most {most:,} are read; name another")
         with open(file, "rb", closefd=False) as opened:
             return opened.read(most)
     finally:
@@ -223,14 +224,19 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _check_yaml(root: Any, path: Path) -> None:
-    """Refuse keys that come twice, and aliases that stand for more values than a config has: a few hundred bytes of
-    them can stand for billions."""
+    """Refuse keys that come twice, numbers to base 60, and aliases that stand for more values than a config has: a few
+    hundred bytes of them can stand for billions."""
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
         if id(node) not in sizes:
             sizes[id(node)] = MAX_CONFIG_VALUES  # what it is inside itself
             parts = node.value if isinstance(node.value, list) else []
+            if not parts and ":" in node.value and node.tag.endswith((":int", ":float")):
+                raise InputError(
+                    f"{path}:{node.start_mark.line + 1}: {node.value[:80]} is a number to base 60 in YAML; write it "
+                    "without colons, or in quotes if it is a text"
+                )
             pairs = [part if isinstance(part, tuple) else (part,) for part in parts]
             keys = Counter(pair[0].value for pair in pairs if len(pair) == 2 and isinstance(pair[0].value, str))
             twice = next((key for key, count in keys.items() if count > 1 and key != "<<"), None)
