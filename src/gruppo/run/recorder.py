@@ -197,7 +197,7 @@ class Recorder:
         self.run.set_status("stopped", step)
 
     def failed(self, step: int, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
+        text = printable(f"{type(error).__name__}: {error}")
         self.run.log_event("failed", step=step, error=text)
         self.run.set_status("failed", step, error=text)
 
