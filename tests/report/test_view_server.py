@@ -201,12 +201,11 @@ def test_browsers_that_ask_at_once_share_what_is_made_of_the_records(
 
 def test_the_page_shows_that_a_run_was_killed(server: ViewServer, run: RunDirectory) -> None:
     """Its files stay as they were; only its process is gone."""
-    (run.path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
-    first = json.loads(ask(server, own(server, "data.json"))[2])
-    assert first["runs"][0]["status"] == "running"
-    dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout
-    text = json.dumps({"pid": int(dead), "host": socket.gethostname()})
-    (run.path / "lock").write_text(text)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as owner:
+        (run.path / "lock").write_text(json.dumps({"pid": owner.pid, "host": socket.gethostname()}))
+        first = json.loads(ask(server, own(server, "data.json"))[2])
+        assert first["runs"][0]["status"] == "running"
+        owner.kill()
     body = ask(server, own(server, f"data.json?seen={first['seen']}"))[2]
     assert json.loads(body)["runs"][0]["status"] == "killed"
 
