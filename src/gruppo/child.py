@@ -1,4 +1,4 @@
-"""Child processes of a run: signals to the job do not reach them, and they end with their parent.
+"""Child processes of a run: signals to the job do not reach them, and they end with their parent. So do ranks.
 
 Nothing heavy may be imported here: a child starts the faster.
 """
@@ -14,6 +14,8 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -113,6 +115,21 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before
         os._exit(1)
+
+
+def stop_with_launcher() -> None:
+    """Have this process get SIGUSR1, which stops and saves a run, once the process that started it has ended.
+
+    Not SIGTERM: the launcher may have sent that one before it was killed, and a second one cuts the save off.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_PARENT_CHECK_S)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=watch, name="gruppo-launcher", daemon=True).start()
 
 
 def ending(code: int) -> str:

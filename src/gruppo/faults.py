@@ -32,7 +32,7 @@ under a temporary name; `committed`: it has its name, and older checkpoints are 
 the first begins its part of an update."""
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
-SIGNALS["usr1"] = signal.SIGUSR1
+SIGNALS |= {"usr1": signal.SIGUSR1, "stop": signal.SIGSTOP}
 ACTIONS = (*SIGNALS, "raise", "full", "sleep")
 """A signal to this process, a RuntimeError, the error of a full disk, or seconds of sleep."""
 

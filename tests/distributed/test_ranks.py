@@ -10,12 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from processes import children_in, is_running, steps_in, wait_until
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -62,6 +65,16 @@ def finish(processes: list[subprocess.Popen], timeout: float = 240) -> list[tupl
         for process in processes:
             process.kill()
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def ends(processes: list[subprocess.Popen], number: int) -> list[str]:
+    """Outputs of the first ranks when they have ended. The others are killed then."""
+    try:
+        return [process.communicate(timeout=240)[0] for process in processes[:number]]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def train_command(folder: Path, **options: Any) -> list[str]:
@@ -143,6 +156,112 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     name = "gspo-with-kl-shared-prompts"
     assert len(metrics(tmp_path / "1" / name)) == 7
     assert_same_run(tmp_path / "1" / name, tmp_path / "2" / name)
+
+
+@pytest.mark.slow
+@pytest.mark.commands
+@pytest.mark.timeout(600)
+@pytest.mark.row("R-41", "SIGSTOP of a rank in an update, then `gruppo resume`")
+def test_a_rank_that_is_stopped_is_named_at_the_deadline_and_the_run_goes_on(tmp_path: Path) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    stop = [{"site": "follow", "step": 3, "action": "stop"}]
+    processes = start(train_command(run, rank_deadline=10), 2, {1: stop})
+    (first,) = ends(processes, 1)
+    assert processes[0].returncode == 7, first[-600:]
+    assert "lost each other in `run` after version 3: rank 1 does not answer. Go on from the last checkpoint" in first
+    assert "Traceback" not in first and "is saved" not in first and "could not be saved" not in first
+    assert processes[1].returncode == -signal.SIGKILL  # it was there to the end
+    assert finish(start(train_command(whole), 1))[0][0] == 0
+    found = finish(start([sys.executable, "-m", "gruppo", "resume", str(run)], 2))
+    assert [code for code, _ in found] == [0, 0], found
+    assert "resuming after step 3" in found[0][1]
+    assert_same_run(whole, run)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start two ranks with torchrun, and end what is left of them with the test."""
+    started: list[subprocess.Popen] = []
+
+    def begin(command: list[str]) -> subprocess.Popen:
+        with (tmp_path / "log").open("w") as log:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+            both = {"stdout": log, "stderr": log, "env": environment, "start_new_session": True}
+            started.append(subprocess.Popen([*TORCHRUN, *command[1:]], **both))  # type: ignore[call-overload]
+        return started[-1]
+
+    yield begin
+    for each in started:
+        with suppress(ProcessLookupError):
+            os.killpg(each.pid, signal.SIGKILL)
+        each.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.commands
+@pytest.mark.timeout(300)
+@pytest.mark.row("R-39", "SIGKILL of torchrun while two ranks train")
+def test_ranks_whose_torchrun_is_killed_save_and_end(launched: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    torchrun = launched(train_command(run, steps=100_000, eval_every=0, save_every=100_000))
+    wait_until(lambda: steps_in(run) > 3, 120)
+    ranks = children_in("gruppo", torchrun.pid)
+    assert len(ranks) == 2
+    torchrun.kill()
+    wait_until(lambda: not any(map(is_running, ranks)), 60)
+    status = json.loads((run / "status.json").read_text())
+    assert (status["status"], status["step"]) == ("stopped", steps_in(run) - 1)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{status['step']:06d}"]
+    assert not (run / "lock").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.row("R-39", "SIGKILL of torchrun while two ranks load")
+def test_ranks_whose_torchrun_is_killed_while_they_load_end(
+    launched: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
+    mark = tmp_path / "loading"
+    (tmp_path / "my_loss.py").write_text(LOSS.replace("ACT", f"open({str(mark)!r}, 'w').close(); time.sleep(600)"))
+    torchrun = launched(train_command(tmp_path / "run", loss="my_loss:made"))
+    wait_until(mark.exists, 120)
+    ranks = children_in("gruppo", torchrun.pid)
+    assert len(ranks) == 2
+    torchrun.kill()
+    wait_until(lambda: not any(map(is_running, ranks)), 60)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.commands
+@pytest.mark.timeout(200)
+def test_a_run_without_a_launcher_outlives_the_shell_that_started_it(tmp_path: Path) -> None:
+    command = train_command(tmp_path / "run", steps=2)
+    subprocess.run(["sh", "-c", '"$@" > log 2>&1 &', "sh", *command], cwd=tmp_path, check=True)
+    status = tmp_path / "run" / "status.json"
+    wait_until(lambda: status.exists() and json.loads(status.read_text())["status"] == "done", 150)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.row("R-41", "SIGSTOP of a rank that torchrun started")
+def test_torchrun_ends_when_a_rank_is_stopped(launched: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+    """The other rank ends with 7, and torchrun then ends the one that is stopped."""
+    run = tmp_path / "run"
+    torchrun = launched(train_command(run, steps=100_000, eval_every=0, rank_deadline=10))
+    wait_until(lambda: steps_in(run) > 3, 120)
+    ranks = children_in("gruppo", torchrun.pid)
+    second = next(rank for rank in ranks if b"RANK=1" in Path(f"/proc/{rank}/environ").read_bytes().split(b"\0"))
+    os.kill(second, signal.SIGSTOP)
+    assert torchrun.wait(timeout=200) == 1
+    log = (tmp_path / "log").read_text()
+    assert "rank 1 does not answer" in log and "exitcode  : 7 " in log, log[-1500:]
+    assert not any(map(is_running, ranks))
 
 
 @pytest.mark.slow
@@ -341,6 +460,7 @@ class TestFaults:
             ("os.kill(os.getpid(), signal.SIGKILL)", [7, -9], "in the start: rank 1 does not answer. Start them again"),
             ("raise ValueError('not here')", [2, 2], "in the start: rank 1: InputError: loss='my_loss:made' cannot be"),
             ("time.sleep(600)", [7, 1], "in the start: rank 1 does not answer. Start them again"),
+            ("os.kill(os.getpid(), signal.SIGSTOP)", [7, -9], "in the start: rank 1 does not answer. Start them again"),
         ],
     )
     def test_a_rank_that_is_lost_while_the_model_is_made_is_named(
@@ -348,10 +468,33 @@ class TestFaults:
     ) -> None:
         (tmp_path / "my_loss.py").write_text(LOSS.replace("ACT", act))
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-        found = finish(start(train_command(tmp_path / "run", loss="my_loss:made", rank_deadline=15), 2))
-        assert [code for code, _ in found] == codes, found
-        assert text in found[0][1] and "Traceback" not in found[0][1], found[0][1][-600:]
+        processes = start(train_command(tmp_path / "run", loss="my_loss:made", rank_deadline=15), 2)
+        (first,) = ends(processes, 1) if "SIGSTOP" in act else (finish(processes)[0][1],)
+        assert [process.returncode for process in processes] == codes, first
+        assert text in first and "Traceback" not in first, first[-600:]
         assert not (tmp_path / "run").exists()
+
+    def test_a_rank_that_never_comes_ends_the_others(self, tmp_path: Path) -> None:
+        """It is stopped before it is Python."""
+        stopped = 'test "$RANK" = 1 && kill -STOP $$; exec "$@"'
+        command = train_command(tmp_path / "run", rank_deadline=15)
+        processes = start(["bash", "-c", stopped, "-", *command], 2)
+        (first,) = ends(processes, 1)
+        assert processes[0].returncode == 7, first
+        assert "the ranks have not found each other: not all of them have come to 127.0.0.1:" in first
+        assert "Traceback" not in first and not (tmp_path / "run").exists()
+
+    def test_torchrun_says_which_rank_never_comes(
+        self, launched: Callable[..., subprocess.Popen], tmp_path: Path
+    ) -> None:
+        (tmp_path / "sitecustomize.py").write_text(
+            "import os, signal\nif os.environ.get('RANK') == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"
+        )
+        torchrun = launched(train_command(tmp_path / "run", rank_deadline=15))
+        assert torchrun.wait(timeout=200) == 1
+        log = (tmp_path / "log").read_text()
+        assert "the ranks have not found each other: rank 1 has not come. Start them again" in log, log[-1500:]
+        assert "exitcode  : 7 " in log and not (tmp_path / "run").exists()
 
     @pytest.mark.parametrize(
         ("fault", "codes", "text"),
@@ -368,6 +511,14 @@ class TestFaults:
         found = finish(start(train_command(tmp_path / "run", rank_deadline=15), 3, planned))
         assert [code for code, _ in found] == codes, found
         assert all(text in output for _, output in found[:2]), found[:2]
+
+    @pytest.mark.row("R-41", "SIGSTOP of one of three ranks")
+    def test_of_three_ranks_the_two_others_name_the_one_that_is_stopped(self, tmp_path: Path) -> None:
+        planned = {2: [{"site": "follow", "step": 1, "action": "stop"}]}
+        processes = start(train_command(tmp_path / "run", rank_deadline=15), 3, planned)
+        outputs = ends(processes, 2)
+        assert [process.returncode for process in processes] == [7, 7, -signal.SIGKILL], outputs
+        assert all("`run` after version 1: rank 2 does not answer" in output for output in outputs), outputs
 
     def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_with_one_line(self, tmp_path: Path) -> None:
         command = train_command(tmp_path / "run", steps=2)

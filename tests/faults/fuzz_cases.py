@@ -330,6 +330,9 @@ def spoil(folder: Path, entry: dict[str, Any]) -> None:
     elif entry.get("make") == "fifo":
         path.unlink(missing_ok=True)
         os.mkfifo(path)
+    elif entry.get("make") == "device":
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/zero")
     elif entry.get("make") == "folder":
         path.unlink(missing_ok=True)
         path.mkdir()
@@ -452,6 +455,7 @@ MAKERS: dict[str, Callable[[bytes], bytes]] = {
     "laughs_merge": lambda _: "\n".join(
         ["a0: &a0 {k: 1}", *(f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 30)}]" for i in range(1, 12)), ""]
     ).encode(),
+    "equal_rewards": lambda _: b"rewards:\n" + b"- exact_match\n" * 9000,
     "many_digits": lambda _: b"seed: " + b"9" * 5000 + b"\n",
     "nested": lambda _: b"stop: " + b"[" * 3000 + b"]" * 3000 + b"\n",
     "nested_braces": lambda _: b"loss_options: " + b"{a: " * 3000 + b"1" + b"}" * 3000 + b"\n",

@@ -602,3 +602,25 @@ def test_a_closed_terminal_and_a_warning_of_the_queue_save_the_run(
         os.kill(process.process.pid or 0, number)
     assert process.wait() == 75, process.output
     assert status_in(run) == "stopped" and len(steps_in(run)) == 1
+
+
+@pytest.mark.row("R-30", "an update that makes the weights infinite")
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lr": 1e300, "eval_prompts": 0}, "model.embed_tokens.weight holds non-finite numbers after the last update"),
+        ({"weight_decay": 1e308, "eval_prompts": 0}, "holds non-finite numbers after the last update"),
+        ({"lr": 1e300, "eval_prompts": 8}, "the model gives NaN for a token"),
+    ],
+)
+def test_weights_that_an_update_ruined_end_the_run_with_3_and_are_not_to_be_resumed(
+    changes: dict[str, Any], says: str, start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    changes = {"lora": False} | changes
+    ended = start(["train", *flags(run, steps=1, eval_every=0, **changes)])
+    assert ended.wait() == 3, ended.output
+    assert says in ended.output and "Lower lr, or weight_decay" in ended.output
+    assert "gruppo resume" not in ended.output and "could not be saved" not in ended.output
+    assert RunReader(run).status()["status"] == "failed"
+    assert not list(run.glob("checkpoints/step-*")) and not (run / "model").exists()

@@ -78,6 +78,17 @@ def test_a_reward_error_that_quotes_a_completion_reaches_the_terminal_without_co
     assert status["status"] == "failed" and HOSTILE in status["error"]
 
 
+@pytest.mark.row("R-20", "a reward module takes sys.stdout away")
+def test_a_module_that_takes_standard_output_away_does_not_change_the_exit_code(
+    train: Callable[..., WarmProcess], tmp_path: Path
+) -> None:
+    with (tmp_path / "run_rewards.py").open("a") as module:
+        module.write("sys.stdout = None\n")
+    process = train("prints", steps=2)
+    assert process.wait() == 0, process.output
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "done"
+
+
 def test_what_a_reward_prints_reaches_the_terminal_without_control_characters(
     train: Callable[..., WarmProcess],
 ) -> None:

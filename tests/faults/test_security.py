@@ -201,6 +201,32 @@ def test_a_run_of_another_user_is_not_resumed_unless_told(
     assert (tmp_path / "canary").exists()
 
 
+@pytest.mark.parametrize("words", [["resume"], ["eval"]])
+@pytest.mark.parametrize("opened", ["config.yaml", "."])
+def test_a_run_that_every_user_can_write_is_not_resumed_unless_told(
+    opened: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "evil_module.py").write_text("import pathlib\npathlib.Path('canary').touch()\n")
+    sys.modules.pop("evil_module", None)
+    copy_model(run / "model")
+    (run / "config.yaml").write_text(yaml.safe_dump({"rewards": ["evil_module:reward"], "output": str(run)}))
+    (run / "heldout.jsonl").write_text(GOOD_ROWS)
+    monkeypatch.chdir(tmp_path)
+    (run / opened).chmod(0o777 if opened == "." else 0o666)
+    with pytest.raises(SystemExit) as ended:
+        main([*words, str(run)])
+    assert ended.value.code == 2
+    mode = "777" if opened == "." else "666"
+    said = capsys.readouterr().err
+    assert f"{run / opened} can be written by every user (mode {mode}; chmod o-w)" in said and "--trust" in said
+    assert not (tmp_path / "canary").exists()
+    with pytest.raises(SystemExit):
+        main([*words, str(run), "--trust"])
+    assert (tmp_path / "canary").exists()
+
+
 # --- revisions ----------------------------------------------------------------------------------------------------
 
 

@@ -8,17 +8,23 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from processes import wait_until
 from written_runs import metrics_of, rollout, run_directory
 
 from gruppo.cli.report import view
 from gruppo.errors import InputError
+from gruppo.report import server as report_server
 from gruppo.report.server import ViewServer
 from gruppo.run.directory import RunDirectory
 from gruppo.types import Group, Prompt
@@ -161,6 +167,81 @@ def test_data_that_were_seen_come_again_only_once_they_have_changed(server: View
     run.log_metrics(3, {"reward/mean": 0.5})
     status, _, body = ask(server, own(server, f"data.json?seen={seen}"))
     assert status == 200 and json.loads(body)["runs"][0]["step"] == 3
+
+
+def test_browsers_that_ask_at_once_share_what_is_made_of_the_records(
+    server: ViewServer, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    together = threading.Barrier(8)
+    for name in ("chart_data", "page_data"):
+        make = getattr(report_server, name)
+
+        def counted(*given: Any, name: str = name, make: Callable[..., Any] = make, **more: Any) -> Any:
+            made.append(name)
+            return make(*given, **more)
+
+        monkeypatch.setattr(report_server, name, counted)
+
+    def browser(number: int) -> tuple[int, bytes]:
+        together.wait()
+        status, _, body = ask(server, own(server, ("charts.json", "data.json")[number % 2]))
+        return status, body
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(browser, range(8)))
+    assert {status for status, _ in answers} == {200}
+    assert [len({body for _, body in answers[kind::2]}) for kind in (0, 1)] == [1, 1]
+    assert sorted(made) == ["chart_data", "page_data"]
+    run.log_metrics(3, {"reward/mean": 0.5})
+    body = ask(server, own(server, "data.json"))[2]
+    assert json.loads(body)["runs"][0]["step"] == 3
+    assert sorted(made) == ["chart_data", "page_data", "page_data"]
+
+
+def test_the_page_shows_that_a_run_was_killed(server: ViewServer, run: RunDirectory) -> None:
+    """Its files stay as they were; only its process is gone."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as owner:
+        (run.path / "lock").write_text(json.dumps({"pid": owner.pid, "host": socket.gethostname()}))
+        first = json.loads(ask(server, own(server, "data.json"))[2])
+        assert first["runs"][0]["status"] == "running"
+        owner.kill()
+    body = ask(server, own(server, f"data.json?seen={first['seen']}"))[2]
+    assert json.loads(body)["runs"][0]["status"] == "killed"
+
+
+def test_the_address_without_its_last_slash_leads_to_the_page(server: ViewServer) -> None:
+    status, headers, _ = ask(server, own(server).removesuffix("/"))
+    assert (status, headers["Location"]) == (301, own(server))
+    status, headers, _ = ask(server, "/" + "x" * len(server.token))
+    assert status == 404 and "Location" not in headers
+
+
+@pytest.mark.slow
+@pytest.mark.row("R-50", "arguments of the browser, which all users can read")
+def test_the_browser_is_not_given_the_secret_as_an_argument(run: RunDirectory, tmp_path: Path) -> None:
+    note = tmp_path / "note.json"
+    browser = tmp_path / "browser"
+    browser.write_text(
+        f"#!{sys.executable}\nimport json, os, sys, urllib.parse\n"
+        "path = urllib.parse.urlsplit(sys.argv[1]).path\n"
+        "facts = [sys.argv[1:], os.stat(path).st_mode & 0o777, open(path).read(), path]\n"
+        f"open({str(note) + '.new'!r}, 'w').write(json.dumps(facts))\n"
+        f"os.rename({str(note) + '.new'!r}, {str(note)!r})\n"
+    )
+    browser.chmod(0o755)
+    command = [sys.executable, "-m", "gruppo", "view", str(run.path), "--open", "--until-closed"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = os.environ | {"BROWSER": str(browser)}
+    with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
+        address = process.stdout.readline().removeprefix("view: ").strip()
+        token = urlsplit(address).path.strip("/")
+        wait_until(note.exists, 60)
+        arguments, mode, page, path = json.loads(note.read_text())
+        assert token and token not in " ".join(arguments)
+        assert mode == 0o600 and f"url={address}" in page
+        process.stdin.close()
+    assert process.returncode == 0 and not Path(path).exists()
 
 
 def test_a_damaged_step_is_an_answer_and_not_the_end(server: ViewServer, run: RunDirectory) -> None:

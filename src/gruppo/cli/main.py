@@ -10,6 +10,7 @@ import sys
 import traceback
 
 from gruppo import __version__
+from gruppo.child import stop_with_launcher
 from gruppo.errors import GruppoError, InputError, require_train
 from gruppo.output import printable, unhindered
 from gruppo.run.signals import STOPPED, stop_signals
@@ -70,12 +71,15 @@ def main(argv: list[str] | None = None) -> None:
     """The `gruppo` command."""
     arguments = sys.argv[1:] if argv is None else argv
     _make_safe_to_print()
+    output, errors = sys.stdout, sys.stderr  # a module of the user's may replace them
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank: before the imports, which take long
+        stop_with_launcher()
     try:
         try:
             code = run(arguments)
         except SystemExit as ended:  # the help of a verb, or SIGTERM
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        sys.stdout.flush()
+        output.flush()
     except GruppoError as error:
         _complain(f"gruppo: {error}\n")
         code = error.exit_code
@@ -98,8 +102,9 @@ def main(argv: list[str] | None = None) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # torch's threads of a rank may outlive the interpreter, and then abort a process that has done its work.
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        output.flush()
+        if errors is not None:
+            errors.flush()
         os._exit(code)
     sys.exit(code)
 

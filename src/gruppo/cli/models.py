@@ -82,7 +82,7 @@ class EvalArguments:
     json: bool = False
     """Print one JSON object instead of a table."""
     trust: bool = False
-    """Import the rewards that the run names although its directory belongs to another user."""
+    """Import the rewards that the run names although another user owns its directory or can write it."""
 
 
 def evaluate_model(arguments: Sequence[str]) -> int:

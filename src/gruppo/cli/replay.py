@@ -47,7 +47,7 @@ class ReplayArguments:
     """New HTML file that needs no network: the table, and the completions with the credit that each loss gives a token,
     side by side."""
     trust: bool = False
-    """Import a loss or metrics that the run names although its directory belongs to another user."""
+    """Import a loss or metrics that the run names although another user owns its directory or can write it."""
 
 
 def replay_step(arguments: Sequence[str]) -> int:

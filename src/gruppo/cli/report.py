@@ -2,9 +2,11 @@
 
 import os
 import sys
+import tempfile
 import threading
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -92,6 +94,17 @@ class ViewArguments:
     """Serve until standard input ends, for a program that started this one."""
 
 
+@contextmanager
+def _opened(url: str) -> Iterator[None]:
+    """A browser at an address. What a program is called with can be read by all users of a machine: the address, which
+    has the secret, is in a file of this user's instead, which sends the browser on."""
+    with tempfile.NamedTemporaryFile("w", prefix="gruppo-view-", suffix=".html") as file:  # of mode 600
+        file.write(f'<meta http-equiv="refresh" content="0; url={url}">\n')
+        file.flush()
+        webbrowser.open(Path(file.name).as_uri())
+        yield
+
+
 def view(arguments: Sequence[str]) -> int:
     from gruppo.doctor import summary
     from gruppo.report.server import ViewServer
@@ -101,12 +114,11 @@ def view(arguments: Sequence[str]) -> int:
     server.start()
     try:
         print(f"view: {server.url}", flush=True)
-        if given.open:
-            webbrowser.open(server.url)
-        if given.until_closed:
-            sys.stdin.read()
-        else:
-            threading.Event().wait()
+        with _opened(server.url) if given.open else nullcontext():
+            if given.until_closed:
+                sys.stdin.read()
+            else:
+                threading.Event().wait()
     except KeyboardInterrupt:
         pass
     finally:

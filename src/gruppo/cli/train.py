@@ -65,7 +65,7 @@ class ResumeOptions:
     accept_changes: bool = False
     """Go on although options in config.yaml, the prompts or the base weights are not those that the run began with."""
     trust: bool = False
-    """Run what the config names although the directory belongs to another user."""
+    """Run what the config names although another user owns the directory or can write it."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Table: the numbers of a run that rules are applied to, from its metrics, completions and newest checkpoint."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from gruppo.errors import GruppoError
-from gruppo.run.reader import RunReader, read_lines
+from gruppo.run.reader import RunReader, read_json, read_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -228,7 +227,7 @@ def _read_updates(run: RunReader, rates: Sequence[float]) -> Updates | None:
     folder = run.path / "checkpoints" / f"step-{steps[-1]:06d}"
     spacing, update = [], []
     try:
-        groups = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))["param_groups"]
+        groups = read_json(folder / "optimizer.json")["param_groups"]
         with safe_open(folder / "weights.safetensors", "numpy") as file:
             for name in file.keys():  # noqa: SIM118  # no mapping
                 weight = _some(file, name)

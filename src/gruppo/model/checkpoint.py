@@ -13,13 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gruppo.errors import CheckpointError, InputError
+from gruppo.errors import CheckpointError, InputError, NumericError
 from gruppo.model.optim import MasterWeights
 from gruppo.weights.files import commit_folder, read_manifest
 
 
 def save_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Weights that train and the optimizer's state, without pickle. Numbers that are not finite are refused."""
+    """Weights that train and the optimizer's state, without pickle. Numbers that are not finite are refused with a
+    NumericError."""
     kept = {name: p.detach().to("cpu").contiguous() for name, p in weights.named().items()}
     state = optimizer.state_dict()
     tensors, scalars = {}, {}
@@ -29,13 +30,19 @@ def save_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
             target[f"{index}.{name}"] = value.to("cpu").contiguous() if isinstance(value, Tensor) else value
     for name, tensor in (*kept.items(), *((f"{name} of the optimizer", value) for name, value in tensors.items())):
         if not tensor.isfinite().all():
-            raise CheckpointError(
-                f"{name} holds non-finite numbers; nothing was written, older checkpoints are as they were"
-            )
+            raise not_finite(name)
     save_file(kept, folder / "weights.safetensors")
     save_file(tensors, folder / "optimizer.safetensors")
     described = {"scalars": scalars, "param_groups": state["param_groups"], "tensors": sorted(tensors)}
     (folder / "optimizer.json").write_text(json.dumps(described))
+
+
+def not_finite(name: str) -> NumericError:
+    """The error for a tensor of a run that an update made useless."""
+    return NumericError(
+        f"{name} holds non-finite numbers after the last update; nothing was written, older checkpoints are as they "
+        "were. Lower lr, or weight_decay"
+    )
 
 
 def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gruppo import faults
 from gruppo.batch import Totals
 from gruppo.batch.packed import as_rollouts
-from gruppo.errors import CheckpointError, InputError, RankError
+from gruppo.errors import CheckpointError, InputError, NumericError
 from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.metric import Metric
 from gruppo.model.optim import MasterWeights, StepReport
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0
 """Seconds that a rank stays after its deadline, so that those that wait for it report it first."""
+RESUME = "Go on from the last checkpoint with `gruppo resume`"
 
 
 class RankedModel(TransformersModel):
@@ -174,8 +175,7 @@ class RankedModel(TransformersModel):
         except RuntimeError as error:
             if not is_of_ranks(error):
                 raise
-            remedy = "Go on from the last checkpoint with `gruppo resume`"
-            raise self.ranks.lost(f"`{call}` after version {self.version}", error, remedy) from error
+            raise self.ranks.lost(f"`{call}` after version {self.version}", error, RESUME) from error
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._depth -= 1
@@ -194,7 +194,7 @@ class RankedModel(TransformersModel):
         try:
             return self.ranks.hear()
         except RuntimeError as error:
-            raise RankError("the first rank has ended without a word; its own report is above or in its log") from error
+            raise self.ranks.lost("a message of the first rank", error, RESUME) from error
 
     def forward_only(self, inputs: Sequences, *, temperature: float | None = None) -> dict[str, list[Tensor]]:
         rollouts = as_rollouts(inputs)
@@ -336,7 +336,7 @@ class RankedModel(TransformersModel):
             logger.warning("rank %d: %s", self.ranks.rank, error)
 
     def _follow_save_state(self, folder: str) -> None:
-        with suppress(CheckpointError, OSError):  # raised on all ranks; the first reports it
+        with suppress(NumericError, CheckpointError, OSError):  # raised on all ranks; the first reports it
             self.save_state(Path(folder))
 
     def _follow_write_weights(self, folder: str) -> None:

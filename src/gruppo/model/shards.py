@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gruppo.errors import CheckpointError
+from gruppo.model.checkpoint import not_finite
 from gruppo.model.optim import MasterWeights, local
 from gruppo.model.sharding import like
 from gruppo.parallel.ranks import Ranks
@@ -42,9 +43,7 @@ def save_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
     bad = [i for i, x in enumerate(tensors.values()) if not bool(local(x).isfinite().all())]
     first = -ranks.highest(-min(bad, default=len(tensors)))
     if first < len(tensors):
-        raise CheckpointError(
-            f"{list(tensors)[first]} holds non-finite numbers; nothing was written, older checkpoints are as they were"
-        )
+        raise not_finite(list(tensors)[first])
     _write(tensors, HuggingFaceStorageWriter(path=str(folder / SHARDS), save_distributed=True))
     entries, fault = {}, ""
     try:

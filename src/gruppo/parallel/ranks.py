@@ -4,8 +4,9 @@ Every rank holds the whole step and plans it alike; the micro-batches are dealt 
 forwards and backwards, idle ones included, because the collectives of a sharded model wait for all of them.
 
 `join` makes the ranks of what torchrun, or anything that sets the same variables, has started. Numbers are reduced over
-the group of the device; messages go over a second group, in which a rank may wait for hours. A message is JSON with
-tensors in the format of safetensors: nothing is unpickled.
+the group of the device; messages go over a second group. All waits end at the deadline, but for that of a listener for
+the next message, which may come after hours. A message is JSON with tensors in the format of safetensors: nothing is
+unpickled.
 """
 
 import json
@@ -94,13 +95,18 @@ class Ranks:
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send a message from the first rank to all others, which `hear` it."""
         blob = _blob(message, tensors or {})
-        dist.broadcast(torch.tensor([len(blob)]), 0, group=self.control)
+        size = torch.tensor([len(blob)])
+        for sent in [dist.isend(size, rank, group=self.control) for rank in range(1, self.world)]:
+            assert sent is not None
+            sent.wait()
         dist.broadcast(blob, 0, group=self.control)
 
     def hear(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The next message of the first rank."""
         size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0, group=self.control)
+        coming = dist.irecv(size, 0, group=self.control)
+        assert coming is not None
+        coming.wait(WAIT)
         blob = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(blob, 0, group=self.control)
         return _message(blob)
@@ -168,7 +174,7 @@ START = timedelta(minutes=10)
 ANSWER_S = 5.0
 """Seconds that a rank has to answer once another has waited for it in vain."""
 WAIT = timedelta(days=30)
-"""How long a rank waits for the next message: the first one may sample for hours."""
+"""How long a listener waits for the next message: the first rank may sample for hours."""
 
 
 def world_of_launcher() -> int:
@@ -191,15 +197,32 @@ def join(deadline_s: float) -> Ranks:
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    store, rank, world = next(rendezvous("env://"))
-    store.set_timeout(START)
-    # torchrun's store outlives a restart, and the addresses in it do not.
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    options: dict[str, Any] = {"store": PrefixStore("groups", store), "rank": rank, "world_size": world}
-    dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s), **options)
-    control = dist.new_group(backend="gloo", timeout=WAIT)
+    backend, deadline = "nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=deadline_s)
+    store, world = None, 0
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=min(START, deadline)))
+        store.set_timeout(START)
+        # torchrun's store outlives a restart, and the addresses in it do not.
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store.set(f"came/{rank}", "")
+        options: dict[str, Any] = {"store": PrefixStore("groups", store), "rank": rank, "world_size": world}
+        dist.init_process_group(backend, timeout=deadline, **options)
+        control = dist.new_group(backend="gloo", timeout=deadline)
+    except RuntimeError as error:
+        raise RankError(
+            f"the ranks have not found each other: {_not_come(store, world)}. Start them again, with a higher "
+            f"rank_deadline if some begin later than others ({' '.join(str(error).split())[:200]})"
+        ) from error
     return Ranks(dist.group.WORLD, control, store)  # type: ignore[arg-type]  # no rank is outside of it
+
+
+def _not_come(store: "Store | None", world: int) -> str:
+    """Which ranks have not begun, in words."""
+    with suppress(RuntimeError):  # the store is gone
+        if store is not None:
+            late = [str(rank) for rank in range(world) if not store.check([f"came/{rank}"])]
+            return f"rank {', '.join(late)} has not come" if late else "all have come, and one does not answer"
+    return f"not all of them have come to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def leave(ranks: Ranks, code: int, *, is_lost: bool) -> None:

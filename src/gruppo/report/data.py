@@ -69,6 +69,7 @@ def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Points]:
 def summary(run: RunReader) -> dict[str, Any]:
     """What a run is, where it stands, and the numbers that are looked at first."""
     config, series = run.config(), metric_series(run)
+    rewards = config.get("rewards") or []
     try:
         status = run.status()
     except InputError:  # it has not begun, or its disk was full
@@ -88,7 +89,7 @@ def summary(run: RunReader) -> dict[str, Any]:
         "steps": config.get("steps"),
         "model": str(config.get("model")),
         "data": str(config.get("data")),
-        "rewards": [str(name) for name in config.get("rewards") or []],
+        "rewards": [str(name) for name in (rewards if isinstance(rewards, list) else [rewards])],
         "loss": str(config.get("loss")),
         "loss_text": loss_text(run),
         "advantage": str(config.get("advantage")),

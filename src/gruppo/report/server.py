@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 from gruppo.errors import GruppoError, InputError
 from gruppo.report.data import TokenTexts, step_data, step_rows
 from gruppo.report.page import Finding, State, chart_data, ledger_data, live_page, page_data, to_json, vega_script
+from gruppo.run.lock import is_owned
 from gruppo.run.reader import RunReader
 
 LOOPBACK = "127.0.0.1"
@@ -45,6 +46,9 @@ class ViewServer(ThreadingHTTPServer):
         self.texts = [TokenTexts(run) for run in self.runs]
         self.summary = summary
         self._summaries: tuple[str, list[State], list[Sequence[Finding]]] = ("", [], [])
+        self._made: dict[str, tuple[str, str]] = {}
+        """Texts that many browsers ask for, each with the signature of the records that it was made from."""
+        self._making = threading.Lock()
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -66,17 +70,10 @@ class ViewServer(ThreadingHTTPServer):
             return "text/html; charset=utf-8", live_page(f"{', '.join(run.path.name for run in self.runs)} · gruppo")
         if path == "vega.js":
             return SCRIPT, vega_script()
-        if path == "data.json":
-            seen = self.signature()
-            if parse_qs(query).get("seen") == [seen]:
-                return None
-            _, states, findings = self._summed_up(seen)
-            data = page_data(self.runs, findings=findings, states=states)
-            return JSON, to_json(data | {"live": True, "seen": seen})
-        if path == "charts.json":
-            _, _, findings = self._summed_up(self.signature())
-            made = chart_data(self.runs, findings=findings) | {"ledgers": list(map(ledger_data, self.runs))}
-            return JSON, to_json(made)
+        if path == "data.json" and parse_qs(query).get("seen") == [self.signature()]:
+            return None
+        if path in ("data.json", "charts.json"):
+            return JSON, self._shared(path, self._data if path == "data.json" else self._charts)
         found = re.fullmatch(r"(step|rows)/(\d{1,4})/(\d{1,9})\.json", path, re.ASCII)
         if found is None or int(found[2]) >= len(self.runs):
             raise LookupError
@@ -85,6 +82,22 @@ class ViewServer(ThreadingHTTPServer):
             raise LookupError
         content = step_data(run, step, self.texts[int(found[2])]) if found[1] == "step" else step_rows(run, step)
         return JSON, to_json(content)
+
+    def _shared(self, path: str, make: Callable[[str], str]) -> str:
+        """What `make` gives for the records as they are. It works once for them, however many browsers wait."""
+        with self._making:
+            seen = self.signature()
+            if self._made.get(path, ("", ""))[0] != seen:
+                self._made[path] = (seen, make(seen))
+            return self._made[path][1]
+
+    def _data(self, seen: str) -> str:
+        _, states, findings = self._summed_up(seen)
+        return to_json(page_data(self.runs, findings=findings, states=states) | {"live": True, "seen": seen})
+
+    def _charts(self, seen: str) -> str:
+        _, _, findings = self._summed_up(seen)
+        return to_json(chart_data(self.runs, findings=findings) | {"ledgers": list(map(ledger_data, self.runs))})
 
     def _summed_up(self, signature: str) -> tuple[str, list[State], list[Sequence[Finding]]]:
         """States and findings of the runs; looked for once for the records that have this signature."""
@@ -104,7 +117,8 @@ class ViewServer(ThreadingHTTPServer):
                     parts.append(f"{found.st_size:x}.{found.st_mtime_ns:x}")
                 except OSError:
                     parts.append("-")
-        return "_".join(parts)
+            parts.append(is_owned(run.path))  # a run that is killed leaves its files as they are
+        return "_".join(map(str, parts))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -120,9 +134,11 @@ class _Handler(BaseHTTPRequestHandler):
             parts = urlsplit(self.path)
         except ValueError as error:  # as of http://[
             return self._send(HTTPStatus.BAD_REQUEST, "text/plain", f"not an address: {error}")
-        token, _, path = parts.path.removeprefix("/").partition("/")
+        token, slash, path = parts.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found; open the whole address that was printed")
+        if not slash:  # links of the page are relative
+            return self._send(HTTPStatus.MOVED_PERMANENTLY, "text/plain", "", Location=f"/{self.server.token}/")
         try:
             answer = self.server.answer(path, parts.query)
         except LookupError:

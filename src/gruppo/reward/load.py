@@ -209,9 +209,11 @@ def number_names(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
     given = [reward.name for reward in rewards if not reward.is_unnamed]
     functions = {(reward.name, id(reward.function)) for reward in rewards}
     if len(set(given)) < len(given) or len(functions) < len(rewards):
+        names = [reward.name for reward in rewards]
+        twice = next(name for name in names if names.count(name) > 1)
         raise InputError(
-            f"rewards must have different names, got {[reward.name for reward in rewards]}; leave one out, or name it: "
-            "load_reward(..., name=...)"
+            f"rewards must have different names, got {twice[:80]!r} {names.count(twice)} times; leave one out, or name "
+            "it: load_reward(..., name=...)"
         )
     taken = set(given)
     numbered: list[Reward] = []

@@ -127,11 +127,12 @@ class RunDirectory(RunReader):
     __del__ = _close_files
 
     def _check_kinds(self) -> None:
-        """Refuse a folder in the place of a file, and the reverse: a run could not keep its records."""
-        for name in (*FILES, *FOLDERS):
+        """Refuse what is no regular file, or no folder, in the place of one: a run could not keep its records."""
+        for name in (*FILES, *FOLDERS, NAME):
             path = self.path / name
-            if path.is_dir() if name in FILES else path.is_file():
-                wrong, right = ("folder", "file") if name in FILES else ("file", "folder")
+            if path.exists() and not (path.is_dir() if name in FOLDERS else path.is_file()):
+                wrong = "folder" if path.is_dir() else "file" if path.is_file() else "pipe or a device"
+                right = "folder" if name in FOLDERS else "regular file"
                 raise InputError(
                     f"{path} is a {wrong}, and a run has a {right} of that name; nothing was touched. Move it away"
                 )

@@ -3,14 +3,20 @@
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from gruppo.errors import InputError
+from gruppo.run.reader import MAX_JSON_BYTES, read_file
 
 NAME = "lock"
+GUARD_S = 5.0
+"""Seconds that the guard of a lock is waited for. gruppo has it for milliseconds; anyone who can read the directory can
+take it, and keep it."""
+LOCKS = Path("/proc/locks")
 
 
 def take_lock(folder: Path) -> None:
@@ -35,6 +41,11 @@ def take_lock(folder: Path) -> None:
                 raise
             finally:
                 os.close(descriptor)
+    except BlockingIOError as error:
+        raise InputError(
+            f"{folder} cannot be taken: {_holder(folder)} has held a lock (flock) on it for {GUARD_S:.0f} seconds; end "
+            "that process, or wait for it, and start again"
+        ) from error
     except OSError as error:
         raise InputError(
             f"{folder} cannot be written: {error}; free some space or make it writable, or choose another"
@@ -43,9 +54,14 @@ def take_lock(folder: Path) -> None:
 
 def give_back_lock(folder: Path) -> None:
     """Delete the lock, if it is this process's. A signal may have come before its text was written."""
-    with suppress(OSError), _guarded(folder) as is_guarded:
-        if _me().items() <= _owner(folder / NAME).items() or (is_guarded and _is_cut(folder / NAME)):
-            (folder / NAME).unlink()
+    lock = folder / NAME
+    with suppress(OSError, InputError):
+        if _me().items() <= _owner(lock).items():  # nobody takes it from a living process: this needs no guard
+            lock.unlink()
+        elif lock.exists():
+            with _guarded(folder) as is_guarded:
+                if is_guarded and _is_cut(lock):
+                    lock.unlink()
 
 
 def drop_lock(folder: Path, pid: int, host: str) -> None:
@@ -65,19 +81,45 @@ def is_owned(folder: Path) -> bool:
 
 @contextmanager
 def _guarded(folder: Path) -> Iterator[bool]:
-    """One process at a time looks at a lock and takes it; False on a file system that cannot do this."""
+    """One process at a time looks at a lock and takes it; False on a file system that cannot do this.
+
+    Raises BlockingIOError where another keeps it.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            import fcntl  # not on every system
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            yield False
-        else:
-            yield True
+        yield _take_guard(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _take_guard(descriptor: int) -> bool:
+    try:
+        import fcntl  # not on every system
+    except ImportError:
+        return False
+    ends = time.monotonic() + GUARD_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.01)
+        except OSError:
+            return False
+
+
+def _holder(folder: Path) -> str:
+    """Who holds the guard, as far as the kernel says: only processes that can be seen from here have a number."""
+    found = folder.stat()
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    with suppress(OSError):
+        for line in LOCKS.read_text().splitlines():
+            words = line.split()  # 1: FLOCK ADVISORY WRITE pid place 0 EOF
+            if len(words) > 5 and words[1] == "FLOCK" and words[5] == place and int(words[4]) > 0:
+                return f"process {words[4]}"
+    return "another process (lslocks may name it)"
 
 
 def _me() -> dict[str, Any]:
@@ -87,7 +129,7 @@ def _me() -> dict[str, Any]:
 def _owner(lock: Path) -> dict[str, Any]:
     """What a lock names; {} if it names nothing."""
     try:
-        owner = json.loads(lock.read_text())
+        owner = json.loads(read_file(lock, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
@@ -96,7 +138,9 @@ def _owner(lock: Path) -> dict[str, Any]:
 def _is_cut(lock: Path) -> bool:
     """Whether a lock was never written to its end."""
     try:
-        json.loads(lock.read_text())
+        json.loads(read_file(lock, MAX_JSON_BYTES))
+    except InputError:  # a ValueError
+        raise
     except (ValueError, RecursionError):
         return True
     return False

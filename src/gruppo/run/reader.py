@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from gruppo import __version__
 from gruppo.errors import InputError
 from gruppo.output import shell_word
-from gruppo.run.lock import is_owned
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,6 +28,10 @@ FORMAT = 1
 
 MAX_CONFIG_BYTES = 2**20
 MAX_CONFIG_VALUES = 10_000
+MAX_JSON_BYTES, MAX_LINES_BYTES = 2**24, 2**30
+"""Of a file of one record, and of one with a line per step."""
+MAX_DIGITS = 18
+"""Of an integer that has 64 bits."""
 
 
 class RunReader:
@@ -62,10 +66,13 @@ class RunReader:
         """Raise where another user could have written what this run names: rewards and losses of it are imported."""
         self.check()
         for path in (self.path, self.path / "config.yaml"):
-            owner = path.stat().st_uid
-            if owner != os.geteuid() and not is_trusted:
+            found = path.stat()
+            is_open = found.st_mode & stat.S_IWOTH
+            if (found.st_uid != os.geteuid() or is_open) and not is_trusted:
+                whose = f"belongs to another user (uid {found.st_uid})"
+                mode = f"can be written by every user (mode {stat.S_IMODE(found.st_mode):o}; chmod o-w)"
                 raise InputError(
-                    f"{path} belongs to another user (uid {owner}), and code that its config names would be run: "
+                    f"{path} {mode if is_open else whose}, and code that its config names would be run: "
                     "rewards, loss, metrics. Read it first; --trust goes on all the same"
                 )
 
@@ -90,17 +97,19 @@ class RunReader:
 
         killed: the file says running, and the process is gone.
         """
-        found = _read_json(self.path / "status.json")
+        from gruppo.run.lock import is_owned
+
+        found = read_json(self.path / "status.json")
         is_killed = found.get("status") == "running" and not is_owned(self.path)
         return found | ({"status": "killed"} if is_killed else {})
 
     def origin(self) -> dict[str, Any]:
         """What the run was made from: its options but for `steps` and `output`, and digests of prompts and weights."""
-        return _read_json(self.path / "origin.json")
+        return read_json(self.path / "origin.json")
 
     def environment(self) -> dict[str, Any]:
         """Versions, threads and device of the machine on which the run began."""
-        found = _read_json(self.path / "env.json")
+        found = read_json(self.path / "env.json")
         if not isinstance(found.get("packages", {}), dict):
             raise InputError(f"{self.path / 'env.json'} cannot be read: its packages must be a mapping")
         return found
@@ -130,7 +139,7 @@ class RunReader:
         import pyarrow.parquet as pq
 
         file = self.completions_file(step)
-        if not file.exists():
+        if not file.is_file():
             raise InputError(f"{self.path} has no completions of step {step}; it has {self.completion_steps()}")
         try:
             return pq.read_table(file, columns=None if columns is None else list(columns))
@@ -158,18 +167,42 @@ def numbered(folder: Path) -> dict[int, Path]:
     return {int(name[1]): path for name, path in found if name is not None and name[1] == f"{int(name[1]):06d}"}
 
 
+def read_file(path: Path, most: int) -> bytes:
+    """Content of a file of a run, which a stranger may have made: a pipe has no end, nor has a device.
+
+    Args:
+        most: bytes; a file that has more is refused.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+            kind = kinds.get(stat.S_IFMT(found.st_mode), "special file")
+            raise InputError(f"{path} is a {kind}, and a run has a regular file of that name; move it away")
+        if found.st_size > most:
+            raise InputError(f"{path} has {found.st_size:,} bytes, and at most {most:,} are read; name another")
+        with open(file, "rb", closefd=False) as opened:
+            return opened.read(most)
+    finally:
+        os.close(file)
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSONL file; one that is not whole is left out.
 
     The last line may be cut: by a crash, or because it is just being written. Any other is a damage that is logged.
     """
-    if not path.exists():
+    try:
+        lines = read_file(path, MAX_LINES_BYTES).split(b"\n")
+    except FileNotFoundError:
         return []
-    lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_int=_integer)
             if not isinstance(record, dict):
                 raise ValueError("no record")
             records.append(record)
@@ -177,6 +210,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 logger.warning("%s:%d is damaged and left out", path, number)
     return records
+
+
+def _integer(digits: str) -> int | float:
+    """A number without a fraction; as a float where it has more than 64 bits, which no table takes."""
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -187,11 +225,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise InputError(f"config file {path} does not exist; give one that does")
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise InputError(f"config file {path} has more than {MAX_CONFIG_BYTES:,} bytes; name another file")
-        text = content.decode("utf-8")
+        text = read_file(path, MAX_CONFIG_BYTES).decode("utf-8")
         nodes = (event for event in yaml.parse(text, Loader=yaml.SafeLoader) if isinstance(event, yaml.NodeEvent))
         if next(islice(nodes, MAX_CONFIG_VALUES, None), None) is not None:
             raise InputError(f"config file {path} has more than {MAX_CONFIG_VALUES:,} values; name another file")
@@ -211,14 +245,19 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _check_yaml(root: Any, path: Path) -> None:
-    """Refuse keys that come twice, and aliases that stand for more values than a config has: a few hundred bytes of
-    them can stand for billions."""
+    """Refuse keys that come twice, numbers to base 60, and aliases that stand for more values than a config has: a few
+    hundred bytes of them can stand for billions."""
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
         if id(node) not in sizes:
             sizes[id(node)] = MAX_CONFIG_VALUES  # what it is inside itself
             parts = node.value if isinstance(node.value, list) else []
+            if not parts and ":" in node.value and node.tag.endswith((":int", ":float")):
+                raise InputError(
+                    f"{path}:{node.start_mark.line + 1}: {node.value[:80]} is a number to base 60 in YAML; write it "
+                    "without colons, or in quotes if it is a text"
+                )
             pairs = [part if isinstance(part, tuple) else (part,) for part in parts]
             keys = Counter(pair[0].value for pair in pairs if len(pair) == 2 and isinstance(pair[0].value, str))
             twice = next((key for key, count in keys.items() if count > 1 and key != "<<"), None)
@@ -231,9 +270,12 @@ def _check_yaml(root: Any, path: Path) -> None:
         raise InputError(f"{path} stands for more than {MAX_CONFIG_VALUES:,} values by its aliases; write them out")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The record of a JSON file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path, MAX_JSON_BYTES))
+    except InputError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):

@@ -32,7 +32,7 @@ MOST_UNWRITTEN = 2
 
 SPIKE = 100.0
 """A gradient norm of so many times the median of recent steps is an event."""
-FEWEST_NORMS = 5
+FEWEST_NORMS = 2
 """Steps with a gradient below which none is called a spike."""
 
 _MAX_REASON = 300
@@ -163,7 +163,7 @@ class Recorder:
 
     def _check_gradient(self, step: int, norm: float) -> None:
         """Warn of a gradient that is far larger than those of recent steps; it was clipped to max_grad_norm."""
-        norms = [seen["optim/grad_norm"] for seen in self._recent if "optim/grad_norm" in seen]
+        norms = [seen["optim/grad_norm"] for seen in self._recent if seen.get("optim/grad_norm")]
         if len(norms) < FEWEST_NORMS or norm <= SPIKE * median(norms):
             return
         text = (
@@ -197,7 +197,7 @@ class Recorder:
         self.run.set_status("stopped", step)
 
     def failed(self, step: int, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
+        text = printable(f"{type(error).__name__}: {error}")
         self.run.log_event("failed", step=step, error=text)
         self.run.set_status("failed", step, error=text)
 

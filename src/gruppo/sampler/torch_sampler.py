@@ -27,7 +27,10 @@ from gruppo.weights.source import end_tokens_of
 
 logger = logging.getLogger(__name__)
 
-NOT_FINITE = "the model gives NaN for a token: its weights hold numbers that are not finite"
+NOT_FINITE = (
+    "the model gives NaN for a token: its weights hold numbers that are not finite, or far too large. Lower lr, or "
+    "weight_decay; of a model that was not trained here, check its files"
+)
 
 Way = Literal["together", "by length", "recomputed"]
 """With a cache, all prompts padded to one length; with a cache, prompts of one length at a time; without a cache."""

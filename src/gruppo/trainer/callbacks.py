@@ -208,7 +208,7 @@ class _Arguments:
         own = _NAMES.get(name, name)
         if own not in TrainConfig.model_fields:
             raise AttributeError(
-                f"args.{name} does not exist here: args has the options of gruppo's TrainConfig, also by the names that "
-                "docs/from_trl.md lists"
+                f"args.{name} does not exist here: args has the options of gruppo's TrainConfig, also by their "
+                "names in docs/from_trl.md"
             )
         return getattr(self.config, own)

@@ -20,11 +20,11 @@ def follow(ranks: Ranks) -> int:
     config, objects = take_objects(TrainConfig.read(message["config"]))
     if config.threads:
         torch.set_num_threads(config.threads)
+    # The first rank waits no longer than this for the others. A signal ends a rank that has nothing to save yet.
+    faulthandler.dump_traceback_later(config.rank_deadline + GRACE_S, exit=True)
+    model = build.build_model(config, objects, build.build_loss(config, objects.loss), None, ranks)
+    faulthandler.cancel_dump_traceback_later()
     stop = StopFlag()
+    model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
     with stop.listening():
-        # The first rank waits no longer than this for the others.
-        faulthandler.dump_traceback_later(config.rank_deadline + GRACE_S, exit=True)
-        model = build.build_model(config, objects, build.build_loss(config, objects.loss), None, ranks)
-        faulthandler.cancel_dump_traceback_later()
-        model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
         return model.follow()  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 
 from gruppo import doctor, faults
-from gruppo.errors import CheckpointError, InputError, NumericError, RewardError
+from gruppo.errors import CheckpointError, InputError, NumericError, RankError, RewardError
 from gruppo.keys import held_out_key
 from gruppo.output import printable, shell_word, unhindered
 from gruppo.parallel.ranks import Ranks
@@ -29,7 +29,7 @@ from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, StopHook
 from gruppo.trainer.callbacks import Callback, StepCallback, read_callbacks, tell
 from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.evaluate import Evaluation, evaluate
-from gruppo.trainer.learner import Learner, TokenRecord
+from gruppo.trainer.learner import MAX_SKIPPED, Learner, TokenRecord
 from gruppo.trainer.objects import take_objects
 from gruppo.trainer.plan import Plan, disk_needs, make_plan
 from gruppo.trainer.rollout import RolloutSource, dead_frac
@@ -628,12 +628,14 @@ class GRPOTrainer:
             logger.warning("the end of the run could not be looked at: %s", problem)
 
     def _rescue(self, error: BaseException) -> None:
-        """Save what was learned before an error. Not where saving is what failed, or the process is told to leave."""
-        if not self.step_number or not isinstance(error, Exception) or isinstance(error, CheckpointError):
+        """Save what was learned before an error. Not where saving is what failed, a rank is lost that would have to
+        save with this one, or the process is told to leave."""
+        if not self.step_number or not isinstance(error, Exception) or isinstance(error, CheckpointError | RankError):
             return
         # Between two updates of a step, a run that goes on would not be the one that never stopped. After
-        # non-finite gradients there is no such run.
-        if self.model.version != self._finished_version and not isinstance(error, NumericError):
+        # non-finite gradients there is no such run, and the weights are those before them; else they are lost.
+        is_before = self.learner.skipped_in_a_row >= MAX_SKIPPED
+        if not is_before if isinstance(error, NumericError) else self.model.version != self._finished_version:
             return
         try:
             self.recorder.flush()

@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from gruppo.errors import InputError
 from gruppo.run.directory import RunDirectory
-from gruppo.run.lock import drop_lock, take_lock
+from gruppo.run.lock import drop_lock, give_back_lock, take_lock
 from gruppo.run.reader import read_lines
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
@@ -146,6 +148,52 @@ def test_the_lock_of_a_dead_process_is_taken_over(run: RunDirectory) -> None:
     assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
 
 
+HOLDER = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), getattr(fcntl, sys.argv[2]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held(folder: Path, kind: str = "LOCK_EX") -> Iterator[subprocess.Popen]:
+    """A process that holds an flock on a folder."""
+    command = [sys.executable, "-c", HOLDER, str(folder), kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.row("R-55", "flock of a stranger on the directory")
+@pytest.mark.parametrize("kind", ["LOCK_EX", "LOCK_SH"])
+def test_a_directory_on_which_another_holds_an_flock_is_refused_and_given_back(
+    kind: str, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gruppo.run.lock.GUARD_S", 0.1)
+    with held(run.path, kind) as process:
+        where = run.path.stat()
+        listed = tmp_path / "locks"
+        place = f"{os.major(where.st_dev):02x}:{os.minor(where.st_dev):02x}"
+        listed.write_text(
+            f"1: POSIX  ADVISORY  WRITE 11 {place}:{where.st_ino} 0 EOF\n"
+            f"2: FLOCK  ADVISORY  WRITE 12 {place}:{where.st_ino + 1} 0 EOF\n"
+            f"2: -> FLOCK  ADVISORY  WRITE 13 {place}:{where.st_ino} 0 EOF\n"
+            f"3: FLOCK  ADVISORY  WRITE {process.pid} {place}:{where.st_ino} 0 EOF\n"
+        )
+        monkeypatch.setattr("gruppo.run.lock.LOCKS", listed)
+        with pytest.raises(InputError, match=rf"run cannot be taken: process {process.pid} has held a lock \(flock\)"):
+            take_lock(run.path)
+        monkeypatch.setattr("gruppo.run.lock.LOCKS", tmp_path / "no-locks")
+        with pytest.raises(InputError, match=r"another process \(lslocks may name it\) has held .*; end that process"):
+            take_lock(run.path)
+        assert (run.path / "lock").exists()
+        give_back_lock(run.path)
+        assert not (run.path / "lock").exists()
+    take_lock(run.path)
+
+
 @pytest.mark.row("R-55", "the lock of another machine")
 def test_the_lock_of_another_machine_is_respected(run: RunDirectory) -> None:
     (run.path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
@@ -170,7 +218,9 @@ def test_a_lock_that_was_cut_or_names_no_possible_process_is_taken_over(content:
 def test_a_directory_in_the_place_of_the_lock_is_an_input_error(run: RunDirectory) -> None:
     (run.path / "lock").unlink()
     (run.path / "lock").mkdir()
-    with pytest.raises(InputError, match=r"cannot be written: .*Is a directory"):
+    with pytest.raises(
+        InputError, match=r"lock is a folder, and a run has a regular file of that name; .* Move it away"
+    ):
         RunDirectory.reopen(run.path)
 
 

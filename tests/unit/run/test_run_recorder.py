@@ -111,6 +111,13 @@ def test_a_run_that_failed_says_why(make: Callable[..., Recorder]) -> None:
     assert events(recorder) == [{"event": "failed", "step": 4, "error": "ZeroDivisionError: by zero"}]
 
 
+def test_the_text_of_a_failure_is_kept_without_control_characters(make: Callable[..., Recorder]) -> None:
+    recorder = make()
+    recorder.failed(4, ValueError("server said \x1b[2J"))
+    assert recorder.run.status()["error"] == "ValueError: server said \\x1b[2J"
+    assert events(recorder)[0]["error"] == "ValueError: server said \\x1b[2J"
+
+
 def test_a_warning_is_an_event_and_a_line_of_the_log(
     make: Callable[..., Recorder], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -407,16 +407,17 @@ def test_one_nan_gradient_is_skipped_and_counted(make_trainer: Make) -> None:
 
 
 @pytest.mark.row("R-31", "a hook multiplies all gradients by a million once")
+@pytest.mark.parametrize("at", [4, 7])
 def test_a_spike_is_clipped_and_leaves_an_event_with_its_step(
-    make_trainer: Make, caplog: pytest.LogCaptureFixture
+    at: int, make_trainer: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(**LIVE, steps=9)
     hooks: list[Any] = []
 
     def spike(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> None:
-        parameters = trainer.model.model.parameters() if step == 6 else ()
+        parameters = trainer.model.model.parameters() if step == at - 1 else ()
         hooks.extend(parameter.register_hook(lambda g: g * 1e6) for parameter in parameters)
-        if step == 7:
+        if step == at:
             for hook in hooks:
                 hook.remove()
 
@@ -424,9 +425,9 @@ def test_a_spike_is_clipped_and_leaves_an_event_with_its_step(
     trainer.train()
     norms = {m["step"]: m["optim/grad_norm"] for m in trainer.run.metrics()}
     events = [e for e in trainer.run.events() if e["event"] == "gradient_spike"]
-    assert [(e["step"], e["grad_norm"]) for e in events] == [(7, norms[7])]
-    assert norms[7] > 1e4 * max(norms[step] for step in norms if step != 7)
-    assert "step 7: the gradient norm is" in caplog.text and "clipped to max_grad_norm" in events[0]["text"]
+    assert [(e["step"], e["grad_norm"]) for e in events] == [(at, norms[at])]
+    assert norms[at] > 1e4 * max(norms[step] for step in norms if step != at)
+    assert f"step {at}: the gradient norm is" in caplog.text and "clipped to max_grad_norm" in events[0]["text"]
 
 
 @pytest.mark.row("R-31", "gradients times 1e30: each is finite, their norm is not")
