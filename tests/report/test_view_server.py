@@ -234,12 +234,13 @@ def test_the_browser_is_not_given_the_secret_as_an_argument(run: RunDirectory, t
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     environment = os.environ | {"BROWSER": str(browser)}
     with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdin is not None and process.stdout is not None
         address = process.stdout.readline().removeprefix("view: ").strip()
         token = urlsplit(address).path.strip("/")
         wait_until(note.exists, 60)
         arguments, mode, page, path = json.loads(note.read_text())
         assert token and token not in " ".join(arguments)
-        assert mode == 0o600 and f"url={address}" in page
+        assert mode == 0o600 and f'location.replace("{address}")' in page
         process.stdin.close()
     assert process.returncode == 0 and not Path(path).exists()
 

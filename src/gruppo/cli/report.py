@@ -99,7 +99,7 @@ def _opened(url: str) -> Iterator[None]:
     """A browser at an address. What a program is called with can be read by all users of a machine: the address, which
     has the secret, is in a file of this user's instead, which sends the browser on."""
     with tempfile.NamedTemporaryFile("w", prefix="gruppo-view-", suffix=".html") as file:  # of mode 600
-        file.write(f'<meta http-equiv="refresh" content="0; url={url}">\n')
+        file.write(f'<script>location.replace("{url}")</script>\n')
         file.flush()
         webbrowser.open(Path(file.name).as_uri())
         yield
