@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -197,3 +197,41 @@ def read_prompt(given: PromptLike, position: int, tokenizer: Any) -> Prompt:
     if not prompt.token_ids:
         raise InputError(f"prompt {position} has no tokens; there is nothing to continue")
     return prompt
+
+
+def texts_of(tokenizer: Any, rows: list[list[int]]) -> list[str]:
+    """The text of each row, on all cores where the tokenizer's class adds nothing to its library."""
+    if tokenizer is None:
+        return [""] * len(rows)
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    own = type(tokenizer)
+    is_plain = issubclass(own, Plain) and own.decode is Plain.decode and own._decode is Plain._decode
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=True)
+    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+
+def text_before(text: str, stop: Sequence[str]) -> str | None:
+    """The text before the first stop text in it; None: it holds none."""
+    ends = [i for i in (text.find(s) for s in stop) if i >= 0]
+    return text[: min(ends)] if ends else None
+
+
+def stopped_at(
+    tokenizer: Any, tokens: Sequence[int], stop: Sequence[str], end_ids: Collection[int]
+) -> tuple[int, str] | None:
+    """The first tokens whose text holds a stop text: how many they are, and the text before it. None: it never does.
+
+    An end token ends a completion before anybody looks at its text.
+    """
+
+    def before(length: int) -> str | None:
+        return text_before(texts_of(tokenizer, [list(tokens[:length])])[0], stop)
+
+    longest = len(tokens) - (tokens[-1] in end_ids)
+    if not stop or (text := before(longest)) is None:
+        return None
+    if before(longest - 1) is None:  # as a rule: a sampler ends there
+        return longest, text
+    return next((length, text) for length in range(1, longest) if (text := before(length)) is not None)

@@ -280,6 +280,7 @@ def build_sampler(
         poll=poll,
         # Groups in flight, and a greedy completion of each for estimators that need it.
         at_once=2 * (1 + config.max_staleness) * config.prompts_per_step if config.streaming else 1,
+        tokenizer=model.tokenizer,
     )
     return sampler, WeightStore(sync_folder, sampler.canary_rows)
 
