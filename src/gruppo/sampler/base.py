@@ -11,6 +11,7 @@ from gruppo.errors import InputError
 from gruppo.types import Message, Prompt, SampleResponse, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
+from gruppo.weights.source import check_ids
 
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """A prompt of the data set, a text, token ids, chat messages, or a row with `prompt`, `messages` or `input_ids`."""
@@ -84,8 +85,10 @@ class Sampler(ABC):
     is_exact: ClassVar[bool] = False
     """Whether its log-probs are the trainer's own, so that there is no gap to measure or correct."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: int | None = None) -> None:
         self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        """Tokens that the model has an embedding for; None: not known."""
         self.calls = 0
         """Calls of `sample` without a step."""
         self.loaded: Published | None = None
@@ -133,6 +136,7 @@ class Sampler(ABC):
             key = isinstance(given, Prompt), prompt.index
             first, seen[key] = seen[key] * num_samples, seen[key] + 1
             requests.append(SampleRequest(prompt=prompt, number=prompt.index, first=first, **shared))
+        check_ids((request.prompt for request in requests), self.vocabulary, self.tokenizer)
         self.calls += params.step is None
         return requests
 

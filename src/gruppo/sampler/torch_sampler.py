@@ -23,7 +23,7 @@ from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingP
 from gruppo.types import InputFeature, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
-from gruppo.weights.source import end_tokens_of
+from gruppo.weights.source import end_tokens_of, vocabulary_size
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class TorchSampler(Sampler):
             model = TransformersModel(model, **options)
         elif options:
             raise InputError(f"options {sorted(options)} go with a model id, not with a model")
-        super().__init__(model.tokenizer)
+        super().__init__(model.tokenizer, vocabulary_size(model.model))
         self.model = model
         generation, config = (getattr(model.model, name, None) for name in ("generation_config", "config"))
         self.stop_ids = end_tokens_of(generation, config, model.tokenizer)

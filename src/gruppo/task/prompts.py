@@ -188,7 +188,10 @@ def _render(
     while chunk := list(islice(remaining, ENCODE_CHUNK)):
         conversations = [_conversation(row.values["prompt"], system) for row in chunk]
         for row, rendered in zip(chunk, render_chats(conversations, tokenizer, template_kwargs), strict=True):
-            yield row, str(rendered) if isinstance(rendered, InputError) else rendered
+            if isinstance(rendered, InputError):
+                yield row, str(rendered)
+            else:
+                yield row, rendered if rendered[0] else "the chat template makes an empty prompt of it"
 
 
 def _conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:

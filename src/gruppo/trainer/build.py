@@ -28,7 +28,14 @@ from gruppo.trainer.plan import replicates
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
-from gruppo.weights.source import context_length, holds_adapter, longest_prompt, weights_digest
+from gruppo.weights.source import (
+    check_ids,
+    context_length,
+    holds_adapter,
+    longest_prompt,
+    vocabulary_size,
+    weights_digest,
+)
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
@@ -246,6 +253,7 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
         raise InputError(
             f"prompts_per_step={config.prompts_per_step} is more than the {len(train)} prompts to train on; lower it"
         )
+    check_ids((*train.prompts, *held_out.prompts), vocabulary_size(objects.model), tokenizer)
     return Prompts(train, held_out)
 
 

@@ -79,8 +79,8 @@ class vLLMSampler(Sampler):
         length = max_model_len or source.context_length(model_id)
         if length is None:
             raise InputError(f"max_model_len is needed: the config of {model_id!r} does not tell the model's own")
-        super().__init__(tokenizer or source.load_tokenizer(model_id))
         vocabulary = source.load_config(model_id).get_text_config().vocab_size
+        super().__init__(tokenizer or source.load_tokenizer(model_id), vocabulary)
         self.length = length
         self.lora = lora
         self.canary_rows = canary_rows(vocabulary, length=min(12, length - 1))
