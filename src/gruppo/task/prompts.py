@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ENCODE_CHUNK = 1024
+MOST_COLUMNS = 1000
+"""Of a data set. Each row gets all of them, None where it has none: 5,000 rows with 5,000 take a gigabyte."""
 
 _FIXED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "tokenizer_kwargs", "messages"})
 """Arguments of `apply_chat_template` that are not the caller's."""
@@ -85,7 +87,12 @@ class PromptSet:
 
 
 def check_columns(rows: Rows) -> None:
-    """Refuse columns with the name of something else that rewards receive; `self` is the object of a class's method."""
+    """Refuse too many columns, and names of something else that rewards receive; `self` is a method's object."""
+    if len(rows.columns) > MOST_COLUMNS:
+        raise InputError(
+            f"{rows.source}: its rows have {len(rows.columns):,} columns together, limit {MOST_COLUMNS:,}, since each "
+            "row gets all of them; put what differs from row to row under one name, as an object"
+        )
     clash = [name for name in rows.columns if name in STANDARD | {"self"}]
     if clash:
         raise InputError(
