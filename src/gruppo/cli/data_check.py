@@ -82,7 +82,8 @@ def check_data(given: DataCheckArguments, console: Console | None = None) -> int
         check_columns(rows)
         prompts, longest, unknown_id = None, None, None
         if given.model is not None:
-            from gruppo.weights.source import check_ids, load_tokenizer, longest_prompt, vocabulary_size
+            from gruppo.sampler.base import check_ids
+            from gruppo.weights.source import load_tokenizer, longest_prompt, vocabulary_size
 
             tokenizer = load_tokenizer(given.model)
             unknown_id = getattr(tokenizer, "unk_token_id", None)

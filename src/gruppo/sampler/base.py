@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from gruppo.errors import InputError
 from gruppo.types import Message, Prompt, SampleResponse, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
-from gruppo.weights.source import check_ids
+from gruppo.weights.folder import cut
 
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """A prompt of the data set, a text, token ids, chat messages, or a row with `prompt`, `messages` or `input_ids`."""
@@ -133,10 +133,12 @@ class Sampler(ABC):
         requests = []
         for position, given in enumerate(batch):
             prompt = read_prompt(given, position, self.tokenizer)
+            ids = prompt.token_ids
+            if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+                check_ids([prompt], self.vocabulary, self.tokenizer)
             key = isinstance(given, Prompt), prompt.index
             first, seen[key] = seen[key] * num_samples, seen[key] + 1
             requests.append(SampleRequest(prompt=prompt, number=prompt.index, first=first, **shared))
-        check_ids((request.prompt for request in requests), self.vocabulary, self.tokenizer)
         self.calls += params.step is None
         return requests
 
@@ -201,6 +203,24 @@ def read_prompt(given: PromptLike, position: int, tokenizer: Any) -> Prompt:
     if not prompt.token_ids:
         raise InputError(f"prompt {position} has no tokens; there is nothing to continue")
     return prompt
+
+
+def check_ids(prompts: Iterable[Prompt], vocabulary: int | None, tokenizer: Any) -> None:
+    """Refuse prompts with tokens that the model has no embedding for.
+
+    Of the tokenizer alone that would be too much: some have tokens for images, which no text holds.
+    """
+    if vocabulary is None:
+        return
+    for prompt in prompts:
+        foreign = next((token for token in prompt.token_ids if not 0 <= token < vocabulary), None)
+        if foreign is not None:
+            text = tokenizer.convert_ids_to_tokens(foreign) if tokenizer is not None and foreign >= 0 else None
+            raise InputError(
+                f"prompt {prompt.index} has token {foreign}{'' if text is None else f' ({cut(str(text), 60)!r})'}, and "
+                f"the model has embeddings for {vocabulary} tokens, 0 to {vocabulary - 1}; use the model's own "
+                "tokenizer, or add rows to the model as well: model.resize_token_embeddings(len(tokenizer))"
+            )
 
 
 def texts_of(tokenizer: Any, rows: list[list[int]]) -> list[str]:

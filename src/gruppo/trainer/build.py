@@ -18,7 +18,7 @@ from gruppo.options import DataOptions, ModelOptions, RewardOptions, RunOptions,
 from gruppo.output import shell_word
 from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.reward import RewardScorer, RewardShape, load_reward
-from gruppo.sampler.base import SamplingParams
+from gruppo.sampler.base import SamplingParams, check_ids
 from gruppo.task import PromptSet, load_prompts
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
@@ -28,14 +28,7 @@ from gruppo.trainer.plan import replicates
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
-from gruppo.weights.source import (
-    check_ids,
-    context_length,
-    holds_adapter,
-    longest_prompt,
-    vocabulary_size,
-    weights_digest,
-)
+from gruppo.weights.source import context_length, holds_adapter, longest_prompt, vocabulary_size, weights_digest
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel

@@ -7,7 +7,7 @@ weights are never read: both can do anything to the machine. docs/security.md li
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import GruppoError, InputError, require
 from gruppo.output import printable, shell_word
-from gruppo.types import Prompt
 from gruppo.weights.files import MANIFEST, digest_tensors
 from gruppo.weights.folder import ADAPTER, check_floating, check_folder, check_whole, cut, read_object
 
@@ -457,24 +456,6 @@ def vocabulary_size(model: Any) -> int | None:
     if size is not None and (not isinstance(size, int) or size < 1):
         raise InputError(f"the config of model {model!r} has vocab_size={cut(repr(size))}, which must be at least 1")
     return size
-
-
-def check_ids(prompts: Iterable[Prompt], vocabulary: int | None, tokenizer: Any) -> None:
-    """Refuse prompts with tokens that the model has no embedding for.
-
-    Of the tokenizer alone that would be too much: some have tokens for images, which no text holds.
-    """
-    if vocabulary is None:
-        return
-    for prompt in prompts:
-        foreign = next((token for token in prompt.token_ids if not 0 <= token < vocabulary), None)
-        if foreign is not None:
-            text = tokenizer.convert_ids_to_tokens(foreign) if tokenizer is not None and foreign >= 0 else None
-            raise InputError(
-                f"prompt {prompt.index} has token {foreign}{'' if text is None else f' ({cut(str(text), 60)!r})'}, and "
-                f"the model has embeddings for {vocabulary} tokens, 0 to {vocabulary - 1}; use the model's own "
-                "tokenizer, or add rows to the model as well: model.resize_token_embeddings(len(tokenizer))"
-            )
 
 
 def end_tokens(model_id: str, tokenizer: Any) -> frozenset[int]:
