@@ -33,7 +33,7 @@ EXTERNAL = {
     # of transformers and its files
     "tie_word_embeddings", "base_model_name_or_path", "add_eos_token", "auto_map", "transformers_weights",
     "max_position_embeddings", "eos_token_id", "model_max_length", "quantization_config", "load_in_4bit",
-    "from_pretrained", "chat_template", "chunked_attention",
+    "from_pretrained", "chat_template", "chunked_attention", "vocab_size", "resize_token_embeddings",
     # of PEFT
     "lora_alpha", "target_modules", "lora_dropout", "modules_to_save", "get_peft_model", "peft_config",
     # of torch and vLLM

@@ -349,3 +349,116 @@ def test_the_process_exits_2_quickly_and_without_a_traceback(tmp_path: Path) -> 
     assert done.returncode == 2
     assert "group_size" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+# --- tokenizers and templates that do not go with the model ---------------------------------------------------------
+
+
+def edit(file: Path, change: Callable[[Any], Any]) -> None:
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+
+
+def extended(tmp_path: Path, content: str = "Z") -> Path:
+    """The embedded model with a token more in its tokenizer: id 16, where the model has embeddings for 16."""
+    folder = copy_of_builtin(tmp_path)
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    added = {"id": 16, "content": content} | plain
+    edit(folder / "tokenizer.json", lambda values: values["added_tokens"].append(added))
+    return folder
+
+
+FOREIGN = "token 16 ('Z'), and the model has embeddings for 16 tokens, 0 to 15"
+
+
+def test_a_token_beyond_the_embedding_is_named_before_a_model_is_made(fails: Fails, tmp_path: Path) -> None:
+    folder = extended(tmp_path)
+    rows = sums(40)
+    rows[5]["prompt"] = "1Z+2="
+    data = jsonl(tmp_path / "rows.jsonl", *rows)
+    assert f"prompt 5 has {FOREIGN}" in fails(model=folder, data=data)
+    held_out = jsonl(tmp_path / "held_out.jsonl", *sums(8), {"prompt": "Z", "answer": "1"})
+    plain = jsonl(tmp_path / "plain.jsonl", *sums(40))
+    assert f"prompt 8 has {FOREIGN}" in fails(model=folder, data=plain, eval_data=held_out)
+
+
+@pytest.mark.parametrize("words", [["sample", "1Z+2="], ["eval", "--data", "rows.jsonl"]])
+def test_sample_and_eval_refuse_a_token_beyond_the_embedding(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "rows.jsonl", {"prompt": "1+1=", "answer": "2"}, {"prompt": "1Z+2=", "answer": "3"})
+    more = ["--rewards", "exact_match"] if words[0] == "eval" else []
+    with pytest.raises(SystemExit) as ended:
+        main([*words, *more, "--model", str(extended(tmp_path)), "--max-new-tokens", "2"])
+    assert ended.value.code == 2
+    assert FOREIGN in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_added_token_that_no_prompt_holds_is_no_reason_to_refuse_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gemma 3 without images has one: the tokenizer is that of its larger sisters."""
+    folder = extended(tmp_path, content="<image>")
+    with pytest.raises(SystemExit) as ended:
+        main(["sample", "1+2=", "--model", str(folder), "--max-new-tokens", "2"])
+    assert ended.value.code == 0
+    assert "1+2= ->" in capsys.readouterr().out
+
+
+TEMPLATES = {
+    "{{ '' }}": ":1: the chat template makes an empty prompt of it",
+    "{{ '1+\\ud800' }}": ":1: the chat template makes half a character (a lone surrogate) of the conversation",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_that_makes_no_prompt_is_refused_before_anything_is_written(
+    template: str, fails: Fails, tmp_path: Path
+) -> None:
+    folder = copy_of_builtin(tmp_path)
+    edit(folder / "tokenizer_config.json", lambda values: values.update(chat_template=template))
+    data = jsonl(tmp_path / "rows.jsonl", *sums(20))
+    assert TEMPLATES[template] in fails("--chat", model=folder, data=data)
+
+
+def test_an_end_token_beyond_all_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copy_of_builtin(tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        edit(folder / name, lambda values: values.update(eos_token_id=10**30))
+    with pytest.raises(SystemExit) as ended:
+        main(["sample", "1+2=", "--model", str(folder)])
+    assert ended.value.code == 2
+    assert f"has eos_token_id={10**30}, which must be a token's number" in capsys.readouterr().err
+
+
+def nested(processor: Any) -> Any:
+    return {"type": "Sequence", "processors": [processor]}
+
+
+@pytest.mark.parametrize("wrap", [lambda processor: processor, nested], ids=["alone", "in a sequence"])
+def test_a_post_processor_with_a_token_of_its_own_is_refused_without_a_panic_in_rust(
+    wrap: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    folder = copy_of_builtin(tmp_path)
+    single = [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+    edit(folder / "tokenizer.json", lambda values: values.update(post_processor=wrap(processor)))
+    said = subprocess.run(
+        [sys.executable, "-m", "gruppo", "sample", "1+2=", "--model", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert "puts the token '[X]' around prompts (post_processor)" in " ".join(said.stderr.split())
+    assert "panicked" not in said.stderr
+
+
+def test_rows_with_a_column_of_their_own_each_are_refused(fails: Fails, tmp_path: Path) -> None:
+    rows = [row | {f"only_{i}": 1} for i, row in enumerate(sums(99) * 11)]
+    text = fails(data=jsonl(tmp_path / "rows.jsonl", *rows))
+    assert "its rows have 1,091 columns together, limit 1,000" in text
+    assert "rows.jsonl" in text and "put what differs from row to row under one name, as an object" in text

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import os
 import pickle
 import resource
@@ -19,9 +20,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import transformers
 import yaml
 from fuzz_cases import GOOD_ROWS, copy_model, parquet_of, spoil
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gruppo.cli.main import main
 from gruppo.errors import InputError, MissingExtraError
@@ -74,6 +76,54 @@ def test_shards_of_its_own_folder_are_read(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     loaded = load_model(str(model), dtype=torch.float32)
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in weights.items())
+
+
+NAME = "\x1b[2J\x1b]0;owned\x07{}"
+
+
+@pytest.mark.parametrize("num", [1, 20_000])
+@pytest.mark.row("R-48", "names of tensors in a model folder")
+def test_tensors_that_the_model_does_not_use_are_counted_and_their_names_escaped(num: int, model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    extra = {NAME.format(i) + f".{'ab'[i % 2]}{i:05d}": torch.zeros(1) for i in range(num)}
+    save_file(weights | extra, model / "model.safetensors", metadata={"format": "pt"})
+    code = (
+        f"import torch; from gruppo.weights.source import load_model; load_model({str(model)!r}, dtype=torch.float32)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stderr
+    assert (
+        f"{num} of the tensors in the files of {str(model)!r} are not used: \\x1b[2J\\x1b]0;owned\\x070.a00000" in said
+    )
+    assert "\x1b" not in said and "\x07" not in said and len(said) < 1000
+
+
+def test_tensors_of_another_shape_are_an_error_that_names_them(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] = torch.zeros(3)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"1 tensors have another shape, the first model.norm.weight: \[3\] in its"):
+        load_model(str(model), dtype=torch.float32)
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def test_what_transformers_says_of_a_file_is_escaped_and_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("transformers.modeling_utils")
+    before = transformers.AutoModelForCausalLM.from_pretrained
+
+    def speaks(*arguments: Any, **options: Any) -> Any:
+        logger.warning("%s", "\x1b[2J" + "x" * 5000)
+        return before(*arguments, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", speaks)
+    seen: list[str] = []
+    keeper = logging.Handler()
+    keeper.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(keeper)
+    try:
+        load_model(str(model), dtype=torch.float32)
+    finally:
+        logger.removeHandler(keeper)
+    assert seen == ["\\x1b[2J" + "x" * 996 + "... (5,004 characters)"]
 
 
 @pytest.mark.parametrize(

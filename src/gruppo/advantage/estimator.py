@@ -21,6 +21,8 @@ PerSequence = Sequence[Any] | Tensor
 ROUNDING = 2.0**-22
 """A spread of at most this share of the largest reward is rounding: two to four steps of float32, in which reward
 models compute and scores are added up. Divided by its own deviation it would become an advantage of 1."""
+LARGEST = {torch.float32: torch.finfo(torch.float32).max / 2, torch.float64: 1e150}
+"""Largest reward by the dtype of the advantages: a difference of two must be finite, in float64 also its square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,14 @@ class Groups:
                     )
         num, width = len(rows), next(iter(widths), None)
         table = torch.tensor(numbers, dtype=torch.float64).reshape(num, 1 if width is None else width)
+        sizes = table.nan_to_num(0).abs().sum(1).tolist()
+        limit = LARGEST[dtype]
+        for i, size in enumerate(sizes):
+            if size > limit:
+                raise InputError(
+                    f"rewards[{i}] is {rows[i]!r}, and the largest reward that {str(dtype).removeprefix('torch.')} "
+                    f"advantages can be made of is {limit:.3g}; scale the rewards"
+                )
         if scale not in ("group", "batch", "none"):
             raise InputError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
         if group_ids is not None:
@@ -269,7 +279,7 @@ _MEANING = {
 
 def _read_lengths(name: str, lengths: PerSequence, num: int) -> Tensor:
     """Token counts as `[N]` float64."""
-    values = torch.as_tensor(lengths).detach().to("cpu", torch.float64)
+    values = torch.as_tensor(lengths, dtype=torch.float64).detach().cpu()
     if values.shape != (num,):
         raise InputError(f"{name} has shape {tuple(values.shape)} for {num} rewards; give one number per reward")
     wrong = (~((values >= 0) & values.isfinite())).nonzero().flatten().tolist()

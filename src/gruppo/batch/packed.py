@@ -181,7 +181,7 @@ def pack(inputs: Sequence[Rollout | InputFeature]) -> PackedBatch:
     scored = (labels_T != IGNORE_INDEX).nonzero().squeeze(1)
     lengths = tuple(rollout.num_scored for rollout in rollouts)
     placed: dict[str, Any] = {
-        name: torch.zeros(len(labels)).index_copy_(0, scored, tensor_of(of_scored, torch.float32))
+        name: torch.zeros(len(labels), dtype=torch.float32).index_copy_(0, scored, tensor_of(of_scored, torch.float32))
         for name, of_scored in values.items()
     }
     cu_seqlens = tensor_of([0, *accumulate(num_slots)])

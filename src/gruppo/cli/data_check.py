@@ -82,7 +82,8 @@ def check_data(given: DataCheckArguments, console: Console | None = None) -> int
         check_columns(rows)
         prompts, longest, unknown_id = None, None, None
         if given.model is not None:
-            from gruppo.weights.source import load_tokenizer, longest_prompt
+            from gruppo.sampler.base import check_ids
+            from gruppo.weights.source import load_tokenizer, longest_prompt, vocabulary_size
 
             tokenizer = load_tokenizer(given.model)
             unknown_id = getattr(tokenizer, "unk_token_id", None)
@@ -96,6 +97,7 @@ def check_data(given: DataCheckArguments, console: Console | None = None) -> int
                 chat_template_kwargs=given.chat_template_kwargs,
                 on_bad_row="drop",
             )
+            check_ids(prompts.prompts, vocabulary_size(given.model), tokenizer)
         elif given.chat or given.system or given.chat_template_kwargs or given.max_prompt_tokens:
             raise InputError("chat, system, chat_template_kwargs and max_prompt_tokens need a tokenizer; give --model")
     except GruppoError as error:

@@ -7,8 +7,9 @@ while a run goes on (`advice`) and at its end (`summary`). To add a rule: a func
 """
 
 from gruppo.doctor.finding import Finding
+from gruppo.doctor.metric_rules import sampler_gap
 from gruppo.doctor.rules import RULES, advice, findings
 from gruppo.doctor.state import State, state_line, summary
 from gruppo.doctor.table import Table
 
-__all__ = ["RULES", "Finding", "State", "Table", "advice", "findings", "state_line", "summary"]
+__all__ = ["RULES", "Finding", "State", "Table", "advice", "findings", "sampler_gap", "state_line", "summary"]

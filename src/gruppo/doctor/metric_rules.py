@@ -1,6 +1,6 @@
 """Rules over metrics: each looks for one fault in the numbers of the steps. Thresholds stand above their rule."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -71,15 +71,38 @@ def _failure(table: Table, name: str) -> str:
 
 MEAN_GAP = 0.1
 """Mean distance of log-probs, in nats. bf16 engines of the same weights stay below 0.02, with experts below 0.05."""
+GAPS = ("sampler/logp_gap_mean", "sampler/logp_gap_max")
 GROWTH = 3.0
 """A gap that grew by this factor came with the updates; one that was there from the start did not."""
+
+
+def gap_bound(name: str) -> float:
+    """The largest healthy value of a key of `GAPS`."""
+    key = find(name)
+    assert key is not None
+    return key.healthy[1] if key.healthy else MEAN_GAP
+
+
+def sampler_gap(metrics: Mapping[str, float]) -> str | None:
+    """What is beyond its bound in a step whose completions the weights that train have sampled."""
+    if metrics.get("rollout/staleness"):  # older weights have other log-probs
+        return None
+    for name in GAPS:
+        if metrics.get(name, 0.0) > gap_bound(name):
+            return (
+                f"{name} is {metrics[name]:.3g}, above {gap_bound(name):g}: the sampler reports other log-probs than "
+                "the trainer computes for the same tokens. See that it has the same model in the same number format "
+                "(dtype), and that a server runs with --logprobs-mode processed_logprobs"
+            )
+    return None
 
 
 def stale_sampler(table: Table) -> Iterator[Finding]:
     """Completions were not sampled from the weights that train."""
     key = find("sampler/logp_gap_max")
-    assert key is not None and key.healthy is not None
-    for name, bound in (("sampler/logp_gap_mean", MEAN_GAP), (key.name, key.healthy[1])):
+    assert key is not None
+    for name in GAPS:
+        bound = gap_bound(name)
         points = table.series(name)
         found = beyond(points, bound)
         if found is None:

@@ -43,7 +43,9 @@ RhoLevel = Literal["token", "sequence", "sequence_sum"]
 
 MAX_LOG_RHO = 10.0
 TIE = 1e-5
-"""Values closer than this, relative to their size or to 1, count as equal when a share of the tokens is cut off."""
+"""How far below the last token of a share the cut may lie, relative to its size or to 1."""
+SAME = 0.4
+"""Values closer than this part of a tie count as equal: ten times what float32 leaves between equal tokens."""
 
 
 def as_tuple(weights: TokenWeight | tuple[TokenWeight, ...] | None) -> tuple[TokenWeight, ...]:
@@ -88,20 +90,20 @@ def covariance(inputs: LossInputs, means: dict[str, Tensor] | None = None) -> Te
 
 
 def cut_below_top(values: Tensor, count: int, tie: float = TIE) -> Tensor:
-    """A number between the count-th largest value and the next smaller one, `[]` float64.
+    """A number between the count-th largest value and the next smaller one that is not equal, `[]` float64.
 
-    It is the middle of the widest gap within `tie` below the count-th value, so that values which rounding alone tells
-    apart stay on one side.
+    Values are equal if rounding alone tells them apart. Where all within `tie` are, the cut lies in their widest gap.
     """
     if count >= len(values) or not len(values):
         return torch.tensor(-math.inf, dtype=torch.float64, device=values.device)
     ordered = values.double().sort(descending=True).values
     last_in = ordered[max(count, 1) - 1]
-    floor = last_in - tie * last_in.abs().clamp(min=1.0)
+    far = tie * last_in.abs().clamp(min=1.0)
     below = torch.cat([ordered[1:], ordered.new_full((1,), -math.inf)])
-    gap = torch.where((ordered <= last_in) & (ordered >= floor), ordered - below, -1.0)
-    widest = gap.argmax()
-    return (ordered[widest] + below[widest]) / 2
+    gap = torch.where((ordered <= last_in) & (ordered >= last_in - far), ordered - below, -1.0)
+    is_apart = gap > SAME * far
+    last = torch.where(is_apart.any(), is_apart.int().argmax(), gap.argmax())  # argmax: the first of them
+    return (ordered[last] + below[last]) / 2
 
 
 class Share:

@@ -49,7 +49,7 @@ class Decoded:
     @classmethod
     def blank(cls, rows: int, room: int) -> "Decoded":
         """Rows of which nothing is drawn."""
-        logps, entropies = torch.zeros(2, rows, room)
+        logps, entropies = torch.zeros(2, rows, room, dtype=torch.float32)
         length, stopped = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
         return cls(torch.zeros(rows, room, dtype=torch.int64), logps, entropies, length, stopped)
 
@@ -328,7 +328,7 @@ def _captured(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
 @cache
 def _graph_memory(device: torch.device) -> Any:
     """Memory of graphs; a small graph holds it, so that each graph takes what the last one had."""
-    one = torch.ones(1, device=device)
+    one = torch.ones(1, dtype=torch.float32, device=device)
     anchor = _captured(lambda: one.add_(1), None)
     _anchors.append((anchor, one))
     return anchor.pool()

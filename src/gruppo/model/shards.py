@@ -193,7 +193,7 @@ def _make_state(optimizer: torch.optim.Optimizer, saved: Collection[str]) -> Non
     for number, p in enumerate(parameters):
         if f"optimizer.{number}.step" in saved:
             moments = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[p] = {"step": torch.zeros(()), **moments}
+            optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32), **moments}
 
 
 def _tensors(weights: MasterWeights, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

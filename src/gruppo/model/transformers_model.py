@@ -297,7 +297,7 @@ class TransformersModel:
         """Logits of the token after each row of tokens at temperature 1, `[N, V]` float32, as they are scored."""
         # Token 0 marks the one slot whose logits are wanted; that slot does not see it.
         rollouts = as_rollouts([InputFeature(prompt_ids=tuple(row), completion_ids=(0,)) for row in rows])
-        logits_NV = torch.zeros(len(rows), 0, device=self.device)
+        logits_NV = torch.zeros(len(rows), 0, dtype=torch.float32, device=self.device)
         for batch in self.planner.split(rollouts):
             found = self.scorer.logits(batch.to(self.device)).float()
             logits_NV = logits_NV if logits_NV.shape[1] else found.new_zeros(len(rows), found.shape[1])
@@ -333,7 +333,7 @@ class TransformersModel:
     def _score(self, scorer: Scorer, inputs: Sequences) -> dict[str, list[Tensor]]:
         rollouts = as_rollouts(inputs)
         lengths = [rollout.num_scored for rollout in rollouts]
-        empty = torch.zeros(0, device=self.device)
+        empty = torch.zeros(0, dtype=torch.float32, device=self.device)
         results: dict[str, list[Tensor]] = {name: [empty] * len(rollouts) for name in ("logps", "entropies")}
         for batch in self.planner.split(rollouts):
             scored = scorer(batch.to(self.device))
@@ -422,7 +422,7 @@ class TransformersModel:
                 record(batch.indices, batch.lengths, {k: v.detach() for k, v in columns.items() if v is not None})
         for batch in plan.observed:
             self._measure_gap(batch.to(self.device), plan)
-        sums: dict[str, Any] = {"loss": torch.zeros((), device=self.device), "off_policy": 0}
+        sums: dict[str, Any] = {"loss": torch.zeros((), dtype=torch.float32, device=self.device), "off_policy": 0}
         for row in self.ranks.in_order(rows):
             for name, value in row.items():
                 sums[name] = sums.get(name, 0) + value
@@ -504,7 +504,7 @@ class TransformersModel:
     def _survey(self, rollouts: Sequence[Rollout], totals: Totals) -> Totals:
         """The totals of a step with what its loss must know of all its tokens."""
         batch = pack(rollouts).to(self.device)
-        logps = torch.zeros(len(batch.scored), device=self.device)
+        logps = torch.zeros(len(batch.scored), dtype=torch.float32, device=self.device)
         entropies = None
         if self.loss.surveys_policy and rollouts:
             scored = self.forward_only(rollouts)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,6 +11,7 @@ from gruppo.errors import InputError
 from gruppo.types import Message, Prompt, SampleResponse, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
+from gruppo.weights.folder import cut
 
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """A prompt of the data set, a text, token ids, chat messages, or a row with `prompt`, `messages` or `input_ids`."""
@@ -84,8 +85,10 @@ class Sampler(ABC):
     is_exact: ClassVar[bool] = False
     """Whether its log-probs are the trainer's own, so that there is no gap to measure or correct."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: int | None = None) -> None:
         self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        """Tokens that the model has an embedding for; None: not known."""
         self.calls = 0
         """Calls of `sample` without a step."""
         self.loaded: Published | None = None
@@ -130,6 +133,9 @@ class Sampler(ABC):
         requests = []
         for position, given in enumerate(batch):
             prompt = read_prompt(given, position, self.tokenizer)
+            ids = prompt.token_ids
+            if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+                check_ids([prompt], self.vocabulary, self.tokenizer)
             key = isinstance(given, Prompt), prompt.index
             first, seen[key] = seen[key] * num_samples, seen[key] + 1
             requests.append(SampleRequest(prompt=prompt, number=prompt.index, first=first, **shared))
@@ -197,3 +203,59 @@ def read_prompt(given: PromptLike, position: int, tokenizer: Any) -> Prompt:
     if not prompt.token_ids:
         raise InputError(f"prompt {position} has no tokens; there is nothing to continue")
     return prompt
+
+
+def check_ids(prompts: Iterable[Prompt], vocabulary: int | None, tokenizer: Any) -> None:
+    """Refuse prompts with tokens that the model has no embedding for.
+
+    Of the tokenizer alone that would be too much: some have tokens for images, which no text holds.
+    """
+    if vocabulary is None:
+        return
+    for prompt in prompts:
+        foreign = next((token for token in prompt.token_ids if not 0 <= token < vocabulary), None)
+        if foreign is not None:
+            text = tokenizer.convert_ids_to_tokens(foreign) if tokenizer is not None and foreign >= 0 else None
+            raise InputError(
+                f"prompt {prompt.index} has token {foreign}{'' if text is None else f' ({cut(str(text), 60)!r})'}, and "
+                f"the model has embeddings for {vocabulary} tokens, 0 to {vocabulary - 1}; use the model's own "
+                "tokenizer, or add rows to the model as well: model.resize_token_embeddings(len(tokenizer))"
+            )
+
+
+def texts_of(tokenizer: Any, rows: list[list[int]]) -> list[str]:
+    """The text of each row, on all cores where the tokenizer's class adds nothing to its library."""
+    if tokenizer is None:
+        return [""] * len(rows)
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    own = type(tokenizer)
+    is_plain = issubclass(own, Plain) and own.decode is Plain.decode and own._decode is Plain._decode
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=True)
+    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+
+def text_before(text: str, stop: Sequence[str]) -> str | None:
+    """The text before the first stop text in it; None: it holds none."""
+    ends = [i for i in (text.find(s) for s in stop) if i >= 0]
+    return text[: min(ends)] if ends else None
+
+
+def stopped_at(
+    tokenizer: Any, tokens: Sequence[int], stop: Sequence[str], end_ids: Collection[int]
+) -> tuple[int, str] | None:
+    """The first tokens whose text holds a stop text: how many they are, and the text before it. None: it never does.
+
+    An end token ends a completion before anybody looks at its text.
+    """
+
+    def before(length: int) -> str | None:
+        return text_before(texts_of(tokenizer, [list(tokens[:length])])[0], stop)
+
+    longest = len(tokens) - (tokens[-1] in end_ids)
+    if not stop or (text := before(longest)) is None:
+        return None
+    if before(longest - 1) is None:  # as a rule: a sampler ends there
+        return longest, text
+    return next((length, text) for length in range(1, longest) if (text := before(length)) is not None)

@@ -159,9 +159,9 @@ class ReplicaSampler(Sampler):
         deadline_s: float = 600.0,
         poll: Poll = lambda: None,
     ) -> None:
-        super().__init__(model.tokenizer)
         length = source.context_length(model_id) or 13
         vocabulary = source.load_config(model_id).get_text_config().vocab_size
+        super().__init__(model.tokenizer, vocabulary)
         self.canary_rows = canary_rows(vocabulary, length=min(12, length - 1))
         """Tokens for the canary of a WeightStore."""
         dtype = str(model.dtype).removeprefix("torch.")

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from gruppo.errors import InputError, NumericError
 from gruppo.random import row_keys, row_uniforms
-from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
+from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams, stopped_at, text_before, texts_of
 from gruppo.types import InputFeature, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
-from gruppo.weights.source import end_tokens_of
+from gruppo.weights.source import end_tokens_of, vocabulary_size
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class TorchSampler(Sampler):
             model = TransformersModel(model, **options)
         elif options:
             raise InputError(f"options {sorted(options)} go with a model id, not with a model")
-        super().__init__(model.tokenizer)
+        super().__init__(model.tokenizer, vocabulary_size(model.model))
         self.model = model
         generation, config = (getattr(model.model, name, None) for name in ("generation_config", "config"))
         self.stop_ids = end_tokens_of(generation, config, model.tokenizer)
@@ -179,17 +179,12 @@ class _Decoding:
         if np.isnan(self.logps).any():
             raise NumericError(NOT_FINITE)
         for row, length in enumerate(self.length.tolist() if params.stop else []):
-            ends = (n for n in range(1, length + 1) if self._ends(row, n))
-            self.length[row] = next(ends, length)
+            tokens = self.tokens[row, :length].tolist()
+            ended = stopped_at(self.sampler.tokenizer, tokens, params.stop, self.sampler.stop_ids)
+            if ended is not None:
+                self.stopped[row] = True
+                self.length[row], self.texts[row] = ended
         return self._samples()
-
-    def _ends(self, row: int, length: int) -> bool:
-        """Whether a stop string ends the first tokens of a row; its text is noted."""
-        (text,) = texts_of(self.sampler.tokenizer, [self.tokens[row, :length].tolist()])
-        ends = [i for i in (text.find(s) for s in self.params.stop) if i >= 0]
-        if ends:
-            self.stopped[row], self.texts[row] = True, text[: min(ends)]
-        return bool(ends)
 
     def run(self) -> list[Samples]:
         """Samples of each request, decoded a token of all rows at a time."""
@@ -249,7 +244,10 @@ class _Decoding:
         self.stopped[active] = (tokens[:, None] == self.stop_ids).any(1)
         if self.params.stop:
             for row in active[~self.stopped[active]]:
-                self._ends(row, step + 1)
+                (text,) = texts_of(self.sampler.tokenizer, [self.tokens[row, : step + 1].tolist()])
+                before = text_before(text, self.params.stop)
+                if before is not None:
+                    self.stopped[row], self.texts[row] = True, before
         return tokens
 
     def _samples(self) -> list[Samples]:
@@ -274,19 +272,6 @@ class _Decoding:
             )
         sampled = iter(made)
         return [tuple(next(sampled) for _ in range(r.num_samples)) for r in self.requests]
-
-
-def texts_of(tokenizer: Any, rows: list[list[int]]) -> list[str]:
-    """The text of each row, on all cores where the tokenizer's class adds nothing to its library."""
-    if tokenizer is None:
-        return [""] * len(rows)
-    from transformers import PreTrainedTokenizerFast as Plain
-
-    own = type(tokenizer)
-    is_plain = issubclass(own, Plain) and own.decode is Plain.decode and own._decode is Plain._decode
-    if is_plain and not tokenizer.clean_up_tokenization_spaces:
-        return tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=True)
-    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
 def filtered(log_p_AV: Tensor, params: SamplingParams) -> Tensor:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ENCODE_CHUNK = 1024
+MOST_COLUMNS = 1000
+"""Of a data set. Each row gets all of them, None where it has none: 5,000 rows with 5,000 take a gigabyte."""
 
 _FIXED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "tokenizer_kwargs", "messages"})
 """Arguments of `apply_chat_template` that are not the caller's."""
@@ -88,7 +90,12 @@ class PromptSet:
 
 
 def check_columns(rows: Rows) -> None:
-    """Refuse columns with the name of something else that rewards receive; `self` is the object of a class's method."""
+    """Refuse too many columns, and names of something else that rewards receive; `self` is a method's object."""
+    if len(rows.columns) > MOST_COLUMNS:
+        raise InputError(
+            f"{rows.source}: its rows have {len(rows.columns):,} columns together, limit {MOST_COLUMNS:,}, since each "
+            "row gets all of them; put what differs from row to row under one name, as an object"
+        )
     clash = [name for name in rows.columns if name in STANDARD | {"self"}]
     if clash:
         raise InputError(
@@ -196,7 +203,10 @@ def _render(
     while chunk := list(islice(remaining, ENCODE_CHUNK)):
         conversations = [_conversation(row.values["prompt"], system) for row in chunk]
         for row, rendered in zip(chunk, render_chats(conversations, tokenizer, template_kwargs), strict=True):
-            yield row, str(rendered) if isinstance(rendered, InputError) else rendered
+            if isinstance(rendered, InputError):
+                yield row, str(rendered)
+            else:
+                yield row, rendered if rendered[0] else "the chat template makes an empty prompt of it"
 
 
 def _conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:

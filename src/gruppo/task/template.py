@@ -109,6 +109,8 @@ def _answer(messages: Any, tokenizer: Any, options: Mapping[str, Any]) -> dict[s
         return {"error": f"fails on the conversation: {type(error).__name__}: {str(error)[:1000]}; {REMEDY}"}
     if len(text) > MAX_BYTES:
         return {"error": f"makes {len(text):,} characters of the conversation, limit {MAX_BYTES:,}; {REMEDY}"}
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return {"error": f"makes half a character (a lone surrogate) of the conversation; {REMEDY}"}
     return {"text": text}
 
 

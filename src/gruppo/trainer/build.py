@@ -20,7 +20,7 @@ from gruppo.options import DataOptions, ModelOptions, read_sampler
 from gruppo.output import shell_word
 from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.reward import RewardScorer, RewardShape, load_reward
-from gruppo.sampler.base import SamplingParams
+from gruppo.sampler.base import SamplingParams, check_ids
 from gruppo.task import PromptSet, load_prompts
 from gruppo.task.dataset import first_rows, is_stream
 from gruppo.trainer.advantages import AdvantageStage
@@ -31,7 +31,7 @@ from gruppo.trainer.plan import replicates
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
-from gruppo.weights.source import context_length, holds_adapter, longest_prompt, weights_digest
+from gruppo.weights.source import context_length, holds_adapter, longest_prompt, vocabulary_size, weights_digest
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
@@ -317,6 +317,7 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
         raise InputError(
             f"prompts_per_step={config.prompts_per_step} is more than the {len(train)} prompts to train on; lower it"
         )
+    check_ids((*train.prompts, *held_out.prompts), vocabulary_size(objects.model), tokenizer)
     return Prompts(train, held_out)
 
 
@@ -351,6 +352,7 @@ def build_sampler(
         poll=poll,
         # Groups in flight, and a greedy completion of each for estimators that need it.
         at_once=2 * (1 + config.max_staleness) * config.prompts_per_step if config.streaming else 1,
+        tokenizer=model.tokenizer,
     )
     return sampler, WeightStore(sync_folder, sampler.canary_rows)
 

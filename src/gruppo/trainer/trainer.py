@@ -295,6 +295,8 @@ class GRPOTrainer:
         trained = iter(kept)
         self.groups = [next(trained) if group.status == "kept" else group for group in groups]
         metrics |= learned | {"group/dead_frac": dead_frac(self.groups)}
+        if "sampler/logp_gap_mean" in metrics and (text := doctor.sampler_gap(metrics)):
+            self.recorder.warned(number, "sampler_gap", text)
         self.step_number, self._finished_version = number, self.model.version
         return metrics | self._observe(metrics)
 

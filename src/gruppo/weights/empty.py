@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import GruppoError
+from gruppo.output import printable
 from gruppo.weights.files import read_header
-from gruppo.weights.folder import check_floating, check_whole, read_object
+from gruppo.weights.folder import check_floating, check_whole, cut, read_object
 from gruppo.weights.source import holds_adapter, load_config, name_source, pin, resolve
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def load_empty(
     except NotByRows:
         raise
     except Exception as error:  # whatever it is, loading it whole gives the model or the right error
-        raise NotByRows(f"{type(error).__name__}: {str(error)[:400]}") from error
+        raise NotByRows(f"{type(error).__name__}: {printable(cut(str(error)))}") from error
     name_source(model, model_id, revision)
     return model.eval(), files
 
@@ -83,7 +84,7 @@ def _check_plain(model: Any, shapes: "dict[str, list[int]]") -> None:
     for transform in get_model_conversion_mapping(model):
         changed = next((name for name in shapes if transform.rename_source_key(name)[1] is not None), None)
         if changed is not None:
-            raise NotByRows(f"transformers converts {changed} while it loads")
+            raise NotByRows(f"transformers converts {printable(cut(changed))} while it loads")
 
 
 def _fill_buffers(model: Any) -> None:

@@ -5,6 +5,7 @@ A model id is a local folder, a run directory, `hf://org/name`, `ms://org/name`,
 weights are never read: both can do anything to the machine. docs/security.md lists what is refused.
 """
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import GruppoError, InputError, require
-from gruppo.output import shell_word
+from gruppo.output import printable, shell_word
 from gruppo.weights.files import MANIFEST, digest_tensors
 from gruppo.weights.folder import ADAPTER, check_floating, check_folder, check_whole, cut, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 BUILTIN = "builtin"
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -263,14 +266,30 @@ def load_model(
     with _refusing(model_id):
         auto = getattr(transformers, f"AutoModelFor{head}")
         loaded: Any = auto.from_pretrained(
-            path, output_loading_info=True, trust_remote_code=False, use_safetensors=True, **options
+            path,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # refused below: transformers would name them in its report alone
+            **options,
         )
     model, report = loaded
+    if report["mismatched_keys"]:
+        name, found, own = min(report["mismatched_keys"])
+        raise InputError(
+            f"the weights of {model_id!r} do not fit its config.json: {len(report['mismatched_keys'])} tensors have "
+            f"another shape, the first {name}: {list(found)} in its files, {list(own)} by the config; copy the folder "
+            "again"
+        )
     if report["missing_keys"]:  # transformers would fill them with random numbers
         missing = sorted(report["missing_keys"])
         raise InputError(
             f"the weights of {model_id!r} lack {len(missing)} tensors: {', '.join(missing[:3])}; copy the folder again"
         )
+    if report["unexpected_keys"]:
+        unused = sorted(report["unexpected_keys"])
+        names = printable(cut(", ".join(name[:100] for name in unused[:3])))
+        logger.warning("%d of the tensors in the files of %r are not used: %s", len(unused), model_id, names)
     if getattr(model.config, "quantization_config", None) is None:
         check_floating(Path(path), {name for name, _ in model.named_parameters()})
     name_source(model, model_id, revision)
@@ -349,8 +368,13 @@ def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
 @contextmanager
 def _refusing(model_id: str, what: str = "cannot be opened") -> Iterator[None]:
     """Turns errors of transformers, PEFT, tokenizers and safetensors on a model's files into an InputError that names
-    the model. Files of a stranger bring up errors of any class."""
+    the model. Files of a stranger bring up errors of any class. What transformers logs meanwhile is escaped and cut."""
+    safe = _SafeLog()
+    places: list[logging.Filterer] = [logging.getLogger("transformers.modeling_utils")]
+    places += logging.getLogger("transformers").handlers
     try:
+        for place in places:
+            place.addFilter(safe)
         yield
     except GruppoError:
         raise
@@ -358,8 +382,26 @@ def _refusing(model_id: str, what: str = "cannot be opened") -> Iterator[None]:
         raise
     except BaseException as error:  # a panic in Rust is no Exception
         reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        reason += f" {safe.report}" if "above report" in reason else ""
         remedy = "copy its files again, or use another model" if "fetched" not in what else "check name and network"
         raise InputError(f"model {model_id!r} {what}: {cut(reason, 1000)}; {remedy}") from error
+    finally:
+        for place in places:
+            place.removeFilter(safe)
+
+
+class _SafeLog(logging.Filter):
+    """Escapes and cuts messages with what a file says, and keeps back the report on each tensor."""
+
+    report = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "LOAD REPORT" in text:
+            self.report = text
+            return False
+        record.msg, record.args = printable(cut(text, 1000)), ()
+        return True
 
 
 def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
@@ -378,11 +420,29 @@ def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTok
         )
     for name in ("tokenizer_config.json", "tokenizer.json"):
         if (Path(path) / name).is_file():
-            read_object(Path(path) / name)
+            values = read_object(Path(path) / name)
+            with _refusing(model_id, "has no usable tokenizer"):
+                _check_post_processor(Path(path) / name, values.get("post_processor"))
     with _refusing(model_id, "has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         tokenizer("1", verbose=False)  # some files can be read and not used
         return tokenizer
+
+
+def _check_post_processor(file: Path, processor: Any) -> None:
+    """Refuse one that puts a token around prompts which it does not have: Rust would panic at the first prompt."""
+    if not isinstance(processor, dict):
+        return
+    for part in processor.get("processors") or ():
+        _check_post_processor(file, part)
+    pieces = [piece for name in ("single", "pair") for piece in processor.get(name) or () if isinstance(piece, dict)]
+    for special in (piece["SpecialToken"] for piece in pieces if "SpecialToken" in piece):
+        name = special.get("id") if isinstance(special, dict) else None
+        if name not in (processor.get("special_tokens") or {}):
+            raise InputError(
+                f"{file} puts the token {cut(repr(name), 60)} around prompts (post_processor), and does not say which "
+                "one that is (special_tokens); copy the file from where it came"
+            )
 
 
 def load_config(model_id: str) -> Any:
@@ -423,6 +483,16 @@ def longest_prompt(model: Any, max_new_tokens: int, max_prompt_tokens: int | Non
     return room if max_prompt_tokens is None else min(max_prompt_tokens, room)
 
 
+def vocabulary_size(model: Any) -> int | None:
+    """Tokens that a model has an embedding for, by its id or the object; None if its config does not tell."""
+    if not isinstance(model, str):
+        return len(model.get_input_embeddings().weight)
+    size = getattr(load_config(model).get_text_config(), "vocab_size", None)
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise InputError(f"the config of model {model!r} has vocab_size={cut(repr(size))}, which must be at least 1")
+    return size
+
+
 def end_tokens(model_id: str, tokenizer: Any) -> frozenset[int]:
     """Every token that ends a completion, by the generation config, the config or the tokenizer."""
     from transformers import GenerationConfig
@@ -441,8 +511,8 @@ def end_tokens_of(*sources: Any) -> frozenset[int]:
     named = [getattr(source, "eos_token_id", None) for source in sources]
     listed = [i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
     for token in listed:
-        if not isinstance(token, int):
-            raise InputError(f"the config of the model has eos_token_id={token!r}, which must be a token's number")
+        if not isinstance(token, int) or abs(token) >= 2**31:
+            raise InputError(f"the config of the model has eos_token_id={token!r:.60}, which must be a token's number")
     return frozenset(listed)
 
 

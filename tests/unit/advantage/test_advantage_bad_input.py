@@ -44,6 +44,24 @@ def test_non_finite_rewards_name_their_place(cls, form, value, text):
     )
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "drgrpo", "gpg", "best_of_group"])
+@pytest.mark.parametrize("value", [1e39, -1e300, 3e38])
+def test_rewards_whose_differences_float32_cannot_hold_name_their_place(name, value):
+    """3e38 is a float32, and its distance from -3e38 is none."""
+    refusal(
+        lambda: ADVANTAGES[name]()([0.0, -value, value, 1.0], num_generations=2),
+        *(f"rewards[1] is {-value!r}", "the largest reward that float32 advantages can be made of is 1.7e+38"),
+    )
+
+
+def test_the_largest_rewards_give_finite_advantages():
+    rewards = [-1.7e38, 1.7e38]
+    assert GRPOAdvantage()(rewards, num_generations=2, scale="none").tolist() == pytest.approx(rewards, rel=1e-6)
+    wide = torch.tensor([-1e39, 1e39], dtype=torch.float64)
+    assert GRPOAdvantage()(wide, num_generations=2, scale="none").tolist() == [-1e39, 1e39]
+    refusal(lambda: GRPOAdvantage()([[1e38, 1e38], [0.0, 0.0]], num_generations=2), "rewards[0] is [1e+38, 1e+38]")
+
+
 def test_non_finite_rewards_of_a_table_name_row_and_column():
     refusal(lambda: GRPOAdvantage()([[0.0, 1.0], [0.0, NAN]], num_generations=2), "rewards[1, 1] is nan")
 

@@ -283,6 +283,35 @@ def test_tokens_that_tie_up_to_rounding_are_chosen_together(noise, share):
         assert torch.equal(kept(entropies + noise * torch.randn(8, 10)), expected)
 
 
+def test_gaps_of_one_size_below_the_cut_do_not_compete():
+    """Entropies of a model in float32, whose two gaps of 4.67e-5 rounding makes the wider one in turn."""
+    from gruppo.loss.weights import cut_below_top
+
+    values = torch.tensor([5.7, 5.69, 5.6863995, 5.6863527, 5.6863060, 5.68, 5.67], dtype=torch.float64)
+    for signs in itertools.product((-2e-6, 0.0, 2e-6), repeat=3):
+        shifted = values.clone()
+        shifted[2:5] += torch.tensor(signs, dtype=torch.float64)
+        for count in (3, 4, 5):
+            assert (shifted > cut_below_top(shifted, count)).sum() == count
+
+
+@pytest.mark.parametrize(
+    ("values", "count", "kept"),
+    [
+        ([5.0, 1.0, 1.0, 1.0 - 3e-6, 0.5], 2, 4),  # equal up to rounding: together
+        ([5.0, 1.0, 1.0 - 5e-6, 0.5], 2, 2),  # not equal
+        ([5.0, 8.0, 8.0 - 30e-6, 8.0 - 60e-6, 1.0], 1, 3),  # relative to their size, step by step
+        ([5.0, 1.0, 1.0 - 3e-6, 1.0 - 6e-6, 1.0 - 9.5e-6, 1.0 - 13.4e-6, 1.0 - 16e-6], 2, 5),  # the widest up to 1e-5
+        ([-5.0, -1.0, -1.0 - 3e-6], 1, 2),
+    ],
+)
+def test_a_cut_lies_below_the_last_value_and_those_equal_to_it(values, count, kept):
+    from gruppo.loss.weights import cut_below_top
+
+    given = torch.tensor(values, dtype=torch.float64)
+    assert (given > cut_below_top(given, count)).sum() == kept
+
+
 def test_a_dense_cut_keeps_the_share():
     """A million tokens lie closer than a tie: the cut must not slide down through all of them."""
     from gruppo.loss.weights import cut_below_top

@@ -25,7 +25,8 @@ class StubServer:
     """Serves the embedded model on localhost.
 
     Fields to plant faults: `spoil` changes an answer to a sampling request, `hangs` lets sampling requests wait,
-    so many `failures` are answered with 500; `raw_logprobs`, `has_extension` and `has_dev_mode` are how it was started.
+    so many `failures` are answered with the status `failure`; `raw_logprobs`, `has_extension` and `has_dev_mode` are
+    how it was started.
     """
 
     def __init__(self, *, lora: LoraSpec | None = None, port: int = 0) -> None:
@@ -33,6 +34,9 @@ class StubServer:
         self.spoil: Callable[[Answer], Answer | None] = lambda answer: answer
         self.hangs = False
         self.failures = 0
+        self.failure = 500
+        self.tokenizer: Any = None
+        """Texts and stop texts are read with it; None: the stop texts of requests are not looked at."""
         self.raw_logprobs = False
         self.has_extension = True
         self.has_dev_mode = True
@@ -154,12 +158,16 @@ class StubServer:
             return 200, {"choices": [{"index": 0, "prompt_logprobs": [None, *scored]}]}
         if self.failures:
             self.failures -= 1
-            return 500, {"error": {"message": "EngineCore encountered an issue."}}
+            return self.failure, {"error": {"message": "EngineCore encountered an issue."}}
         self.prompts.append(prompt)
         choices = []
+        model.tokenizer = self.tokenizer or model.tokenizer
         for i in range(body["n"]):
             params = SamplingParams(
-                temperature=body["temperature"], max_new_tokens=body["max_tokens"], seed=body["seed"] + i
+                temperature=body["temperature"],
+                max_new_tokens=body["max_tokens"],
+                seed=body["seed"] + i,
+                stop=tuple(body["stop"]) if self.tokenizer else (),
             )
             ((sequence,),) = (r.sequences for r in TorchSampler(model).sample([prompt], 1, params))
             logps = list(sequence.logps)

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import actor
+from transformers import AutoModelForCausalLM
 
 from gruppo.errors import InputError
+from gruppo.model import TransformersModel
 from gruppo.sampler import SamplingParams, TorchSampler
+from gruppo.task.builtin import builtin_model_path
 from gruppo.types import Prompt
+from gruppo.weights.source import load_tokenizer
 
 IDS = (3, 9, 4)
 PARAMS = SamplingParams(max_new_tokens=8, seed=1, step=0)
@@ -189,3 +193,23 @@ def test_filters_do_not_change_the_reported_entropy(tiny: TorchSampler) -> None:
     filtered = SamplingParams(max_new_tokens=1, step=0, top_k=2, top_p=0.5)
     first, second = (tiny.sample([IDS], 1, p)[0].sequences[0] for p in (plain, filtered))
     assert first.entropies == second.entropies
+
+
+@pytest.mark.parametrize("foreign", [16, -1, 10**9])
+def test_token_ids_that_the_model_has_no_embedding_for_are_named(foreign: int, builtin: TorchSampler) -> None:
+    with pytest.raises(InputError, match=rf"prompt 1 has token {foreign}.*and the model has embeddings for 16 tokens"):
+        builtin.sample([(4, 5), (4, foreign)], 1, PARAMS)
+    with pytest.raises(InputError, match=rf"prompt 7 has token {foreign}"):
+        builtin.sample([Prompt(token_ids=(foreign,), index=7)], 1, PARAMS)
+
+
+def test_tokens_of_a_tokenizer_object_beyond_the_embedding_are_named() -> None:
+    tokenizer = load_tokenizer("builtin")
+    tokenizer.add_tokens(["Z"])
+    model = TransformersModel("builtin", tokenizer=tokenizer, device="cpu")
+    with pytest.raises(InputError, match=r"prompt 0 has token 16 \('Z'\)"):
+        TorchSampler(model).sample(["1Z="], 1, PARAMS)
+    larger = AutoModelForCausalLM.from_pretrained(builtin_model_path())
+    larger.resize_token_embeddings(20)  # rows to spare, as many models have
+    sampler = TorchSampler(TransformersModel(larger, tokenizer=tokenizer, device="cpu"))
+    assert sampler.sample(["1Z="], 1, PARAMS)[0].sequences[0].prompt_ids == (1, 5, 16, 15)

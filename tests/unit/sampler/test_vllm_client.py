@@ -1,5 +1,6 @@
 """vLLMSampler against a stub of the server: answers that cannot be used, losses, restarts, several servers."""
 
+import json
 import logging
 import re
 import socket
@@ -17,12 +18,14 @@ from stub_vllm import Answer, StubServer
 
 from gruppo.errors import InputError, SamplerError
 from gruppo.model import LoraSpec, TransformersModel
-from gruppo.sampler import SamplingParams, vLLMSampler
+from gruppo.sampler import SamplingParams, TorchSampler, vLLMSampler
 from gruppo.sampler.base import Samples
 from gruppo.sampler.vllm.http import HttpEngine
 from gruppo.sampler.vllm.server import _flags
+from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.types import InputFeature, Prompt, SampleResponse
 from gruppo.weights import WeightStore, store
+from gruppo.weights.source import load_tokenizer
 
 pytestmark = pytest.mark.slow  # starts servers
 
@@ -159,6 +162,110 @@ def test_prompts_that_cannot_be_continued_are_named(
         samplers(stubs()).sample(prompts, 1, PARAMS)
 
 
+class Pieces:
+    """A tokenizer of 16 pieces of several characters for the ids of the embedded model."""
+
+    TEXTS = ("", "", "", "", "ab", "bca", "cab", ".b", "acb", "b.c", "bc", "a", "cab.", "ba", ".", "bcb")
+
+    def __init__(self) -> None:
+        plain = load_tokenizer("builtin")
+        self.eos_token_id, self.encode = plain.eos_token_id, plain
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return self.encode(text, **options)
+
+    def decode(self, row: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(self.TEXTS[token] for token in row if token > 2)
+
+
+def test_the_text_of_a_completion_is_what_its_tokens_spell_whatever_the_server_says(
+    stubs: MakeStub, samplers: MakeSampler
+) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    right = sampler.sample(PROMPTS, 3, PARAMS)
+    stub.spoil = lambda answer: {"choices": [choice | {"text": "999"} for choice in answer["choices"]]}
+    assert sampler.sample(PROMPTS, 3, PARAMS) == right
+    stub.spoil = lambda answer: {"choices": [{k: v for k, v in c.items() if k != "text"} for c in answer["choices"]]}
+    assert sampler.sample(PROMPTS, 3, PARAMS) == right
+    characters = {i: text for text, i in sampler.tokenizer.get_vocab().items()}
+    texts = ["".join(characters[t] for t in s.tokens if len(characters[t]) == 1) for r in right for s in r.sequences]
+    assert [s.text for r in right for s in r.sequences] == texts
+    assert len(set(texts)) > 5  # not all the same
+
+
+@pytest.mark.parametrize("stop", [("c",), (".", "cb"), ("bca",), ("zz",)])
+@pytest.mark.parametrize("honours", [True, False], ids=["stops", "goes on"])
+def test_stop_texts_that_end_within_a_token_give_what_the_torch_sampler_gives(
+    honours: bool, stop: tuple[str, ...], stubs: MakeStub, samplers: MakeSampler
+) -> None:
+    model, pieces = trained(), Pieces()
+    model.tokenizer = pieces
+    stub = stubs()
+    stub.tokenizer = pieces if honours else None
+    sampler = samplers(stub, tokenizer=pieces)
+    sampler.sync(model)
+    params = SamplingParams(temperature=0.0, max_new_tokens=8, stop=stop)
+    prompts = [f"{a}+{b}=" for a, b in [(47, 85), (1, 3), (36, 58), (99, 99)]]
+    ours, theirs = (
+        [
+            (s.tokens, s.text, s.stop_reason, len(s.logps or ()))
+            for r in each.sample(prompts, 1, params)
+            for s in r.sequences
+        ]
+        for each in (sampler, TorchSampler(model))
+    )
+    assert ours == theirs
+    spelled = [pieces.decode(list(tokens), skip_special_tokens=True) for tokens, *_ in ours]
+    cut = [whole for whole, (_, text, *_) in zip(spelled, ours, strict=True) if whole != text]
+    assert bool(cut) == (stop != ("zz",))
+    if stop == ("c",):
+        assert any(not whole.endswith("c") for whole in cut)  # within a token
+
+
+def run_of(stub: StubServer, output: Path, **options: Any) -> GRPOTrainer:
+    """A run of two steps that samples from a stub."""
+    small = {"prompts_per_step": 4, "group_size": 2, "max_new_tokens": 4, "steps": 2, "eval_prompts": 0}
+    return GRPOTrainer(TrainConfig(**small, **options, sampler=f"vllm:{stub.address}", output=str(output)), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("shift", "said"),
+    [
+        (lambda x: x - 3.0, "sampler/logp_gap_mean is 3, above 0.1: the sampler reports other log-probs"),
+        (lambda x: 0.0, r"sampler/logp_gap_(mean|max) is [\d.]+, above"),
+        (lambda x: x, None),
+    ],
+    ids=["3 nats off", "all 0", "right"],
+)
+def test_log_probs_beyond_the_doctors_bound_are_warned_of_once_at_the_first_step(
+    shift: Callable[[float], float],
+    said: str | None,
+    stubs: MakeStub,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stub = stubs()
+
+    def spoil(answer: Answer) -> Answer:
+        for choice in answer["choices"]:
+            choice["logprobs"]["token_logprobs"] = [shift(x) for x in choice["logprobs"]["token_logprobs"]]
+        return answer
+
+    trainer = run_of(stub, tmp_path / "run")
+    stub.spoil = spoil
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    events = [event for event in trainer.run.events() if event["event"] == "sampler_gap"]
+    warnings = [record.getMessage() for record in caplog.records if "logp_gap" in record.getMessage()]
+    if said is None:
+        assert events == [] and warnings == []
+        return
+    assert [event["step"] for event in events] == [1]
+    assert re.search(said, events[0]["text"]) and len(warnings) == 1 and re.search(said, warnings[0])
+
+
 # --- answers that cannot be used ----------------------------------------------------------------------------------
 
 
@@ -205,7 +312,16 @@ UNUSABLE: dict[str, tuple[Callable[[Answer], Answer | None], str]] = {
     "positive": (logprobs(lambda x: [0.5, *x[1:]]), "a log-prob is not finite, or above 0"),
     "a word": (logprobs(lambda x: ["abc", *x[1:]]), "answered without what was asked for"),
     "beyond floats": (logprobs(lambda x: [-(10**400), *x[1:]]), "answered without what was asked for"),
-    "text as number": (change("text", 5), "answered without what was asked for"),
+    "a truth as id": (change("token_ids", lambda t: [True, *t[1:]]), "answered without what was asked for.*True is no"),
+    "a truth as logprob": (logprobs(lambda x: [False, *x[1:]]), "answered without what was asked for.*False is no"),
+    "a number as text": (logprobs(lambda x: [str(x[0]), *x[1:]]), "answered without what was asked for.*is no number"),
+    "one index": (
+        lambda a: {"choices": [c | {"index": 0} for c in a["choices"]]},
+        r"completions \[0, 0, 0\] \(index\)",
+    ),
+    "one choice": (lambda a: {"choices": a["choices"][:1] * 3}, r"completions \[2, 2, 2\] \(index\), not from 0 on"),
+    "index from 1": (lambda a: {"choices": [c | {"index": c["index"] + 1} for c in a["choices"]]}, r"\[1, 2, 3\]"),
+    "true as index": (change("index", True), "answered without what was asked for"),
     "too long": (too_long, "it is longer than max_new_tokens=4"),
     "cut early": (cut_early, "it was cut before max_new_tokens=4"),
     "another prompt": (change("prompt_token_ids", [4, 4, 4]), "continued another prompt than it was given"),
@@ -277,6 +393,45 @@ def test_a_server_whose_engine_died_answers_500_and_is_brought_back(stubs: MakeS
     stub.restart()
     assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
     assert stub.failures == 0
+
+
+@pytest.mark.row("R-36", "status 429 from an HTTP server")
+def test_a_server_that_has_too_much_to_do_once_is_asked_again(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler, model = samplers(stub), trained()
+    sampler.sync(model)
+    undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
+    stub.failures, stub.failure = 1, 429
+    assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+    assert stub.failures == 0
+
+
+@pytest.mark.row("R-37", "an answer that is cut off, from an HTTP server")
+def test_an_answer_that_is_cut_off_once_is_asked_for_again(
+    stubs: MakeStub, samplers: MakeSampler, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub = stubs()
+    sampler, model = samplers(stub), trained()
+    sampler.sync(model)
+    undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
+    left = [1]
+
+    def cut(answer: Answer) -> Any:  # with the right Content-Length: a proxy has cut it
+        return answer if not left else json.dumps(answer)[: 100 * left.pop()]
+
+    stub.spoil = cut
+    with caplog.at_level(logging.WARNING):
+        assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+    assert ["/v1/completions with broken or cut JSON" in record.message for record in caplog.records] == [True]
+
+
+def test_answers_that_are_always_cut_off_stop_the_run_with_that_reason(stubs: MakeStub, samplers: MakeSampler) -> None:
+    stub = stubs()
+    sampler = samplers(stub)
+    stub.spoil = lambda answer: json.dumps(answer)[:-2]  # type: ignore[assignment,return-value]
+    with pytest.raises(SamplerError, match=r"lost 4 times in a row: .* with broken or cut JSON") as raised:
+        sampler.sample(PROMPTS, 3, PARAMS)
+    assert "0.11" not in str(raised.value)
 
 
 def test_a_server_that_always_answers_500_stops_the_run_with_its_words(stubs: MakeStub, samplers: MakeSampler) -> None:

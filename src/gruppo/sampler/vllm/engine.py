@@ -1,14 +1,14 @@
 """Engine: what vLLMSampler needs of vLLM, in this process or behind HTTP; its requests, its answers and their check."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from gruppo.errors import InputError, SamplerError
-from gruppo.sampler.base import Poll, Samples, SamplingParams
+from gruppo.sampler.base import Poll, Samples, SamplingParams, stopped_at, texts_of
 from gruppo.sampler.vllm.worker import EXTENSION
 from gruppo.types import Prompt, StopReason, Trajectory
 from gruppo.weights.source import linear_layers
@@ -47,11 +47,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A completion as an engine reports it."""
+    """A completion as an engine reports it. Its text is made here: the tokens are what is trained on."""
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
-    text: str
     stop_reason: StopReason
 
 
@@ -105,6 +104,8 @@ def response(
     completions: Sequence[Completion],
     params: SamplingParams,
     *,
+    tokenizer: Any,
+    end_ids: Collection[int],
     vocabulary: int,
     versions: tuple[int, int],
 ) -> Samples:
@@ -127,13 +128,16 @@ def response(
                     f"vLLM's answer cannot be used: {problem}; it has {len(c.tokens)} tokens {c.tokens[:8]} and "
                     f"{len(c.logps)} log-probs {c.logps[:4]}, stop_reason={c.stop_reason!r}"
                 )
+    for c, whole in zip(completions, texts_of(tokenizer, [list(c.tokens) for c in completions]), strict=True):
+        ended = stopped_at(tokenizer, c.tokens, params.stop, end_ids)
+        length, text = ended or (len(c.tokens), whole)
         made.append(
             Trajectory(
                 prompt=request.prompt,
-                tokens=c.tokens,
-                logps=c.logps,
-                text=c.text,
-                stop_reason=c.stop_reason,
+                tokens=c.tokens[:length],
+                logps=c.logps[:length],
+                text=text,
+                stop_reason="stop" if ended else c.stop_reason,
                 versions=versions,
             )
         )

@@ -112,7 +112,7 @@ class HttpEngine(Engine):
         try:
             return [
                 [
-                    float(entry[str(token)]["logprob"])
+                    _number(entry[str(token)]["logprob"])
                     for token, entry in zip(row[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
                 ]
                 for row, answer in zip(rows, answers, strict=True)
@@ -189,13 +189,12 @@ class HttpEngine(Engine):
     def _completions(self, answer: Any, request: Request) -> list[Completion]:
         """The choices of an answer, in order. Raises SamplerError with the name of a missing field."""
         try:
-            choices = sorted(answer["choices"], key=lambda c: c["index"])
+            choices = sorted(answer["choices"], key=lambda c: _whole(c["index"]))
             prompts = {tuple(c["prompt_token_ids"]) for c in choices if c.get("prompt_token_ids") is not None}
             completions = [
                 Completion(
-                    tokens=tuple(map(index, c["token_ids"])),
-                    logps=tuple(map(float, c["logprobs"]["token_logprobs"])),
-                    text=_text(c["text"]),
+                    tokens=tuple(map(_whole, c["token_ids"])),
+                    logps=tuple(map(_number, c["logprobs"]["token_logprobs"])),
                     stop_reason="stop" if c["finish_reason"] == "stop" else "length",
                 )
                 for c in choices
@@ -207,6 +206,12 @@ class HttpEngine(Engine):
         if prompts - {request.prompt.token_ids}:
             raise SamplerError(
                 f"{self.name} continued another prompt than it was given; is there a chat template in between?"
+            )
+        numbers = [c["index"] for c in choices]
+        if len(numbers) == request.num_samples and numbers != list(range(len(numbers))):
+            raise SamplerError(
+                f"{self.name} numbered its {len(numbers)} completions {numbers[:8]} (index), not from 0 on: some of "
+                "them may be one and the same"
             )
         return completions
 
@@ -313,13 +318,16 @@ class HttpEngine(Engine):
         if response.status == 200:
             try:
                 return json.loads(text or "{}")
-            except (ValueError, RecursionError):
+            except (ValueError, RecursionError) as error:
+                if text.startswith("{") and isinstance(error, json.JSONDecodeError):
+                    raise EngineLost(f"{self.name} answered {path} with broken or cut JSON: {error}") from error
                 return {}  # /v1/load_lora_adapter answers with a sentence
         answered = f"{self.name} answered {path} with {response.status}: {printable(text[:300])}"
         if response.status == 404 and body is not None and body.get("model") == ADAPTER:
             raise EngineLost(f"{self.name} does not know the adapter it was given")
+        # 429: a proxy in front of it has too much to do.
         # 500 to a request: the engine has died and the server has yet to end. 500 to a command: the command failed.
-        if response.status in (502, 503, 504) or (response.status >= 500 and not remedy):
+        if response.status in (429, 502, 503, 504) or (response.status >= 500 and not remedy):
             raise EngineLost(answered)
         has_remedy = remedy and response.status in (403, 404, 405)
         raise Refused(f"{answered}; {remedy}" if has_remedy else answered, response.status)
@@ -351,7 +359,13 @@ def _most_bytes(body: dict[str, Any] | None) -> int:
     return SMALL + tokens * TOKEN_BYTES
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"text is {type(value).__name__}")
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.40} is no whole number")
     return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r:.40} is no number")
+    return float(value)

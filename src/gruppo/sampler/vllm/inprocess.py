@@ -149,6 +149,4 @@ class InProcessEngine(Engine):
 def _completion(output: Any) -> Completion:
     tokens = tuple(output.token_ids)
     logps = tuple(entry[token].logprob for token, entry in zip(tokens, output.logprobs or (), strict=False))
-    return Completion(
-        tokens=tokens, logps=logps, text=output.text, stop_reason="stop" if output.finish_reason == "stop" else "length"
-    )
+    return Completion(tokens=tokens, logps=logps, stop_reason="stop" if output.finish_reason == "stop" else "length")

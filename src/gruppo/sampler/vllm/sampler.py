@@ -46,6 +46,7 @@ class vLLMSampler(Sampler):
         poll: cancellation hook, called while waiting, in threads of the sampler too; raise to abort.
         at_once: calls of `submit` that a server answers at the same time. With more than 1, `load` does not wait for
             them: what runs goes on with the new weights, and its trajectories have the versions of both.
+        tokenizer: reads prompts and writes the texts of completions; None: the model's own.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class vLLMSampler(Sampler):
         deadline_s: float = 600.0,
         poll: Poll = lambda: None,
         at_once: int = 1,
+        tokenizer: Any = None,
     ) -> None:
         folder = source.resolve(model_id)
         if source.holds_adapter(model_id):
@@ -77,8 +79,8 @@ class vLLMSampler(Sampler):
         length = max_model_len or source.context_length(model_id)
         if length is None:
             raise InputError(f"max_model_len is needed: the config of {model_id!r} does not tell the model's own")
-        super().__init__(source.load_tokenizer(model_id))
         vocabulary = source.load_config(model_id).get_text_config().vocab_size
+        super().__init__(tokenizer or source.load_tokenizer(model_id), vocabulary)
         self.length = length
         self.lora = lora
         self.canary_rows = canary_rows(vocabulary, length=min(12, length - 1))
@@ -99,8 +101,8 @@ class vLLMSampler(Sampler):
             for address in servers or (None,):
                 engine = _start_engine(address, arguments, options)
                 engine.deadline_s, engine.stop_ids = deadline_s, stop_ids
-                supervisor = Supervisor(engine, bound=bound, vocabulary=vocabulary, poll=poll, at_once=at_once)
-                self.supervisors.append(supervisor)
+                reading: dict[str, Any] = {"tokenizer": self.tokenizer, "vocabulary": vocabulary}
+                self.supervisors.append(Supervisor(engine, bound=bound, poll=poll, at_once=at_once, **reading))
             for supervisor in self.supervisors:
                 supervisor.start(self.canary_rows)  # several servers start at the same time
         except BaseException:

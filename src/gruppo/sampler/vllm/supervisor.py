@@ -33,10 +33,18 @@ class Supervisor:
     """
 
     def __init__(
-        self, engine: Engine, *, bound: float, vocabulary: int, poll: Poll = lambda: None, at_once: int = 1
+        self,
+        engine: Engine,
+        *,
+        bound: float,
+        tokenizer: Any,
+        vocabulary: int,
+        poll: Poll = lambda: None,
+        at_once: int = 1,
     ) -> None:
         self.engine = engine
-        self.vocabulary = vocabulary
+        self._reading = {"tokenizer": tokenizer, "end_ids": engine.stop_ids, "vocabulary": vocabulary}
+        """What answers are read with."""
         self.loaded: Published | None = None
         """The weights that the engine is to have; None: those of its start."""
         self._check = CanaryCheck(bound)
@@ -82,7 +90,7 @@ class Supervisor:
         prompts = [row[:-1] for row in rows]
         requests = [Request(prompt=Prompt(token_ids=prompt), num_samples=1, seed=0) for prompt in prompts]
         answers = zip(requests, engine.generate(requests, hot), strict=True)
-        drawn = [response(r, found, hot, vocabulary=self.vocabulary, versions=(0, 0))[0] for r, found in answers]
+        drawn = [response(r, found, hot, versions=(0, 0), **self._reading)[0] for r, found in answers]
         cold = engine.logps_of([(*p, c.tokens[0]) for p, c in zip(prompts, drawn, strict=True)])
         if all(abs(c.logps[0] - row[-1]) < 1e-6 for c, row in zip(drawn, cold, strict=True) if c.logps):
             raise SamplerError(
@@ -107,7 +115,7 @@ class Supervisor:
             self._batch.futures = ()
         for request, completions in zip(batch, answers, strict=True):
             try:
-                outcome = response(request, completions, params, vocabulary=self.vocabulary, versions=versions)
+                outcome = response(request, completions, params, versions=versions, **self._reading)
             except SamplerError as error:
                 outcome = error
             _settle(request.future, outcome)
