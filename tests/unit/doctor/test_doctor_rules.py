@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gruppo.doctor import RULES, Table, advice
+from gruppo.doctor import RULES, Table, advice, sampler_gap
 from gruppo.doctor.finding import Change, Finding, beyond
 from gruppo.doctor.rules import applied
 from gruppo.doctor.table import Rollouts, Updates
@@ -314,3 +314,24 @@ def test_a_held_out_prompt_inside_a_longer_one_does_not_leak(frame: str) -> None
 
 def test_each_rule_is_under_its_own_name() -> None:
     assert {name: rule.__name__ for name, rule in RULES.items()} == {name: name for name in RULES}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"sampler/logp_gap_mean": 0.11}, "sampler/logp_gap_mean is 0.11, above 0.1"),
+        ({"sampler/logp_gap_max": 1.1}, "sampler/logp_gap_max is 1.1, above 1"),
+        ({"sampler/logp_gap_mean": 3.0, "rollout/staleness": 0.0}, "sampler/logp_gap_mean is 3, above 0.1"),
+        ({"sampler/logp_gap_mean": 3.0, "rollout/staleness": 1.0}, None),  # older weights have other log-probs
+        ({"sampler/logp_gap_mean": 0.09, "sampler/logp_gap_max": 0.9}, None),
+        ({}, None),
+    ],
+)
+def test_the_gap_of_one_step_is_judged_by_the_bounds_of_stale_sampler(
+    changes: dict[str, float], name: str | None
+) -> None:
+    said = sampler_gap(HEALTHY | changes)
+    assert (said is None) == (name is None) and (said or "").startswith(name or "")
+    if changes and "rollout/staleness" not in changes:
+        found = [f for f in applied(Table(metrics=lines(**changes))) if f.rule == "stale_sampler"]
+        assert len(found) == (name is not None)
