@@ -244,11 +244,16 @@ def sendable(reward: Reward) -> str | Callable[..., Any]:
             f"reward {reward.name!r} is defined in an interactive session, where a worker process cannot import it; "
             "move it to a module, or run it in this process without a time limit: load_reward(function, isolated=False)"
         )
-    if is_in_main(function) and not _has_main_guard():
+    if is_in_main(function) and not _guards():
         raise InputError(
             f"reward {reward.name!r} is defined in the script that runs, and a worker process would run all of it once "
             "more to import the reward; put the rest of the script under `if __name__ == '__main__':`, move the reward "
             "to a module, or run it in this process without a time limit: load_reward(function, isolated=False)"
+        )
+    if is_under_guard(function):
+        raise InputError(
+            f"reward {reward.name!r} is defined under `if __name__ == '__main__':`, which a worker process does not "
+            "run; move it above, or run it in this process without a time limit: load_reward(function, isolated=False)"
         )
     return function
 
@@ -258,11 +263,19 @@ def is_in_main(function: Any) -> bool:
     return "__main__" in (getattr(function, "__module__", ""), type(function).__module__)
 
 
-def _has_main_guard() -> bool:
-    """True when the script that runs tests `__name__`, so that importing it does not run it again."""
+def is_under_guard(function: Any) -> bool:
+    """True when the function, or its class, is defined where the script tests `__name__`: only running it does that."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    first = named.__qualname__.partition(".")[0]
+    parts = [part for guard in _guards() for part in ast.walk(guard)] if is_in_main(function) else []
+    return any(isinstance(p, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and p.name == first for p in parts)
+
+
+def _guards() -> list[ast.stmt]:
+    """The tests of `__name__` in the script that runs. A compiled program has no source to read: it counts as one."""
     try:
         with tokenize.open(str(sys.modules["__main__"].__file__)) as file:
             script = ast.parse(file.read())
-    except (OSError, SyntaxError):  # no source to read: a compiled program
-        return True
-    return any(isinstance(line, ast.If) and "__name__" in ast.dump(line.test) for line in script.body)
+    except (OSError, SyntaxError, AttributeError):
+        return [ast.Pass()]
+    return [line for line in script.body if isinstance(line, ast.If) and "__name__" in ast.dump(line.test)]

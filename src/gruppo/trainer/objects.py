@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
 from gruppo.reward import Reward, load_reward
-from gruppo.reward.load import sendable
+from gruppo.reward.load import is_under_guard, sendable
 from gruppo.task.dataset import is_stream
 from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
@@ -155,7 +155,9 @@ def _warn_of_local(rewards: Sequence[Reward]) -> None:
     # A lambda, or a function inside a function, has no name to import it by, wherever it is.
     is_named = all("<" not in getattr(reward.function, "__qualname__", "") for reward in rewards)
     where = "inside of a function" if not is_named else "in the script itself" if has_file else "interactively"
-    guard = ', or guard the script with `if __name__ == "__main__":`' if is_named and has_file else ""
+    is_under = any(is_under_guard(reward.function) for reward in rewards)
+    other = "above the" if is_under else "guard the script with"
+    guard = f', or {other} `if __name__ == "__main__":`' if is_named and has_file else ""
     logger.warning(
         f"Reward{'' if is_one else 's'} %s {is_} defined {where}, so {'it' if is_one else 'they'} cannot be killed if "
         f"{hangs}. Move {it} to a module{guard}.",

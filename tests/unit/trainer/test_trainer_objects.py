@@ -267,3 +267,30 @@ def test_the_warning_of_a_reward_of_the_script_is_one_sentence_with_what_helps(
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [said]
+
+
+GUARDED = """
+from gruppo.trainer import GRPOTrainer, TrainConfig
+
+if __name__ == "__main__":
+
+    def right(completions, **columns):
+        return [1.0] * len(completions)
+
+    options = {"steps": 1, "eval_prompts": 0, "max_new_tokens": 4, "tensorboard": False, "threads": 1}
+    trainer = GRPOTrainer(TrainConfig(output="run", **options), rewards=[right], quiet=True)
+    print(trainer.train().metrics[-1]["reward/right/mean"])
+    trainer.save_model("model")
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_under_the_guard_of_a_script_runs_in_the_script(tmp_path: Path) -> None:
+    """No worker process can import it: many scripts define their rewards there."""
+    (tmp_path / "script.py").write_text(GUARDED)
+    ran = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ran.returncode == 0 and ran.stdout.splitlines()[-1] == "1.0", ran.stderr
+    assert 'Move it to a module, or above the `if __name__ == "__main__":`.' in ran.stderr
+    assert (tmp_path / "model" / "config.json").is_file()
