@@ -242,7 +242,14 @@ def test_nightly_goes_on_after_a_failure_and_says_what_failed(tmp_path):
     more = "".join(f"{name}:\n\t@echo output of {name}; {ends}\n" for name, ends in
                    (("one", "true"), ("two", "false"), ("three", "true")))  # fmt: skip
     (tmp_path / "Makefile").write_text(f"{makefile}\n{more}")
-    ran = subprocess.run(["make", "nightly"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(
+        ["make", "--no-print-directory", "nightly"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert [re.sub(r"\d+ min", "N min", line) for line in ran.stdout.splitlines()[:3]] == [
         "ok one N min", "failed two N min", "ok three N min"
     ]  # fmt: skip

@@ -65,8 +65,8 @@ def sums(num: int) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--group-size", "1"], ["group_size", "greater than or equal to 2", "1"]),
-        (["--group-size", "0"], ["group_size", "greater than or equal to 2", "0"]),
+        (["--group-size", "1"], ["group_size", "a group needs at least two completions", "1"]),
+        (["--group-size", "0"], ["group_size", "a group needs at least two completions", "0"]),
         (["--steps", "many"], ["--steps", "'many'", "--steps INT"]),
         (["--minibatches", "3"], ["minibatches=3 does not divide prompts_per_step=8; use one of [1, 2, 4, 8]"]),
         (["--clip-range", "0.3", "0.2"], ["clip_range", "(0.3, 0.2)", "did you mean (0.2, 0.3)?"]),
@@ -103,7 +103,7 @@ def test_a_wrong_option_is_named_with_its_value_and_a_remedy(
     ("content", "expected"),
     [
         ("group_sise: 4\n", "unknown option 'group_sise'; did you mean 'group_size'?"),
-        ("group_size: 1\n", "group_size=1: Input should be greater than or equal to 2"),
+        ("group_size: 1\n", "group_size=1: a group needs at least two completions to compare"),
         ("steps: many\n", "steps='many': Input should be a valid integer"),
         ("- a\n- b\n", "must hold `option: value` lines, got a list"),
         ("steps: {\n", "is not YAML"),
