@@ -294,7 +294,8 @@ class LossOptions(Options):
     loss: Named = "grpo"
     """grpo, gspo, sapo, cispo, bnpo, drgrpo, dapo, ... (`gruppo losses` lists all), or your.module:YourLoss."""
     loss_options: dict[str, Plain] = Field(default_factory=dict)
-    """Options of the loss by name, such as threshold of m2po, or share of top_entropy."""
+    """Options of the loss by name, such as threshold of m2po or share of top_entropy. A pair of numbers is a list in
+    YAML and two numbers with a comma in a flag: --loss-options bounds 1,5 for clip_cov."""
     clip_range: float | tuple[float, float] | None = None
     """How far the ratio may move from 1: one number, or low and high. Unset: the loss's own default."""
     tau: float | tuple[float, float] | None = None
@@ -319,6 +320,14 @@ class LossOptions(Options):
     above it the bonus is off. Unset: fixed coefficient."""
     entropy_change: Annotated[float, Field(gt=0)] = 0.005
     """Amount by which entropy_coef grows or shrinks per step under entropy_target."""
+
+    @field_validator("loss_options", mode="before")
+    @classmethod
+    def _write_pairs(cls, options: Any) -> Any:
+        """`[1, 5]` as `1,5`, the form that a flag has for it."""
+        if not isinstance(options, dict):
+            return options
+        return {name: ",".join(map(repr, value)) if _is_numbers(value) else value for name, value in options.items()}
 
 
 class OptimOptions(Options):
@@ -442,6 +451,24 @@ _OF_THE_SERVER = {
     **dict.fromkeys(("host", "port", "uds", "api_key", "root_path", "ssl_keyfile", "ssl_certfile"), _ADDRESS),
 }
 """Options of vLLM that a run does not hand on, with the reason."""
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(n) in (int, float) for n in value)
+
+
+def read_pair(value: Plain) -> Plain | tuple[float, ...]:
+    """A pair of numbers that is written as `1,5`; any other value stays as it is.
+
+    >>> read_pair("1,5"), read_pair("sampler"), read_pair(0.2)
+    ((1.0, 5.0), 'sampler', 0.2)
+    """
+    if not isinstance(value, str) or "," not in value:
+        return value
+    try:
+        return tuple(map(float, value.split(",")))
+    except ValueError:
+        return value
 
 
 def _kinds(annotation: Any) -> set[Any]:

@@ -16,7 +16,7 @@ from gruppo.errors import GruppoError, InputError
 from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
-from gruppo.options import DataOptions, ModelOptions, read_sampler
+from gruppo.options import DataOptions, ModelOptions, read_pair, read_sampler
 from gruppo.output import shell_word
 from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.reward import RewardScorer, RewardShape, load_reward
@@ -111,7 +111,7 @@ def build_loss(config: TrainConfig, given: Any = None) -> PolicyLoss:
     clashes = sorted(options.keys() & config.loss_options.keys())
     if clashes:
         raise InputError(f"loss_options has {clashes[0]!r}, which is an option of its own: give {clashes[0]}=...")
-    options |= config.loss_options
+    options |= {name: read_pair(value) for name, value in config.loss_options.items()}
     loss = _made("loss", config.loss, cls, options)
     if not isinstance(loss, PolicyLoss):
         raise InputError(f"loss={config.loss!r} gives a {type(loss).__name__}, not a loss of gruppo.loss")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from gruppo.cli.main import run
+from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.loss import DAPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
 from gruppo.trainer import TrainConfig
@@ -305,3 +306,14 @@ def test_a_file_of_trl_is_answered_with_the_command_that_converts_it(
     with pytest.raises(InputError) as caught:
         TrainConfig.from_yaml(path)
     assert str(caught.value) == f"{path}: unknown option 'learning_rate'; it is called lr here"
+
+
+@pytest.mark.parametrize("given", [{"bounds": [0.5, 4]}, {"bounds": (0.5, 4.0)}, {"bounds": "0.5,4"}])
+def test_an_option_of_a_loss_may_be_a_pair_of_numbers(given: dict[str, Any], tmp_path: Path) -> None:
+    config = TrainConfig(loss="clip_cov", loss_options=given)
+    assert build_loss(config) == LOSSES["clip_cov"](bounds=(0.5, 4.0))
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    assert build_loss(TrainConfig.from_yaml(tmp_path / "run.yaml")) == build_loss(config)
+    words = ["--loss", "vespo", "--loss-options", "positive", "2.5,3", "negative", "1,2"]
+    by_flags = build_loss(parse_run(words, verb="train", description="", preset={}))
+    assert by_flags == LOSSES["vespo"](positive=(2.5, 3.0), negative=(1.0, 2.0))
