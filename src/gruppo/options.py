@@ -66,7 +66,10 @@ class ModelOptions(Options):
     """The model, and how it computes."""
 
     model: Place = "builtin"
-    """Folder, hf://org/name, ms://org/name, hub id, or 'builtin' (0.17 M parameters, adds two numbers, badly)."""
+    """Folder, GGUF file, hf://org/name, ms://org/name, hub id, or 'builtin' (0.17 M parameters, adds two numbers,
+    badly)."""
+    tokenizer: Place | None = None
+    """Folder or hub id of another tokenizer, with its chat template. Unset: the model's own."""
     revision: str | None = None
     """Commit, tag or branch of a model from a hub. Unset: the newest. The config of the run holds the commit."""
     lora: bool = False
@@ -105,6 +108,11 @@ class ModelOptions(Options):
     def pinned_model(self) -> str:
         """The model id with its revision."""
         return self.model if self.revision is None else f"{self.model}@{self.revision}"
+
+    @property
+    def tokenizer_id(self) -> str:
+        """Where the tokenizer is from: named by itself, or with the model."""
+        return self.tokenizer or self.pinned_model
 
 
 class DataOptions(Options):

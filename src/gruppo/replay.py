@@ -306,7 +306,7 @@ def _with_weights(cases: list[_Case], run: RunReader, config: TrainConfig, step:
     if config.threads:
         torch.set_num_threads(config.threads)
     objects = Objects(model=config.pinned_model, tokenizer=None, rewards=(), data=None, eval_data=None)
-    model = build.build_model(config, objects, own.loss, load_tokenizer(config.pinned_model))
+    model = build.build_model(config, objects, own.loss, load_tokenizer(config.tokenizer_id))
     if any("ref_logps" in case.loss.needs for case in cases):
         model.reference()  # before the weights of the step are loaded: it is the model at the start
     if step > 1:

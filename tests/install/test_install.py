@@ -34,6 +34,7 @@ BROUGHT = {
     "tasks": "reasoning-gym",
     "vllm": "vllm",
     "qlora": "bitsandbytes",
+    "gguf": "gguf",
     "ray": "ray",
     "modelscope": "modelscope",
     "wandb": "wandb",

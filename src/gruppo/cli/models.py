@@ -39,7 +39,10 @@ class EvalArguments:
     run: tyro.conf.Positional[Annotated[Path | None, unset("[RUN]")]] = None
     """A run directory: its model, its held-out rows and its options. What is given besides wins."""
     model: Annotated[str | None, unset("STR")] = None
-    """Folder (a run, a full model or an adapter), hub id, or 'builtin'. Unset: the model of the run, else 'builtin'."""
+    """Folder (a run, a full model or an adapter), GGUF file, hub id, or 'builtin'. Unset: the model of the run, else
+    'builtin'."""
+    tokenizer: Annotated[str | None, unset("STR")] = None
+    """Folder or hub id of another tokenizer. Unset: the model's own."""
     data: Annotated[str | None, unset("STR")] = None
     """Prompts, as for `gruppo train`. Unset: the held-out rows of the run, else those of builtin:carries."""
     rewards: Annotated[tuple[str, ...] | None, unset("STR [STR ...]")] = None
@@ -100,7 +103,7 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     with build_rewards(config, objects) as scorer:
         options = prompt_options(config)
         options["max_prompt_tokens"] = longest_prompt(config.pinned_model, 1, config.max_prompt_tokens)
-        found = load_prompts(config.data, load_tokenizer(config.pinned_model), **options)
+        found = load_prompts(config.data, load_tokenizer(config.tokenizer_id), **options)
         prompts = list(found)
         if given.limit is not None and given.limit < 1:
             raise InputError(f"limit must be at least 1, got {given.limit}")
@@ -150,7 +153,7 @@ def eval_config(given: EvalArguments) -> TrainConfig:
         run = RunReader(given.run)
         if given.rewards is None:  # those of the run are imported
             run.check_owner(given.trust)
-        values = run.config() | {"model": str(given.run), "revision": None, "eval_data": None}
+        values = run.config() | {"model": str(given.run), "tokenizer": None, "revision": None, "eval_data": None}
         if given.data is None:
             values |= _held_out(given.run)
     own = {name: value for name, value in vars(given).items() if name in TrainConfig.model_fields and value is not None}
@@ -182,15 +185,19 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
 
     from gruppo.options import read_sampler
     from gruppo.sampler import TorchSampler, vLLMSampler
+    from gruppo.weights.source import load_tokenizer
 
     if config.threads:
         torch.set_num_threads(config.threads)
     kind, servers = read_sampler(config.sampler)
+    tokenizer = load_tokenizer(config.tokenizer_id)
     if kind == "torch":
-        return TorchSampler(config.pinned_model, temperature=config.temperature, dtype=config.dtype)
+        options: dict[str, Any] = {"temperature": config.temperature, "dtype": config.dtype}
+        return TorchSampler(config.pinned_model, tokenizer=tokenizer, **options)
     has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return vLLMSampler(
         config.pinned_model,
+        tokenizer=tokenizer,
         servers=servers,
         dtype=("bfloat16" if has_bf16 else "float32") if config.dtype == "auto" else config.dtype,
         max_model_len=longest + config.max_new_tokens + 1,
@@ -246,7 +253,10 @@ class SampleArguments:
     run: Annotated[Path | None, unset("PATH")] = None
     """A run directory: its model, and the template, limits and stop texts that it sampled with."""
     model: Annotated[str | None, unset("STR")] = None
-    """Folder (a run, a full model or an adapter), hub id, or 'builtin'. Unset: the model of the run, else 'builtin'."""
+    """Folder (a run, a full model or an adapter), GGUF file, hub id, or 'builtin'. Unset: the model of the run, else
+    'builtin'."""
+    tokenizer: Annotated[str | None, unset("STR")] = None
+    """Folder or hub id of another tokenizer. Unset: the model's own."""
     num_samples: int = 1
     """Completions per prompt."""
     temperature: Annotated[float | None, unset("FLOAT")] = None
@@ -309,7 +319,7 @@ def sample(arguments: Sequence[str]) -> int:
     )
     found = load_prompts(
         [{"prompt": text} for text in given.prompts],
-        load_tokenizer(config.pinned_model),
+        load_tokenizer(config.tokenizer_id),
         max_prompt_tokens=longest_prompt(config.pinned_model, 1),
         chat=config.chat,
         system=config.system,
@@ -346,7 +356,7 @@ def sample_config(given: SampleArguments) -> TrainConfig:
     values: dict[str, Any] = {"model": "builtin", "max_new_tokens": 64}
     if given.run is not None:
         run = RunReader(given.run)
-        values = run.config() | {"model": str(given.run), "revision": None, "vllm_options": {}}
+        values = run.config() | {"model": str(given.run), "tokenizer": None, "revision": None, "vllm_options": {}}
         # A list of messages goes through the template whether the run was told so or not.
         rows = read_lines(run.held_out)[:1]
         values["chat"] = values.get("chat", False) or any(isinstance(row.get("prompt"), list) for row in rows)

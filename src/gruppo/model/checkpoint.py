@@ -121,7 +121,10 @@ def save_pretrained(
 
 def write_model(model: Any, folder: Path, **options: Any) -> None:
     """Write all weights and configs, or of a PEFT model the adapter, as `save_pretrained` of transformers and PEFT."""
-    generation = None if hasattr(model, "disable_adapter") else getattr(model, "generation_config", None)
+    is_adapter = hasattr(model, "disable_adapter")
+    generation = None if is_adapter else getattr(model, "generation_config", None)
+    if is_adapter:  # PEFT would ask a hub whether the base has other embeddings
+        options["save_embedding_layers"] = False
     if generation is None:
         model.save_pretrained(folder, **options)
         return

@@ -88,6 +88,7 @@ TRL = {
     "train_sampling_strategy": "shuffle: true or false",
     "data_seed": "seed: one for everything random",
     "model_name_or_path": "model",
+    "tokenizer_name_or_path": "tokenizer",
     "model_revision": "revision",
     "torch_dtype": "dtype",
     "output_dir": "output",
@@ -363,8 +364,6 @@ ABSENT = {
             "generation_kwargs"),
     **_each("it follows from the longest prompt and max_new_tokens", "max_model_len", "vllm_max_model_length"),
     **_each("an engine in the process always sleeps while the trainer works", "", "vllm_enable_sleep_mode"),
-    **_each("the tokenizer is that of the model; GRPOTrainer(tokenizer=...) takes another", "",
-            "tokenizer_name_or_path"),
     **_each("the exit code of a run tells how it ended", "notify", "send_slack_alerts"),
 }  # fmt: skip
 """Options without a counterpart, and why."""

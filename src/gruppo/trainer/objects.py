@@ -60,6 +60,8 @@ def take_objects(
     """The config of a run with these objects, and the objects. Names among them go into the config, and so does the
     reward of the data where none is named."""
     changes: dict[str, Any] = {} if peft_config is None else _adapter(peft_config)
+    if tokenizer is not None and config.tokenizer is not None:
+        raise InputError(f"tokenizer={config.tokenizer!r} in the config and a tokenizer object are two; give one")
     given: dict[str, Any] = {"tokenizer": tokenizer}
     if model is not None and not isinstance(model, str):
         if tokenizer is None:

@@ -170,7 +170,7 @@ class GRPOTrainer:
         )
         with ExitStack() as stack:
             self.scorer = stack.enter_context(scorer)
-            tokenizer = objects.tokenizer or load_tokenizer(config.pinned_model)
+            tokenizer = objects.tokenizer or load_tokenizer(config.tokenizer_id)
             self.config, self.prompts = build.count_steps(config, build.build_prompts(config, objects, tokenizer))
             config = self.config
             self.scorer.max_steps = config.steps

@@ -1,8 +1,8 @@
 """Model ids: the folder or hub repository behind one, its model, tokenizer and config.
 
-A model id is a local folder, a run directory, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`, or `builtin`;
-`@revision` after a hub id is a commit, tag or branch of it. Code from a model repository is never run and pickled
-weights are never read: both can do anything to the machine. docs/security.md lists what is refused.
+A model id is a local folder, a run directory, a GGUF file, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`,
+or `builtin`; `@revision` after a hub id is a commit, tag or branch of it. Code from a model repository is never run and
+pickled weights are never read: both can do anything to the machine. docs/security.md lists what is refused.
 """
 
 import logging
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import GruppoError, InputError, require
 from gruppo.output import printable, shell_word
+from gruppo.weights import gguf
 from gruppo.weights.files import MANIFEST, digest_tensors
 from gruppo.weights.folder import ADAPTER, check_floating, check_folder, check_whole, cut, read_object
 
@@ -47,6 +48,8 @@ def resolve(model_id: str, *, weights: bool = False) -> str:
         from gruppo.task.builtin import builtin_model_path
 
         return str(builtin_model_path())
+    if gguf.is_gguf(model_id):
+        return str(gguf.folder_of(_path(model_id)))
     folder = _local_folder(model_id)
     if folder is None:
         hub, name, revision = _hub_parts(model_id)
@@ -72,9 +75,15 @@ def _local_folder(model_id: str) -> Path | None:
     """The folder of that name; None for a name of a hub."""
     if model_id.startswith(("hf://", "ms://")):
         return None
+    folder = _path(model_id)
+    return folder if model_id and folder.is_dir() else None
+
+
+def _path(model_id: str) -> Path:
     try:
-        folder = Path(model_id).expanduser()
-        return folder if model_id and folder.is_dir() else None
+        path = Path(model_id).expanduser()
+        path.is_dir()
+        return path
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a home that does not exist
         raise InputError(f"model {cut(model_id)!r} is not a usable path: {cut(str(error))}; give a folder") from error
 
@@ -95,7 +104,7 @@ def _hub_parts(model_id: str) -> tuple[str, str, str | None]:
 
 def pin(model_id: str, revision: str | None) -> tuple[str, str | None]:
     """A model id without its revision, and the revision to load: of the Hugging Face hub the commit that it is now."""
-    local = model_id.startswith(BUILTIN) or _local_folder(model_id) is not None
+    local = model_id.startswith(BUILTIN) or gguf.is_gguf(model_id) or _local_folder(model_id) is not None
     if local:
         if revision is not None:
             raise InputError(
@@ -297,7 +306,10 @@ def load_model(
 
 
 def name_source(model: Any, model_id: str, revision: str | None) -> None:
-    """Note a hub's name and commit in the model, not the folder of the cache: an adapter notes its base by these."""
+    """Note a file's name, or a hub's name and commit, in the model, not the folder of the cache: an adapter notes its
+    base by these."""
+    if gguf.is_gguf(model_id):
+        model.name_or_path = model.config._name_or_path = model_id
     if revision is not None:
         model.name_or_path = model_id.removeprefix("hf://")
         model.config._name_or_path, model.config._commit_hash = model.name_or_path, revision
@@ -405,15 +417,20 @@ class _SafeLog(logging.Filter):
 
 
 def load_tokenizer(model_id: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
-    """The tokenizer of `model_id`; of an adapter's folder without one that of its base."""
+    """The tokenizer of `model_id`, or of a folder that holds nothing else; of an adapter's folder without one that of
+    its base."""
     from transformers import AutoTokenizer
 
     model_id = model_id if revision is None else f"{model_id}@{revision}"
-    path = resolve(model_id)
-    if not (Path(path) / "tokenizer_config.json").is_file():
+    folder = _local_folder(model_id)
+    alone = folder is not None and (folder / "tokenizer.json").is_file() and not (folder / "config.json").exists()
+    path = str(folder) if alone else resolve(model_id)
+    if not alone and not (Path(path) / "tokenizer_config.json").is_file():
         path = resolve(base_of(model_id))
     # transformers makes an empty tokenizer of a folder without one, and every prompt would have no tokens.
     if not any(next(Path(path).glob(name), None) for name in _TOKENIZERS):
+        if gguf.is_gguf(model_id):
+            raise InputError(f"{model_id} holds no tokenizer; name the folder or hub id of one: --tokenizer FOLDER")
         raise InputError(
             f"model folder {path} has no tokenizer (tokenizer.json and tokenizer_config.json); copy the files from the "
             "model that it was made from"
