@@ -64,6 +64,7 @@ FILES = {
     "tulu.jsonl": '{"messages": [{"role": "user", "content": "1+1="}], "ground_truth": "2", "dataset": "math"}\n',
     "run.yaml": "model: builtin\ndata: problems.jsonl\nrewards: [number_match]\nmax_new_tokens: 4\n",
     "config.yaml": "model_name_or_path: Qwen/Qwen3-0.6B\nmax_steps: 100\nnum_generations: 8\n",
+    "maxrl.sh": "python maxrl.py --model_name_or_path Qwen/Qwen3-0.6B --max_steps 100 --num_generations 8\n",
     "scripts/train/qwen/grpo.sh": "python open_instruct/grpo_fast.py --model_name_or_path Qwen/Qwen3-0.6B --beta 0.0\n",
     "train_grpo.py": "MAX_STEPS = 100\nNUM_GENERATIONS = 8\n",
     "my_rewards.py": (

@@ -15,7 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```python.*?\n(.*?)^```$", re.M | re.S)
-QUICK_TRL, QUICK, SHARED, GSM8K_TRL, GSM8K = (block[1] for block in BLOCK.finditer(PAGE))
+QUICK_TRL, QUICK, SHARED, GSM8K_TRL, GSM8K, _, OPTIONS = (block[1] for block in BLOCK.finditer(PAGE))
 
 QUESTIONS = [
     {"question": f"Ann has {n} pens and buys {n % 7 + 2} more. How many?", "answer": f"{n}+...\n#### {n + n % 7 + 2}"}
@@ -114,6 +114,32 @@ def test_the_quick_start_trains_with_its_defaults_made_small(folder):
     before, line = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert (before["step"], line["step"]) == (0, 1)
     assert line["reward/math_match/abstain_frac"] == 0.0  # it read the column `solution`
+
+
+@pytest.mark.commands
+@pytest.mark.slow
+def test_a_script_with_options_trains_with_those_of_the_command_that_started_it(folder):
+    (folder / "maxrl.sh").write_text(
+        "accelerate launch --config_file zero3.yaml examples/scripts/maxrl.py --model_name_or_path models/qwen "
+        "--output_dir runs/maxrl --learning_rate 3e-6 --use_peft --lora_target_modules 'q_proj', 'v_proj' "
+        "--max_completion_length 4 --num_generations 4 --reward_weights 0.5 1 --max_steps 1 --log_completions\n"
+    )
+    command = re.search(r"^gruppo convert trl maxrl.sh (.*) > maxrl.yaml$", PAGE, re.M)[1].split()
+    made = subprocess.run(
+        [sys.executable, "-m", "gruppo", "convert", "trl", "maxrl.sh", *command],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    (folder / "maxrl.yaml").write_text(made.stdout)
+    out = run(OPTIONS, folder)
+    assert "runs/maxrl is the run directory; its model goes to runs/maxrl/model" in out
+    config = yaml.safe_load((folder / "runs/maxrl/config.yaml").read_text())
+    expected = {
+        "advantage": "maxrl", "lr": 3e-6, "lora_targets": ["q_proj", "v_proj"], "group_size": 4,
+        "prompts_per_step": 2,  # 8 completions of a device / 4
+        "rewards": ["think_format", "math_match"], "reward_weights": [0.5, 1.0],
+    }  # fmt: skip
+    assert {name: config[name] for name in expected} == expected
+    assert (folder / "runs/maxrl/model/adapter_config.json").is_file()
 
 
 def test_the_five_rewards_give_what_the_demo_gives():
