@@ -110,10 +110,11 @@ bench-all: bench
 	.venv-bench/bin/python benchmarks/loop_cpu.py --output .nightly/loop_cpu.json
 	.venv-bench/bin/python benchmarks/head.py --cpu --output .nightly
 	.venv-bench/bin/python benchmarks/shared_prompt.py --tiny --output .nightly
+	$(BIN)/python benchmarks/real_step.py
 	.venv-bench/bin/python benchmarks/scaling.py --measure
 	OMP_NUM_THREADS=1 .venv-bench/bin/python benchmarks/guards.py
 
-NIGHTLY := bench-all site test-browser test-doctor test-faults test-learning test-lowest test-ranks test-ray campaign fuzz
+NIGHTLY := bench-all demo-llm site test-browser test-doctor test-faults test-learning test-lowest test-ranks test-ray campaign fuzz
 
 # The lines at the end: what came of each target, and how long it took
 nightly:
