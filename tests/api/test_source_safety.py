@@ -1,6 +1,7 @@
 """Nothing in the package runs what it reads: no pickle, eval, exec, unsafe YAML, torch.load or shell."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,15 @@ def test_the_reader_finds_what_is_forbidden(code):
 )
 def test_the_reader_lets_the_harmless_pass(code):
     assert offences(code) == []
+
+
+LISTENING = re.compile(r"\b\w*(?:HTTP|TCP|UDP|WSGI|XMLRPC)Server\b|\bcreate_server\b|\bstart_server\b|\.listen\(")
+
+
+def test_what_listens_on_a_port_is_the_view_alone_and_the_page_names_it():
+    listening = {str(p.relative_to(SOURCE)) for p in FILES if LISTENING.search(p.read_text(encoding="utf-8"))}
+    assert listening == {"report/server.py"}
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    part = page.split("## Processes and sockets")[1].split("\n## ")[0]
+    assert "`gruppo view` and `gruppo train --view` listen on a port of `127.0.0.1`" in part
+    assert "no port" not in part and "`torch.distributed`" in part and "`--ray`" in part

@@ -313,9 +313,9 @@ class Totals:
     sequences: Count
     tokens: Count
     local_tokens: Count | None = None
-    """Tokens of this `forward_backward` call on this rank, for the one aggregation that is local (BNPO)."""
+    """Tokens of the local batch, for the one aggregation that has one (BNPO). Unset: of the whole step, as in a run."""
     local_share: float = 1.0
-    """Share of this call among all calls of the step, 1 / (calls x ranks), for the same."""
+    """Share of that batch in the step, 1 / (number of local batches), for the same."""
     step: int = 0
     """Number of the optimizer step, so that a loss that draws tokens draws others in each."""
     survey: Mapping[str, Tensor] | None = None

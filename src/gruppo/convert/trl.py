@@ -178,7 +178,7 @@ def _loss(made: Conversion) -> None:
             made.near(f"{shown}, importance_sampling_level={level}", why, loss=named)
         loss = named
     elif kind == "bnpo":
-        why = "a token mean over a micro-batch, so it depends on tokens_per_microbatch, as it does there on the batch"
+        why = "a token mean over the whole update here, over each micro-batch of a device there"
         made.near(shown, why, loss=loss)
     elif kind in LOSSES:
         made.same(shown, loss=loss)

@@ -193,7 +193,7 @@ def _named_loss(made: Conversion, named: str, options: dict[str, Any]) -> None:
     loss = LOSSES[named]
     made.same(named, loss=loss)
     if loss == "bnpo":
-        made.near(named, "a token mean over a micro-batch, so it depends on tokens_per_microbatch")
+        made.near(named, "a token mean over the whole update here, over each micro-batch there")
     low, high = options.pop("epsilon", None), options.pop("epsilon_high", None)
     documented, tau = options.pop("clip_range", None), options.pop("tau", None)
     if documented is not None:

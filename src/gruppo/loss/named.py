@@ -181,7 +181,8 @@ class CISPOLoss(NamedLoss, name="cispo", paper="arXiv:2506.13585"):
 class BNPOLoss(NamedLoss, name="bnpo", paper="none"):
     """Clip with the mean over the tokens of the local batch, as `bnpo` of other trainers.
 
-    The one loss that depends on how many ranks and calls share a step, by definition; never on micro-batches.
+    There it is a micro-batch. In a run here it is the whole update, over all micro-batches and ranks; totals of your
+    own may name a smaller one.
     """
 
     def __init__(self, *, clip_range: ClipRange = 0.2, **options: Unpack[LossOptions]) -> None:

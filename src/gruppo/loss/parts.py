@@ -292,7 +292,7 @@ def token_mean(segments: Segments, totals: Totals) -> Tensor:
 
 
 def local_token_mean(segments: Segments, totals: Totals) -> Tensor:
-    """mean over the tokens of this call on this rank, averaged over calls and ranks"""
+    """mean over the tokens of the local batch, which is the whole step unless the totals say otherwise"""
     assert totals.local_tokens is not None
     return totals.local_share * _one_over(segments, totals.local_tokens)
 

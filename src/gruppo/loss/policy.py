@@ -200,7 +200,7 @@ class PolicyLoss:
         if self.rejected == "left_out" and self.aggregate is local_token_mean:
             raise InputError(
                 "rejected='left_out' counts what is left over the whole step, and local_token_mean divides by "
-                "the tokens of one call; use token_mean, or rejected='counted'"
+                "the tokens of the local batch; use token_mean, or rejected='counted'"
             )
         kinds = [type(part) for part in self._surveying]
         for kind in kinds:

@@ -13,7 +13,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from gruppo.errors import InputError
 
@@ -37,11 +37,14 @@ def add_without_carries(a: int, b: int) -> str:
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
+def _hash(index: int) -> bytes:
+    return hashlib.sha256(f"carries/{index}".encode()).digest()
+
+
 @cache
 def held_out_indices() -> frozenset[int]:
     """Prompts that are never trained on: those with the smallest hashes, the same on every machine and version."""
-    ranked = sorted(range(NUM_PROMPTS), key=lambda index: hashlib.sha256(f"carries/{index}".encode()).digest())
-    return frozenset(ranked[:NUM_HELD_OUT])
+    return frozenset(sorted(range(NUM_PROMPTS), key=_hash)[:NUM_HELD_OUT])
 
 
 def split_indices(split: Split) -> list[int]:
@@ -56,6 +59,26 @@ def carries_rows(split: Split = "train") -> list[dict[str, str]]:
     """Rows with `prompt` and `answer`, as a data file would hold them."""
     pairs = [divmod(index, 100) for index in split_indices(split)]
     return [{"prompt": f"{a:02d}+{b:02d}=", "answer": add(a, b)} for a, b in pairs]
+
+
+def sums_rows(split: Split = "train") -> list[dict[str, Any]]:
+    """Rows of `builtin:sums`: the same sums in words, of numbers from 10 to 99, for a model that can chat.
+
+    A sum that carries holds out is held out here. The rows are shuffled, the same on every machine, so that the first
+    few are a fair sample.
+
+    >>> sums_rows("heldout")[0]
+    {'prompt': [{'role': 'user', 'content': 'What is 90 + 54? Answer with the number only.'}], 'answer': '144'}
+    """
+    pairs = (divmod(index, 100) for index in sorted(split_indices(split), key=_hash))
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}],
+            "answer": f"{a + b}",
+        }
+        for a, b in pairs
+        if a >= 10 and b >= 10
+    ]
 
 
 def demonstrations(seed: int) -> Iterator[tuple[str, str]]:

@@ -6,13 +6,18 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from gruppo.errors import InputError
-from gruppo.task.carries import carries_rows
+from gruppo.task.carries import carries_rows, sums_rows
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, check_dropped, read_rows
 from gruppo.task.reasoning_gym import reasoning_gym_rows
 
 GSM8K_INSTRUCTION = "Solve the problem step by step. End with a line that holds only #### and the final number."
 
-REWARDS = {"gsm8k": "number_match", "reasoning_gym": "gruppo.task.reasoning_gym:score"}
+BUILTIN = {"carries": carries_rows, "sums": sums_rows}
+REWARDS = {
+    "gsm8k": "number_match",
+    "reasoning_gym": "gruppo.task.reasoning_gym:score",
+    "builtin:sums": "number_match",
+}
 """Rewards that read the answers of a source; those of other sources are compared as text."""
 
 Style = Literal["chat", "plain"]
@@ -24,7 +29,9 @@ def default_reward(spec: Any) -> str:
     >>> default_reward("gsm8k:train.jsonl"), default_reward("problems.jsonl")
     ('number_match', 'exact_match')
     """
-    return REWARDS.get(spec.partition(":")[0], "exact_match") if isinstance(spec, str) else "exact_match"
+    if not isinstance(spec, str):
+        return "exact_match"
+    return REWARDS.get(spec.partition("?")[0], REWARDS.get(spec.partition(":")[0], "exact_match"))
 
 
 def resolve_source(
@@ -53,9 +60,9 @@ def resolve_source(
         path, options = _split_options(rest, "style")
         return gsm8k_rows(path, style=options.get("style", "chat"), on_bad_row=on_bad_row)
     name, options = _split_options(rest, "split")
-    if name != "carries":
-        raise InputError(f"there is no built-in task {name!r}; there is builtin:carries")
-    return read_rows(carries_rows(options.get("split", "train")), label=f"builtin:{rest}")
+    if name not in BUILTIN:
+        raise InputError(f"there is no built-in task {name!r}; there are builtin:carries and builtin:sums")
+    return read_rows(BUILTIN[name](options.get("split", "train")), label=f"builtin:{rest}")
 
 
 def _split_options(rest: str, known: str) -> tuple[str, dict[str, Any]]:

@@ -46,7 +46,7 @@ def _folder_of(file: Path, _size: int, _time: int) -> Path:
             raise InputError(f"{file} is not a GGUF file: it does not begin with the letters GGUF")
         opened.seek(0)
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    folder = _cache() / digest
+    folder = cache() / digest
     remove_temporary(folder.parent)
     if folder.exists():
         try:
@@ -60,7 +60,8 @@ def _folder_of(file: Path, _size: int, _time: int) -> Path:
     return folder
 
 
-def _cache() -> Path:
+def cache() -> Path:
+    """The folder of the user's cache for GGUF files and what is made of them."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(home).expanduser() / "gruppo" / "gguf"

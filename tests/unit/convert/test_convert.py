@@ -358,3 +358,18 @@ def test_an_option_whose_value_means_something_else_is_left_to_the_user() -> Non
 def test_every_name_of_the_table_has_one_meaning() -> None:
     assert not ELSEWHERE.keys() & ABSENT.keys()
     assert not ABSENT.keys() & TrainConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("peer", "words"),
+    [("trl", ["--loss_type", "bnpo"]), ("twinkle", ["loss.py"])],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bnpo_is_over_the_update_here_and_over_a_micro_batch_there(
+    peer: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loss.py").write_text("model.set_loss('BNPOLoss', epsilon=0.2)\n")
+    assert run(["convert", peer, *words]) == 0
+    made = " ".join(capsys.readouterr().out.replace("#", " ").split())
+    assert "over the whole update here" in made and "loss: bnpo" in made

@@ -174,7 +174,7 @@ def test_gradients_agree_with_finite_differences():
 
 def test_two_kinds_of_pairs_are_refused():
     reasons = {frozenset((one, other)): reason for one, other, reason in refused_pairs()}
-    twice, local = "is over the sampler already", "divides by the tokens of one call"
+    twice, local = "is over the sampler already", "divides by the tokens of the local batch"
     levels = ("sampler_level", "CorrectedSum")
     weighing = [name for name in PARTS["correction"] if name not in ("none", "KeepWithin", "OffPolicySequenceMask")]
     expected = {frozenset((f"level={a}", f"correction={b}")): twice for a in levels for b in weighing}

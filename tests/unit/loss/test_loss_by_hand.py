@@ -326,7 +326,7 @@ FORMULAS = {
     GSPOLoss(clip_range=(3e-4, 4e-4)): ["s = exp(mean_t(logp_t - old_t))", "clip(r, 0.9997, 1.0004)"],
     SAPOLoss(tau=(1.0, 1.05)): ["-(4/tau)*sigmoid(tau*(r - 1))*A", "tau = 1 if A > 0 else 1.05"],
     CISPOLoss(): ["-sg(min(r, 1.2))*A*logp", "mean over all tokens of the step"],
-    BNPOLoss(): ["-min(r*A, clip(r, 0.8, 1.2)*A)", "tokens of this call on this rank"],
+    BNPOLoss(): ["-min(r*A, clip(r, 0.8, 1.2)*A)", "mean over the tokens of the local batch"],
     DRGRPOLoss(max_completion_length=77): ["sum over tokens / (sequences * 77)"],
     DAPOLoss(): ["clip(r, 0.8, 1.28)", "mean over all tokens of the step"],
     PolicyLoss(surrogate=DualClip()): ["-min(r*A, clip(r, 0.8, 1.2)*A), and at most -3*A where A < 0"],

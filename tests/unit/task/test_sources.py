@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from gruppo.errors import InputError, MissingExtraError
 from gruppo.task import carries, reasoning_gym
 from gruppo.task.sources import GSM8K_INSTRUCTION as INSTRUCTION
-from gruppo.task.sources import gsm8k_prompt, resolve_source
+from gruppo.task.sources import default_reward, gsm8k_prompt, resolve_source
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
 
@@ -39,6 +40,29 @@ def test_the_splits_part_the_ten_thousand_prompts() -> None:
 
 def test_the_held_out_prompts_never_change() -> None:
     assert [row["prompt"] for row in carries.carries_rows("heldout")[:3]] == ["00+12=", "00+28=", "00+70="]
+
+
+def test_sums_in_words_hold_out_what_carries_holds_out() -> None:
+    train, held_out = resolve_source("builtin:sums"), resolve_source("builtin:sums?split=heldout")
+    asked = [row["prompt"][0]["content"] for rows in (train, held_out) for row in rows]
+    assert (len(train), len(held_out), len(set(asked))) == (7676, 424, 90 * 90)
+    assert train[0]["prompt"][0]["role"] == "user"
+    for rows, of_carries in ((train, "train"), (held_out, "heldout")):
+        sums = [list(map(int, re.findall(r"\d+", row["prompt"][0]["content"]))) for row in rows]
+        assert all(a + b == int(row["answer"]) for (a, b), row in zip(sums, rows, strict=True))
+        assert {f"{a}+{b}=" for a, b in sums} < {row["prompt"] for row in carries.carries_rows(of_carries)}
+    # The first few are a fair sample of numbers from 10 to 99: the mean of 256 of them is within 3 standard errors.
+    first = [int(number) for text in asked[7676:7804] for number in re.findall(r"\d+", text)]
+    assert sum(first) / 256 == pytest.approx(54.5, abs=3 * 26 / 256**0.5)
+
+
+def test_sums_in_words_are_compared_as_numbers() -> None:
+    specs = ("builtin:sums", "builtin:sums?split=heldout", "builtin:carries", "gsm8k:a.jsonl", None)
+    assert [default_reward(spec) for spec in specs] == ["number_match"] * 2 + [
+        "exact_match",
+        "number_match",
+        "exact_match",
+    ]
 
 
 def test_the_demonstrator_carries_one_time_in_four_and_sees_no_held_out_prompt() -> None:
@@ -68,7 +92,7 @@ def test_the_embedded_task_goes_by_name(spec: str, count: int) -> None:
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("builtin:sorting", "no built-in task 'sorting'; there is builtin:carries"),
+        ("builtin:sorting", "no built-in task 'sorting'; there are builtin:carries and builtin:sums"),
         ("builtin:carries?split=test", "no split 'test'; choose train, heldout or all"),
         ("builtin:carries?seed=1", "the only option is split"),
         ("builtin:carries?x", "the only option is split"),

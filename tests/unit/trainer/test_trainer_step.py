@@ -340,6 +340,15 @@ def test_the_reported_kl_is_the_mean_over_tokens_for_every_loss(
     assert metrics["policy/kl"] == pytest.approx(sum(means) / len(means), rel=1e-4) and metrics["policy/kl"] > 1e-5
 
 
+def test_bnpo_divides_by_the_tokens_of_an_update_not_of_a_micro_batch(make_trainer: Make, tmp_path: Path) -> None:
+    """DAPO's loss with GRPO's clip range is that mean, in each of two updates of several micro-batches."""
+    split = {"minibatches": 2, "tokens_per_microbatch": 20, "clip_range": 0.2}
+    moved = [make_trainer(**LIVE, **split, loss=loss, output=str(tmp_path / loss)) for loss in ("bnpo", "dapo")]
+    norms = [trainer.step()["optim/grad_norm"] for trainer in moved]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
+    assert unchanged(moved[0], weights(moved[1]))
+
+
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "dapo", "bnpo", "drgrpo"])
 @pytest.mark.row("R-23", "one token per completion, masked")
 def test_everything_truncated_and_masked_is_loss_zero(loss: str, make_trainer: Make) -> None:
