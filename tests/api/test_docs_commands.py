@@ -240,6 +240,13 @@ def test_every_script_of_a_page_is_run_by_a_target():
     assert not WITHOUT_TARGET.keys() & run_by_one
 
 
+def test_the_environment_of_the_peers_has_what_the_benchmarks_import():
+    """Of gruppo they import the trainer, whose packages are in an extra; `make bench` in a fresh clone needs them."""
+    setup = (ROOT / "benchmarks" / "setup_peers.sh").read_text(encoding="utf-8")
+    assert re.findall(r"--editable (\S+)", setup) == ["'.[train]'"]
+    assert "from gruppo.trainer" in (ROOT / "benchmarks" / "loop_cpu.py").read_text(encoding="utf-8")
+
+
 def test_nightly_writes_no_figures_into_the_tree():
     recipe = re.findall(r"^bench-all:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[0]
     recipe = recipe.replace("$(MAKE) bench ", "benchmarks/core_cpu.py ")
