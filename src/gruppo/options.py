@@ -191,7 +191,8 @@ class RewardOptions(Options):
             raise ValueError("rewards needs at least one function, e.g. exact_match")
         for name in self.rewards or ():
             is_address(name)  # refuses a password
-        if self.reward_weights is not None and len(self.reward_weights) != self.num_rewards:
+        # Without rewards they are functions that GRPOTrainer is given, which counts them itself.
+        if self.rewards and self.reward_weights is not None and len(self.reward_weights) != self.num_rewards:
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} entries for {self.num_rewards} rewards; give one each"
             )

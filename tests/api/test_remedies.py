@@ -132,7 +132,7 @@ def flags_of(verb: str) -> frozenset[str]:
     module, function = VERBS[tuple(verb.split())]
     if verb in ("train", "demo"):
         of_ray = [field.name for field in dataclasses.fields(RayOptions)]
-        own = [*OF_THE_VERB, *(["rebuild-base"] if verb == "demo" else of_ray), *TrainConfig.model_fields]
+        own = [*OF_THE_VERB, *(["rebuild-base", "llm"] if verb == "demo" else of_ray), *TrainConfig.model_fields]
         return frozenset(flag.replace("_", "-") for flag in own)
     source = inspect.getsource(getattr(importlib.import_module(module), function))
     (kind,) = re.findall(r"parse\((\w+),", source) or [None]

@@ -93,10 +93,11 @@ class Conversion:
             else:
                 self.unknown(f"{name}={value}")
         self.given = {}
-        weights = self.values.get("reward_weights")
-        if weights and len(weights) != len(self.values.get("rewards", ())):
-            del self.values["reward_weights"]  # the functions are in the script
-            self.ask("rewards", f"as many as reward_weights: {weights}, which goes with them")
+        weights, rewards = self.values.get("reward_weights"), self.values.get("rewards", ())
+        if weights and len(weights) != len(rewards):
+            self.ask("rewards", f"the functions of the script, one for each of reward_weights: {weights}")
+            if rewards:
+                del self.values["reward_weights"]
         for option in ("model", "data", "rewards", "steps"):
             if option == "steps" and "epochs" in self.values:
                 continue

@@ -38,7 +38,7 @@ def _model(made: Conversion) -> None:
         made.same(own["lora_alpha"][0], lora_alpha=own["lora_alpha"][1])
         targets = own["lora_target_modules"][1]
         if targets not in (None, "all-linear", ["all-linear"]):
-            made.same(own["lora_target_modules"][0], lora_targets=as_list(targets))
+            _targets(made, own["lora_target_modules"][0], as_list(targets))
         if own["lora_dropout"][1]:
             made.none(own["lora_dropout"][0], DROPOUT)
     if made.take("load_in_4bit"):
@@ -56,6 +56,15 @@ def _model(made: Conversion) -> None:
         made.none("fp16", ABSENT["fp16"])
     checkpoints = made.take("gradient_checkpointing", True)
     made.same(made.shown("gradient_checkpointing", checkpoints), gradient_checkpointing=bool(checkpoints))
+
+
+def _targets(made: Conversion, shown: str, targets: list[str]) -> None:
+    """Names of layers; a comma that a shell has left at one, as in TRL's own examples, is not part of the name."""
+    names = [str(name).rstrip(",") for name in targets]
+    if names == targets:
+        made.same(shown, lora_targets=names)
+    else:
+        made.near(shown, "without the commas, with which PEFT finds no such layers", lora_targets=names)
 
 
 def _data(made: Conversion) -> None:

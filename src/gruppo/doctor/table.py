@@ -225,14 +225,17 @@ def _read_updates(run: RunReader, rates: Sequence[float]) -> Updates | None:
     from safetensors import SafetensorError, safe_open
 
     folder = run.path / "checkpoints" / f"step-{steps[-1]:06d}"
+    weights, state = folder / "weights.safetensors", folder / "optimizer.safetensors"
+    if not (weights.is_file() and state.is_file()):  # a sharded model's, or a stranger's: a pipe has no end
+        return None
     spacing, update = [], []
     try:
         groups = read_json(folder / "optimizer.json")["param_groups"]
-        with safe_open(folder / "weights.safetensors", "numpy") as file:
+        with safe_open(weights, "numpy") as file:
             for name in file.keys():  # noqa: SIM118  # no mapping
                 weight = _some(file, name)
                 spacing.append(np.spacing(np.abs(weight[weight != 0])))
-        with safe_open(folder / "optimizer.safetensors", "numpy") as file:
+        with safe_open(state, "numpy") as file:
             names = set(file.keys())
             for group in groups:
                 beta1, beta2 = group["betas"]

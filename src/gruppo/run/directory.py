@@ -151,7 +151,7 @@ class RunDirectory(RunReader):
             raise InputError(
                 f"output={output!r} exists already; nothing was touched. Go on with "
                 f"`gruppo resume {shell_word(output)}`, start over in its place with --overwrite (in Python "
-                "overwrite=True), or choose another output"
+                "GRPOTrainer(config, overwrite=True)), or choose another output"
             )
         if not is_saved:
             logger.warning("%s holds a run that ended before its first checkpoint; it starts over", self.path)

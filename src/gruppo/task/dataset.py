@@ -92,7 +92,7 @@ class Rows:
         ['question is read as prompt', 'ground_truth is read as answer, not solution']
         """
         sentences = [f"{old} is read as {new}" for old, new in self.renamed.items()]
-        if self.answer_from is not None:
+        if self.answer_from is not None and self.renamed.get(self.answer_from) != "answer":
             others = [name for name in ANSWERS[1:] if name in self.columns and name != self.answer_from]
             sentences.append(f"{self.answer_from} is read as answer" + "".join(f", not {name}" for name in others))
         return sentences

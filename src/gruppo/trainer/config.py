@@ -196,5 +196,6 @@ def _nested(field: str, value: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message, cut: `repr` of a hostile one is of any length."""
-    return _REPR.repr(value)
+    """A value in a message, cut: `repr` of a hostile one is of any length, and that of an object of several lines."""
+    text = _REPR.repr(value)
+    return f"<{type(value).__name__}>" if "\n" in text else text

@@ -47,8 +47,10 @@ TRL = {
     "num_iterations": "epochs_per_batch",
     "steps_per_generation": "minibatches",
     "generation_batch_size": "prompts_per_step: which counts prompts",
-    "per_device_train_batch_size": "tokens_per_microbatch: which affects memory only",
-    "gradient_accumulation_steps": "tokens_per_microbatch: which affects memory only",
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps"),
+        "tokens_per_microbatch: for memory alone; a step has prompts_per_step x group_size completions",
+    ),
     "auto_find_batch_size": "tokens_per_microbatch: which affects memory only",
     "epsilon": "clip_range",
     "epsilon_high": "clip_range: its second number",
@@ -60,7 +62,7 @@ TRL = {
     "sapo_temperature_neg": "tau: its second number",
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos"), "loss_options: positive, of vespo"),
     **dict.fromkeys(("vespo_k_neg", "vespo_lambda_neg"), "loss_options: negative, of vespo"),
-    "scale_rewards": "normalization",
+    "scale_rewards": "normalization: none is centered; batch is scale batch, mean is advantage maxrl",
     "normalize_advantages": "normalization: standard or centered",
     "multi_objective_aggregation": "advantage: gdpo normalizes each reward, then adds them up",
     "mask_truncated_completions": "mask_truncated",
@@ -103,6 +105,7 @@ TRL = {
     "report_to": "tensorboard: wandb and trackio are options of their own too",
     "use_vllm": "sampler: vllm is one",
     "vllm_mode": "sampler: vllm is colocate, vllm:http://host:port a server",
+    "vllm_device": "sampler: vllm shares the trainer's GPU, vllm:http://host:port is a server on another",
     **dict.fromkeys(("vllm_server_base_url", "vllm_server_host", "vllm_server_port"), "sampler: vllm:http://host:port"),
     "vllm_server_timeout": "sampler_deadline",
     "vllm_gpu_memory_utilization": "vllm_options: gpu_memory_utilization, as vLLM calls it",
@@ -263,8 +266,8 @@ ABSENT = {
     **_each(
         "every completion is on disk already, in Parquet files of the run",
         "",
-        "log_completions num_completions_to_print log_unique_prompts save_traces rollouts_save_path "
-        "trainer.log_val_generations trainer.rollout_data_dir",
+        "log_completions num_completions_to_print log_unique_prompts wandb_log_unique_prompts save_traces "
+        "rollouts_save_path trainer.log_val_generations trainer.rollout_data_dir",
     ),
     **_each(
         "every step is logged, to the run directory and the terminal",
@@ -359,10 +362,11 @@ ABSENT = {
     **_each("all columns reach the rewards", "", "remove_unused_columns"),
     **_each("checkpointing has no options but offload", "", "gradient_checkpointing_kwargs"),
     **_each("it would draw from another distribution than the one that is scored", "",
-            "repetition_penalty vllm_structured_outputs_regex"),
+            "repetition_penalty vllm_structured_outputs_regex vllm_guided_decoding_regex"),
     **_each("temperature, max_new_tokens and stop are all that shapes a completion", "sampling_options",
             "generation_kwargs"),
-    **_each("it follows from the longest prompt and max_new_tokens", "max_model_len", "vllm_max_model_length"),
+    **_each("it follows from the longest prompt and max_new_tokens", "max_model_len",
+            "vllm_max_model_length vllm_max_model_len"),
     **_each("an engine in the process always sleeps while the trainer works", "", "vllm_enable_sleep_mode"),
     **_each("the exit code of a run tells how it ended", "notify", "send_slack_alerts"),
 }  # fmt: skip

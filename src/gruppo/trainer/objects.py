@@ -16,6 +16,7 @@ from gruppo.reward.load import is_under_guard, sendable
 from gruppo.task.dataset import is_stream
 from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.elsewhere import DROPOUT
 from gruppo.weights.source import pin
 
 if TYPE_CHECKING:
@@ -172,10 +173,7 @@ def _adapter(peft_config: Any) -> dict[str, Any]:
     if not hasattr(peft_config, "lora_alpha"):
         raise InputError(f"peft_config must be a LoraConfig of PEFT, got {type(peft_config).__name__}")
     if peft_config.lora_dropout:
-        raise InputError(
-            f"lora_dropout={peft_config.lora_dropout}: with dropout the same weights score the same tokens otherwise, "
-            "and the ratio would not be 1 on-policy; set it to 0"
-        )
+        raise InputError(f"lora_dropout={peft_config.lora_dropout}: {DROPOUT}")
     targets = peft_config.target_modules or "all-linear"
     given = {
         "lora_rank": peft_config.r,

@@ -312,6 +312,13 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     assert not made.exists()
 
 
+def test_commas_that_a_shell_leaves_at_names_of_layers_are_taken_off() -> None:
+    """As in the examples of TRL's own gspo.py; PEFT would find no layer `q_proj,`."""
+    made = convert("trl", ["--use_peft", "--lora_target_modules", "q_proj,", "v_proj"])
+    assert made.values["lora_targets"] == ["q_proj", "v_proj"]
+    assert [line for line in made.differs if "without the commas" in line and "'q_proj,'" in line]
+
+
 def test_weights_of_rewards_that_are_in_the_script_wait_for_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -319,8 +326,9 @@ def test_weights_of_rewards_that_are_in_the_script_wait_for_them(
     path.write_text("model_name_or_path: builtin\nnum_generations: 4\nreward_weights: [1.0, 0.5]\n")
     assert run(["convert", "trl", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "#   rewards: as many as reward_weights: [1.0, 0.5], which goes with them" in text.splitlines()
-    assert not {"rewards", "reward_weights"} & TrainConfig.read(yaml.safe_load(text)).model_fields_set
+    assert "#   rewards: the functions of the script, one for each of reward_weights: [1.0, 0.5]" in text.splitlines()
+    config = TrainConfig.read(yaml.safe_load(text))
+    assert config.reward_weights == (1.0, 0.5) and config.rewards is None
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def test_a_run_that_was_saved_is_overwritten_on_request_alone(saved: str, tmp_pa
     folder = begun(tmp_path / "run", saved)
     before = {p for p in folder.rglob("*") if p.name != "lock"}
     with pytest.raises(
-        InputError, match=r"exists already; nothing was touched\. Go on with `gruppo resume .*--overwrite"
+        InputError,
+        match=r"exists already; nothing was touched\. Go on with `gruppo resume .*--overwrite \(in Python "
+        r"GRPOTrainer\(config, overwrite=True\)\)",
     ):
         RunDirectory.create(str(folder), CONFIG)
     assert set(folder.rglob("*")) == before

@@ -97,6 +97,8 @@ def test_a_column_whose_own_name_has_a_dot_is_meant_first_and_gaps_are_null() ->
 def test_verls_answer_comes_after_those_of_other_names() -> None:
     held = {"style": "rule", "ground_truth": "verl's"}
     assert read_rows([{"prompt": "1", "reward_model": held}])[0]["answer"] == "verl's"
+    named = read_rows([{"prompt": "1", "reward_model": held}], column_map={"reward_model.ground_truth": "answer"})
+    assert named.recognised() == ["reward_model.ground_truth is read as answer"]
     found = read_rows([{"prompt": "1", "reward_model": held, "solution": "other"}])
     assert found[0]["answer"] == "other" and found.recognised() == ["solution is read as answer"]
 

@@ -39,6 +39,10 @@ TRL_SCRIPTS = """
     lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save lora_task_type use_rslora
     use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage
 """
+# What its releases of early 2025 had, which the scripts of that time still set.
+TRL_OLD = """
+    vllm_device vllm_max_model_len vllm_guided_decoding_regex use_liger_loss wandb_log_unique_prompts max_prompt_length
+"""
 TRL_TRAINER = """
     args reward_funcs train_dataset eval_dataset processing_class reward_processing_classes optimizers
     quantization_config tools rollout_func environment_factory
@@ -65,7 +69,14 @@ def test_every_option_of_trl_has_its_name_here_or_a_reason() -> None:
     names = {*TRL_OWN.split(), *TRL_SCRIPTS.split(), *transformers_own()}
     assert sorted(name for name in names - TrainConfig.model_fields.keys() if not answer(name)) == []
     assert names & TrainConfig.model_fields.keys() == SAME  # and mean the same
-    assert [name for name in f"{TRL_TRAINER} {UNSLOTH}".split() if not answer(name)] == []
+    assert [name for name in f"{TRL_OLD} {TRL_TRAINER} {UNSLOTH}".split() if not answer(name)] == []
+
+
+def test_the_size_of_a_batch_of_trl_is_told_apart_from_its_memory() -> None:
+    """Left out alone, 1 x 4 completions of a device would become the 32 prompts of the default."""
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        assert "prompts_per_step x group_size" in answer(name)
+    assert "mean is advantage maxrl" in answer("scale_rewards")  # as TRL's maxrl.py sets it
 
 
 @pytest.mark.parametrize("name", [*ELSEWHERE, *ABSENT, *REFUSED])

@@ -47,6 +47,7 @@ from gruppo.trainer.elsewhere import ELSEWHERE
         ({"tokens_per_microbatch": 0}, "run.yaml: tokens_per_microbatch=0: Input should be greater than or equal to 1"),
         ({"lr": -1e-4}, "run.yaml: lr=-0.0001: Input should be greater than 0"),
         ({"lr": math.nan}, "run.yaml: lr=nan: Input should be"),
+        ({"loss": GSPOLoss()}, "run.yaml: loss=<GSPOLoss>: a config holds names; give it to GRPOTrainer(config, loss="),
         ({"beta": math.inf}, "run.yaml: beta=inf: Input should be a finite number"),
         ({"temperature": 0}, "run.yaml: temperature=0: Input should be greater than 0"),
         ({"normalization": "std"}, "run.yaml: normalization='std': Input should be 'standard' or 'centered'"),
@@ -73,7 +74,7 @@ from gruppo.trainer.elsewhere import ELSEWHERE
         ({"clip_range": (-0.2, 0.2)}, "run.yaml: clip_range must be positive, got (-0.2, 0.2)"),
         ({"rewards": []}, "run.yaml: rewards needs at least one function, e.g. exact_match"),
         (
-            {"reward_weights": (1.0, 2.0)},
+            {"rewards": ("exact_match",), "reward_weights": (1.0, 2.0)},
             "run.yaml: reward_weights has 2 entries for 1 rewards; give one each",
         ),
         ({"data": ["a.jsonl", "b.jsonl"]}, "run.yaml: data=['a.jsonl', 'b.jsonl']: it is one source; join the files"),

@@ -128,12 +128,32 @@ def test_the_directory_says_what_it_cannot_hold_and_python_goes_on(run: Make, su
     assert with_objects.run.metrics() == whole.run.metrics()
 
 
+def test_weights_of_the_config_are_those_of_functions(run: Make) -> None:
+    """As TRL has it: the weights in the config, the functions in the trainer."""
+
+    def long(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    def even(completions: list[str], **_: Any) -> list[float]:
+        return [float(text[-1:] in "02468") for text in completions]
+
+    trainer = run(rewards=[even, long], options={"reward_weights": (1.0, 0.25)})
+    trainer.step()
+    for rollout in [r for g in trainer.groups for r in g.rollouts]:
+        text = rollout.trajectory.text
+        assert rollout.reward == (text[-1:] in "02468") + len(text) / 4
+    with pytest.raises(InputError, match="reward_weights has 3 entries for 2 rewards; give one each"):
+        run("three", rewards=[even, long], options={"reward_weights": (1.0, 0.25, 1.0)})
+    with pytest.raises(InputError, match="reward_weights has 2 entries for 1 rewards; give one each"):
+        run("default", options={"reward_weights": (1.0, 0.25)})
+
+
 def test_a_lora_config_of_peft_is_the_adapter(run: Make, sums: Path) -> None:
     trainer = run(**objects(sums), peft_config=LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"]))
     assert trainer.model.lora is not None
     assert (trainer.model.lora.rank, trainer.model.lora.alpha) == (3, 6)
     assert {name.split(".")[-4] for name in trainer.model.weights.named()} == {"q_proj", "v_proj"}
-    with pytest.raises(InputError, match=r"lora_dropout=0\.1: with dropout.*set it to 0"):
+    with pytest.raises(InputError, match=r"lora_dropout=0\.1: with dropout.*Leave it out"):
         run("dropout", **objects(sums), peft_config=LoraConfig(lora_dropout=0.1))
     with pytest.raises(InputError, match=r"peft_config has use_rslora=True.*GRPOTrainer\(model=get_peft_model"):
         run("rslora", **objects(sums), peft_config=LoraConfig(use_rslora=True))
