@@ -137,8 +137,8 @@ def test_advice_comes_every_twenty_steps_from_the_last_twenty(
         recorder.timed(number, {}, 0.0)
     recorder.close()
     text = (
-        "completion/truncated_frac is 1, above 0.5: raise max_new_tokens, or reward shorter answers; if text goes on past "
-        "its end, look at the end token"
+        "completion/truncated_frac is 1, above 0.5: raise max_new_tokens, or reward shorter answers; if text goes on "
+        "past its end, look at the end token"
     )
     assert [e for e in events(recorder) if e["event"] == "advice"] == [{"event": "advice", "step": 20, "text": text}]
     assert " ".join(capsys.readouterr().out.split()).count(f"note: {text}") == 1
