@@ -33,6 +33,12 @@ def __getattr__(name: str) -> Any:
         "RLOOConfig",
         "RLOOTrainer",
         "FastLanguageModel",
+        "ModelConfig",
+        "ScriptArguments",
+        "TrlParser",
+        "get_peft_config",
+        "get_quantization_config",
+        "get_kbit_device_map",
     ):  # where users of other trainers look for them
         return getattr(import_module("gruppo.trainer"), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:

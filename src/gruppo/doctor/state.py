@@ -92,7 +92,7 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
     }
     how = f"{ended.get(str(name), 'running,')} {at}{_early(status)}"
     if steps < 2 * FEWEST_STEPS:
-        few = f"{how}: too early to tell, which takes at least {2 * FEWEST_STEPS} steps"
+        few = f"{how}: too early to tell; at least {2 * FEWEST_STEPS} steps are needed"
         return State("killed" if name == "killed" else "too_early", few)
     if Change.of(table.series(REWARD)) is None:
         return State("stalled", ", ".join([f"{how}, stalled: no completion has a reward", *_held_out(table)]))

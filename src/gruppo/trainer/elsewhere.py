@@ -376,10 +376,22 @@ CLASSES = {
     **dict.fromkeys(("GRPOConfig", "RLOOConfig"), "it is called TrainConfig here"),
     "RLOOTrainer": "it is GRPOTrainer here, with TrainConfig(advantage='rloo')",
     "FastLanguageModel": "a model is loaded by its name: TrainConfig(model=..., lora=True, quantize='nf4')",
-    "ModelConfig": "its options are among those of TrainConfig",
-    "ScriptArguments": "its options are among those of TrainConfig",
+    **dict.fromkeys(("ModelConfig", "ScriptArguments"), "its options are among those of TrainConfig"),
+    "TrlParser": "TrainConfig.from_yaml(file) reads options, and `gruppo convert trl` writes them to one",
+    "get_peft_config": "TrainConfig(lora=True), or GRPOTrainer(config, peft_config=LoraConfig(...))",
+    **dict.fromkeys(
+        ("get_quantization_config", "get_kbit_device_map"), "TrainConfig(quantize='nf4') is a base in 4 bits"
+    ),
 }
-"""Classes of TRL and Unsloth, for whoever imports them from here."""
+"""Classes and functions of TRL and Unsloth, for whoever imports them from here."""
+
+_ON_DISK = "the run directory has every metric and checkpoint, and the model, already; leave it out"
+METHODS = {
+    **dict.fromkeys(("save_state", "log_metrics", "save_metrics"), _ON_DISK),
+    "add_callback": "callbacks are there from the start: GRPOTrainer(config, callbacks=[...])",
+    "create_model_card": "no model card is written; leave it out",
+}
+"""Methods of a Trainer of transformers that GRPOTrainer does not have."""
 
 
 def answer(name: str, dash: str = "") -> str:

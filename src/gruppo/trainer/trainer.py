@@ -28,6 +28,7 @@ from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, StopHook
 from gruppo.trainer.callbacks import Callback, StepCallback, read_callbacks, tell
 from gruppo.trainer.config import TrainConfig, refuse_arguments
+from gruppo.trainer.elsewhere import METHODS
 from gruppo.trainer.evaluate import Evaluation, evaluate
 from gruppo.trainer.learner import MAX_SKIPPED, Learner, TokenRecord
 from gruppo.trainer.objects import take_objects
@@ -324,8 +325,10 @@ class GRPOTrainer:
 
     # --- the whole run --------------------------------------------------------------------------------------------
 
-    def train(self) -> TrainResult:
+    def train(self, **unknown: Never) -> TrainResult:
         """Run to the last step (or a stop), save the model, return how it went."""
+        if unknown:
+            refuse_arguments(unknown)
         # To its very end: a signal while the run or its model is saved must not end the process.
         with unhindered(), self.stop.listening():
             return self._train()
@@ -524,6 +527,13 @@ class GRPOTrainer:
         self._open.close()
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in METHODS:
+                raise AttributeError(f"GRPOTrainer has no {name}: {METHODS[name]}")
+            return object.__getattribute__(self, name)  # raises what it would have raised
 
     def _observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Move what later steps depend on besides the weights. After the update: a stopped step leaves no trace."""

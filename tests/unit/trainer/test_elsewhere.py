@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_a_value_with_dots_is_no_option_of_verl(tmp_path: Path) -> None:
     [
         ("GRPOConfig", "gruppo has no GRPOConfig: it is called TrainConfig here"),
         ("RLOOConfig", "gruppo has no RLOOConfig: it is called TrainConfig here"),
+        (
+            "TrlParser",  # as TRL's gspo.py imports it, with the next
+            "gruppo has no TrlParser: TrainConfig.from_yaml(file) reads options, and `gruppo convert trl` writes them "
+            "to one",
+        ),
+        (
+            "get_quantization_config",
+            "gruppo has no get_quantization_config: TrainConfig(quantize='nf4') is a base in 4 bits",
+        ),
         ("RLOOTrainer", "gruppo has no RLOOTrainer: it is GRPOTrainer here, with TrainConfig(advantage='rloo')"),
     ],
 )
@@ -152,6 +162,23 @@ def test_a_class_of_trl_is_answered_with_the_class_here(module: str, name: str, 
     with pytest.raises(ImportError) as caught:
         exec(f"from {module} import {name}")
     assert str(caught.value) == said
+
+
+def test_methods_that_scripts_call_on_a_trainer_of_transformers_are_answered(
+    make_trainer: Callable[..., GRPOTrainer],
+) -> None:
+    trainer: Any = make_trainer(steps=1)
+    with pytest.raises(InputError, match=r"no argument 'resume_from_checkpoint': .*GRPOTrainer\(config, resume=True\)"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.step_number == 0
+    trainer.train()
+    for name in ("save_state", "log_metrics", "save_metrics"):
+        with pytest.raises(AttributeError, match=f"GRPOTrainer has no {name}: the run directory has every metric and"):
+            getattr(trainer, name)()
+    with pytest.raises(AttributeError, match=r"GRPOTrainer has no add_callback: .*GRPOTrainer\(config, callbacks="):
+        trainer.add_callback(print)
+    with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'evaluat'"):
+        _ = trainer.evaluat
 
 
 # --- reasons ---------------------------------------------------------------------------------------------------------
