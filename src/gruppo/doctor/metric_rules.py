@@ -264,8 +264,8 @@ def never_right(table: Table) -> Iterator[Finding]:
 
 def collapse(table: Table) -> Iterator[Finding]:
     """The policy has lost what it could."""
-    fall, reward = Fall.of(table), Change.of(table.series(REWARD))
-    if fall is not None and reward is not None and reward.rises():
+    fall, reward = Fall.of(table), _gain(table)
+    if fall is not None and reward is not None:
         if fall.key not in (REWARD, CORRECT) and not any(reward_hacking(table)):
             yield Finding(
                 rule="collapse",
@@ -298,20 +298,28 @@ def collapse(table: Table) -> Iterator[Finding]:
 
 def decline(table: Table) -> Iterator[Finding]:
     """Held-out prompts are answered worse than by the model of the start, by less than a collapse."""
-    reward = Change.of(table.series(REWARD))
     if Progress.of(table).held_out != "down" or Fall.of(table) is not None or any(reward_hacking(table)):
         return
     first, *_, last = held_out_scores(table)
-    by_heart = reward is not None and reward.rises()
+    reward = _gain(table)
     yield Finding(
         rule="decline",
         severity="problem",
         step=None,
         text="held-out prompts are answered worse than before the first step",
-        evidence=f"{first.key} {first.value:.3g} -> {last.value:.3g}" + (f", {REWARD} {reward}" if by_heart else ""),
-        remedy="more prompts, fewer steps or a lower lr" if by_heart else f"lower lr{_forces(table)}",
+        evidence=f"{first.key} {first.value:.3g} -> {last.value:.3g}"
+        + ("" if reward is None else f", {REWARD} {reward}"),
+        remedy=f"lower lr{_forces(table)}" if reward is None else "more prompts, fewer steps or a lower lr",
         metric=first.key,
     )
+
+
+def _gain(table: Table, by: float = 0.0) -> Change | None:
+    """Change of a reward that rises, also above that of the first step: a policy that collapsed there may recover a
+    little."""
+    rewards = table.series(REWARD)
+    change = Change.of(rewards)
+    return change if change is not None and change.rises(by) and change.last > rewards[0][1] else None
 
 
 def _forces(table: Table) -> str:
@@ -333,12 +341,13 @@ LOW_TEMPERATURE = 0.5
 def _is_sure_from_the_start(table: Table) -> bool:
     """Whether the policy had nothing to choose in the first step, and was not right by that.
 
-    Where nothing earns anything, only a low temperature tells it from a task that is too hard.
+    Where hardly anything earns anything, only a low temperature tells it from a task that is too hard.
     """
     entropy, right = table.series(ENTROPY)[:1], table.series(CORRECT)[:1]
     is_sure = bool(entropy) and entropy[0][0] == 1 and entropy[0][1] < SURE_FROM_THE_START
     is_cold = table.config.get("temperature", 1.0) < LOW_TEMPERATURE
-    earns = any(value for _, value in table.series("reward/std"))
+    wrong = _mean_since(1, table.series("group/all_wrong_frac"))
+    earns = any(value for _, value in table.series("reward/std")) and (wrong is None or wrong < MOSTLY)
     return is_sure and (is_cold or earns) and not (right and right[0][1] >= SOLVED)
 
 
@@ -348,6 +357,8 @@ def no_exploration(table: Table) -> Iterator[Finding]:
     if not _is_sure_from_the_start(table) or found is None or not found.is_now:
         return
     temperature = table.config.get("temperature")
+    given = "" if temperature is None else f", which is {temperature:g}"
+    usual = ": 1 is usual" if temperature is not None and temperature < LOW_TEMPERATURE else ""
     yield Finding(
         rule="no_exploration",
         severity="problem",
@@ -355,7 +366,7 @@ def no_exploration(table: Table) -> Iterator[Finding]:
         text="completions of a prompt are all alike from the first step, so there is nothing to compare",
         evidence=f"{ENTROPY} is {table.series(ENTROPY)[0][1]:.2g} nats in step 1, and {found.mean:.0%} of all groups "
         "are dead",
-        remedy="raise temperature" + ("" if temperature is None else f", which is {temperature:g}: 1 is usual"),
+        remedy=f"raise temperature{given}{usual}",
         metric=ENTROPY,
     )
 
@@ -403,11 +414,12 @@ REWARD_RISES = 0.1
 def reward_hacking(table: Table) -> Iterator[Finding]:
     """The sum of the rewards rises and right answers do not: one part is earned without them."""
     progress = Progress.of(table)
-    total, correct, spread = (Change.of(table.series(name)) for name in (REWARD, CORRECT, "reward/std"))
-    if not progress.is_judged or progress.direction == "up" or total is None or correct is None or spread is None:
+    correct, spread = (Change.of(table.series(name)) for name in (CORRECT, "reward/std"))
+    if not progress.is_judged or progress.direction == "up" or correct is None or spread is None:
         return
     is_kept = progress.direction == "flat" and correct.first >= SOLVED
-    if is_kept or not total.rises(REWARD_RISES * spread.first):
+    total = _gain(table, by=REWARD_RISES * spread.first)
+    if is_kept or total is None:
         return
     rises = {name: change for name, change in _side_rewards(table).items() if change.rises()}
     if not rises:

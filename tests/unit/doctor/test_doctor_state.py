@@ -242,6 +242,36 @@ def test_the_noise_of_a_stalled_run_is_what_a_rise_must_exceed(tmp_path: Path) -
     assert state.text == "finished after step 40, stalled: reward -0.152 -> -0.112 (noise 0.049)"
 
 
+def test_a_side_reward_that_a_collapsed_policy_finds_again_is_not_exploited(tmp_path: Path) -> None:
+    """lr=0.01: 0.5 + 0.2 in step 1, next to nothing up to step 20, and then the 0.2 of the side reward again."""
+    right, side = [0.5] + [0.0] * 39, [0.2] + [0.03] * 19 + [0.2] * 20
+    keys = two_rewards(side, right) | {"optim/lr": [0.01] * 40}
+    keys |= {"eval/accuracy": [0.55, 0.0], "eval/accuracy_low": [0.47, 0.0], "eval/accuracy_high": [0.64, 0.03]}
+    state, found = summary(recorded_scores(tmp_path / "run", 40, keys, correct_by="exact", prompts_per_step=8))
+    assert state.name == "collapsed"
+    assert [each.rule for each in found] == ["collapse"]
+    assert found[0].text == "the policy has collapsed within the first steps (lr=0.01)"
+
+
+def test_prompts_that_are_too_hard_in_a_first_step_of_little_entropy_do_not_blame_the_temperature(
+    tmp_path: Path,
+) -> None:
+    """Answers of other rows: 1.7 % earn something by chance, and the first eight prompts have 0.038 nats."""
+    keys = {
+        "reward/mean": noisy(0.008, 0.017, noise=0.005),
+        "reward/std": [0.1] * 40,
+        "reward/correct_frac": noisy(0.008, 0.017, noise=0.005),
+        "group/dead_frac": [0.99] * 40,
+        "group/all_wrong_frac": [0.98] * 40,
+        "rollout/entropy": [0.038] + [0.14] * 39,
+    }
+    found = summary(recorded_scores(tmp_path / "run", 40, keys, temperature=1.0))[1]
+    assert [each.rule for each in found] == ["too_hard"]
+    assert found[0].remedy.startswith(
+        "read completions that earn nothing: if some are right, mend the reward or the ans"
+    )
+
+
 def test_a_policy_without_entropy_in_its_first_step_explores_too_little(tmp_path: Path) -> None:
     keys = {
         "reward/mean": [0.3] * 20,
