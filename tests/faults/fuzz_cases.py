@@ -495,6 +495,7 @@ MAKERS: dict[str, Callable[[bytes], bytes]] = {
     ),
     "int8_weights": _tensors(lambda tensors: {name: tensor.char() for name, tensor in tensors.items()}),
     "nan_weights": _tensors(lambda tensors: {name: tensor * float("nan") for name, tensor in tensors.items()}),
+    "negative_weights": _tensors(lambda tensors: {name: -tensor.abs() for name, tensor in tensors.items()}),
     "no_weights": _tensors(lambda tensors: {}),
     "few_weights": _tensors(lambda tensors: dict(list(tensors.items())[:1])),
     "other_shapes": _tensors(lambda tensors: {n: t.flatten()[:1].repeat(3) for n, t in tensors.items()}),

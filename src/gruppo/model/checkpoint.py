@@ -67,7 +67,7 @@ def load_training_state(weights: MasterWeights, optimizer: torch.optim.Optimizer
             index, name = key.split(".", 1)
             state.setdefault(int(index), {})[name] = value
             if isinstance(value, Tensor):
-                _check_entry(f"{folder}: {name} of parameter {index}", value, parameters[int(index)])
+                _check_entry(f"{folder}: parameter {index}'s {name}", value, parameters[int(index)])
         groups = description["param_groups"]
         own = optimizer.state_dict()["param_groups"]
         if [group.keys() for group in groups] != [group.keys() for group in own]:
@@ -96,8 +96,15 @@ def _check_entry(name: str, value: Tensor, parameter: Tensor) -> None:
         raise CheckpointError(f"{name} has shape {tuple(value.shape)}, the parameter's is {tuple(parameter.shape)}")
     if value.dim() and value.dtype != parameter.dtype:
         raise CheckpointError(f"{name} holds {value.dtype}, the parameter {parameter.dtype}")
+    check_numbers(name, value)
+
+
+def check_numbers(name: str, value: Tensor) -> None:
+    """Refuse numbers that training does not make: a step with them would end in NaN."""
     if not value.isfinite().all():
         raise CheckpointError(f"{name} holds non-finite numbers")
+    if name.endswith("exp_avg_sq") and bool((value < 0).any()):
+        raise CheckpointError(f"{name} holds negative numbers")
 
 
 def save_pretrained(

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gruppo.errors import CheckpointError
-from gruppo.model.checkpoint import not_finite
+from gruppo.model.checkpoint import check_numbers, not_finite
 from gruppo.model.optim import MasterWeights, local
 from gruppo.model.sharding import like
 from gruppo.parallel.ranks import Ranks
@@ -142,8 +142,7 @@ def load_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
     except (OSError, ValueError, KeyError, TypeError, CheckpointException) as error:
         raise CheckpointError(f"{folder} is not a checkpoint of this model: {error}") from error
     for name, tensor in tensors.items():
-        if not bool(local(tensor).isfinite().all()):
-            raise CheckpointError(f"{folder}: {name} holds non-finite numbers")
+        check_numbers(f"{folder}: {name}", local(tensor))
     weights.write_back()
 
 

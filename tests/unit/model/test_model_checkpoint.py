@@ -299,6 +299,8 @@ def crafted(tmp_path: Path, what: str) -> None:
         tensors[name][0, 0] = float("nan")
     elif what == "optimizer shape":
         state["0.exp_avg"] = state["0.exp_avg"][:-1].contiguous()
+    elif what == "negative square":
+        state["0.exp_avg_sq"][0] = -1e-3
     elif what == "optimizer index":
         state["999.exp_avg"] = torch.zeros(2, 2)
     elif what == "optimizer key":
@@ -319,8 +321,8 @@ def crafted(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["shape", "missing key", "extra key", "nan", "optimizer shape", "optimizer index", "optimizer key",
-     "optimizer json", "huge header", "overlap", "absent"],
+    ["shape", "missing key", "extra key", "nan", "optimizer shape", "negative square", "optimizer index",
+     "optimizer key", "optimizer json", "huge header", "overlap", "absent"],
 )  # fmt: skip
 @pytest.mark.row("R-45", "crafted state with a fitting hash")
 def test_a_crafted_state_is_refused_and_changes_nothing(what: str, tmp_path: Path) -> None:

@@ -396,14 +396,44 @@ def test_a_server_whose_engine_died_answers_500_and_is_brought_back(stubs: MakeS
 
 
 @pytest.mark.row("R-36", "status 429 from an HTTP server")
-def test_a_server_that_has_too_much_to_do_once_is_asked_again(stubs: MakeStub, samplers: MakeSampler) -> None:
+@pytest.mark.parametrize("times", [1, 12])
+def test_a_server_that_has_too_much_to_do_is_asked_again(
+    times: int,
+    stubs: MakeStub,
+    samplers: MakeSampler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("gruppo.sampler.vllm.http.BUSY_S", (0.01, 0.02))
     stub = stubs()
     sampler, model = samplers(stub), trained()
     sampler.sync(model)
     undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
-    stub.failures, stub.failure = 1, 429
-    assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+    stub.failures, stub.failure, stub.seen = times, 429, []
+    with caplog.at_level(logging.WARNING):
+        assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
     assert stub.failures == 0
+    busy = "is too busy for /v1/completions (429); asking again until sampler_deadline"
+    assert [busy in record.getMessage() for record in caplog.records] == [True]
+    assert set(stub.seen) == {"/v1/completions"}  # it has its weights
+
+
+@pytest.mark.row("R-36", "status 429 from an HTTP server, to the end")
+def test_a_server_that_always_has_too_much_to_do_is_lost_at_the_deadline(
+    stubs: MakeStub, samplers: MakeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gruppo.sampler.vllm.http.BUSY_S", (0.01, 0.02))
+    stub = stubs()
+    sampler = samplers(stub)
+    sampler.supervisors[0].engine.deadline_s = 0.3
+    stub.failures, stub.failure = 10**6, 429
+    waited = r"had not answered 5 requests after 0.3 s \(/v1/completions; sampler_deadline\)"
+    with pytest.raises(SamplerError, match=f"lost 4 times in a row: .*{waited}"):
+        sampler.sample(PROMPTS, 3, PARAMS)
+    left = [thread for thread in threading.enumerate() if "ThreadPoolExecutor" in thread.name]
+    for thread in left:
+        thread.join(5.0)
+    assert not any(thread.is_alive() for thread in left)  # nobody asks on
 
 
 @pytest.mark.row("R-37", "an answer that is cut off, from an HTTP server")

@@ -4,6 +4,7 @@ import http.client
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -28,6 +29,10 @@ FIRST_WORD_S = 3.0
 """Seconds of waiting for a server after which the log has a line, and then at twice that time, and so on."""
 HEALTH_S = 5.0
 """Seconds for one answer of `/health`."""
+BUSY_S = (0.1, 5.0)
+"""First and longest pause in seconds before a request is sent again that the server was too busy for (429)."""
+BUSY_WORD_S = 60.0
+"""Seconds between two lines in the log on that."""
 AT_ONCE = 64
 """Most requests to one server at a time."""
 SMALL, TOKEN_BYTES = 2**20, 2**10
@@ -71,6 +76,8 @@ class HttpEngine(Engine):
         self.model = ""
         """The name of what is sampled from: the model, or the adapter once one is loaded."""
         self.gives_receipts = True
+        self._quiet_until = 0.0
+        """When the log may say again that the server is busy."""
 
     def wait_until_ready(self) -> None:
         """Wait for the server to come up."""
@@ -255,9 +262,12 @@ class HttpEngine(Engine):
         ends = time.monotonic() + seconds
         executor = ThreadPoolExecutor(min(len(bodies), AT_ONCE) or 1)
         is_open: set[socket.socket] = set()
+        is_over = threading.Event()
         # The loop below keeps the deadline for all of them, however slowly bytes drip in; a connection's own timeout,
         # which is for one read, comes after it.
-        futures = [executor.submit(self._exchange, path, seconds + 5, body, remedy, is_open) for body in bodies]
+        futures = [
+            executor.submit(self._exchange, path, seconds + 5, body, remedy, is_open, is_over) for body in bodies
+        ]
         try:
             waiting = set(futures)
             while waiting:
@@ -272,6 +282,7 @@ class HttpEngine(Engine):
                     )
             return [future.result() for future in futures]
         finally:
+            is_over.set()
             executor.shutdown(wait=False, cancel_futures=True)
             _drop([future for future in futures if not future.cancelled()], is_open)
 
@@ -288,8 +299,23 @@ class HttpEngine(Engine):
         body: dict[str, Any] | None,
         remedy: str,
         is_open: set[socket.socket],
+        is_over: threading.Event,
     ) -> Any:
-        """The answer to a GET, or with a body to a POST. The socket is in `is_open` as long as it is."""
+        """The answer to a GET, or with a body to a POST, which is sent again while the server is busy (429)."""
+        pause, longest = BUSY_S
+        while True:
+            status, content = self._sent(path, timeout, body, is_open)
+            if status != 429 or is_over.wait(pause):
+                return self._read(path, status, content.decode(errors="replace"), body, remedy)
+            if (now := time.monotonic()) > self._quiet_until:
+                logger.warning("%s is too busy for %s (429); asking again until sampler_deadline", self.name, path)
+                self._quiet_until = now + BUSY_WORD_S
+            pause = min(2 * pause, longest)
+
+    def _sent(
+        self, path: str, timeout: float, body: dict[str, Any] | None, is_open: set[socket.socket]
+    ) -> tuple[int, bytes]:
+        """Status and content of an answer. The socket is in `is_open` as long as it is."""
         connection, opened = self._connection(timeout), None
         try:
             connection.connect()
@@ -314,23 +340,25 @@ class HttpEngine(Engine):
             if opened is not None:
                 is_open.discard(opened)
             connection.close()
-        text = content.decode(errors="replace")
-        if response.status == 200:
+        return response.status, content
+
+    def _read(self, path: str, status: int, text: str, body: dict[str, Any] | None, remedy: str) -> Any:
+        """What an answer holds; raises what its status means."""
+        if status == 200:
             try:
                 return json.loads(text or "{}")
             except (ValueError, RecursionError) as error:
                 if text.startswith("{") and isinstance(error, json.JSONDecodeError):
                     raise EngineLost(f"{self.name} answered {path} with broken or cut JSON: {error}") from error
                 return {}  # /v1/load_lora_adapter answers with a sentence
-        answered = f"{self.name} answered {path} with {response.status}: {printable(text[:300])}"
-        if response.status == 404 and body is not None and body.get("model") == ADAPTER:
+        answered = f"{self.name} answered {path} with {status}: {printable(text[:300])}"
+        if status == 404 and body is not None and body.get("model") == ADAPTER:
             raise EngineLost(f"{self.name} does not know the adapter it was given")
-        # 429: a proxy in front of it has too much to do.
         # 500 to a request: the engine has died and the server has yet to end. 500 to a command: the command failed.
-        if response.status in (429, 502, 503, 504) or (response.status >= 500 and not remedy):
+        if status in (429, 502, 503, 504) or (status >= 500 and not remedy):
             raise EngineLost(answered)
-        has_remedy = remedy and response.status in (403, 404, 405)
-        raise Refused(f"{answered}; {remedy}" if has_remedy else answered, response.status)
+        has_remedy = remedy and status in (403, 404, 405)
+        raise Refused(f"{answered}; {remedy}" if has_remedy else answered, status)
 
 
 def _drop(sent: Sequence[Future[Any]], is_open: set[socket.socket]) -> None:
