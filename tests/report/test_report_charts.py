@@ -152,6 +152,15 @@ def test_the_metric_of_a_finding_always_has_a_chart_with_a_mark(tmp_path: Path, 
     assert any(metric == key["key"] for q in without_step for c in q["charts"] for key in c["keys"])
 
 
+def test_a_held_out_accuracy_of_0_has_a_chart(tmp_path: Path) -> None:
+    """It is no detail among the numbers that are always 0, as those beside it are."""
+    values = {"eval/accuracy": 0.0, "eval/pass@1": 0.0, "completion/empty_frac": 0.0}
+    first = charts([logged(tmp_path / "run", values, values)])[0]
+    (chart,) = (c for c in first["charts"] if c["title"] == "held-out accuracy")
+    assert [row["value"] for row in chart["spec"]["datasets"]["rows"]] == [0.0, 0.0]
+    assert first["zero"] == ["completion/empty_frac", "eval/pass@1"]
+
+
 def test_a_gap_that_the_doctor_took_from_the_completions_has_a_chart(tmp_path: Path) -> None:
     run, draw = logged(tmp_path / "run", {"reward/mean": 0.5}, {"reward/mean": 0.5}), random.Random(0)
     prompt = Prompt(token_ids=(3,), text="1+1=", index=0)

@@ -239,8 +239,8 @@ def _is_never_right(table: Table) -> bool:
 
 
 def never_right(table: Table) -> Iterator[Finding]:
-    """No answer ever counts as right: none of training, or, though some of those do, none on held-out prompts."""
-    held_out, some = table.series("eval/accuracy"), any(share for _, share in table.series(CORRECT))
+    """No answer ever counts as right: none of training, or, though those earn something, none on held-out prompts."""
+    held_out, some = table.series("eval/accuracy"), any(spread > 0 for _, spread in table.series("reward/std"))
     rises, none_held_out = (
         _is_never_right(table),
         len(held_out) > 1 and not any(score for _, score in held_out) and some,

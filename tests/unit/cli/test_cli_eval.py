@@ -166,6 +166,16 @@ def test_accuracy_is_that_of_one_reward_whatever_the_others_give(capsys: pytest.
     assert named["eval/accuracy"] == 1
 
 
+def test_without_a_reward_that_decides_there_is_a_held_out_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--limit", 8, "--max-new-tokens", 4, "--rewards", "tests_cli_generous:three")
+    found = evaluated(capsys, *words)
+    assert found["eval/reward"] == 3 and not [name for name in found if "accuracy" in name or "pass" in name]
+    assert run(["eval", *map(str, words)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "eval/reward 3.0000 95 % interval" in shown and "accuracy" not in shown
+    assert "rewards three; no reward decides which answers are right (correct_by names one)" in shown
+
+
 @pytest.fixture(autouse=True)
 def generous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests_cli_generous.py").write_text(

@@ -127,6 +127,14 @@ def test_a_side_reward_that_rises_alone_is_the_finding_and_no_learning(tmp_path:
     assert [each.rule for each in found if each.metric == "eval/accuracy"] == ["never_right"]
 
 
+def test_that_no_held_out_answer_is_ever_right_is_a_finding_also_where_nothing_moves(tmp_path: Path) -> None:
+    keys = two_rewards(noisy(0.3, 0.3), [0.0] * 40)
+    keys |= {"eval/accuracy": [0.0, 0.0], "eval/accuracy_low": [0.0, 0.0], "eval/accuracy_high": [0.046, 0.046]}
+    found = summary(recorded_scores(tmp_path / "run", 40, keys, correct_by="exact"))[1]
+    assert [(each.rule, each.metric) for each in found] == [("never_right", "eval/accuracy")]
+    assert found[0].text == "no held-out answer is ever right"
+
+
 def test_a_side_reward_that_rises_with_the_right_answers_is_no_finding(tmp_path: Path) -> None:
     state, found = summary(
         recorded_scores(tmp_path / "run", 40, two_rewards(noisy(0.3, 0.9), noisy(0.2, 0.6)), correct_by="exact")
