@@ -135,7 +135,7 @@ KEYS = (
         "sampled",
         expect="below 0.1",
         healthy=(0.0, 0.5),
-        remedy="raise max_new_tokens, or reward shorter answers",
+        remedy="raise max_new_tokens, or reward shorter answers; if text goes on past its end, look at the end token",
     ),
     Key(
         "completion/empty_frac",

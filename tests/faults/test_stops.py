@@ -260,3 +260,84 @@ def test_leaving_at_once_waits_for_no_reader(tmp_path: Path) -> None:
     process = WarmProcess(tmp_path / "log", leave_into_a_full_pipe)
     assert process.wait(30) == 130
     process.close()
+
+
+def signalled_while_it_tidies(arguments: list[str], tidied: str) -> None:
+    """Ctrl-C once the model is being loaded, and again while what was made for it is taken back."""
+    from gruppo.run import directory
+    from gruppo.trainer import build
+
+    close = directory.RunDirectory.__exit__
+
+    def load(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("nobody heard the signal")
+
+    def close_and_signal(run: Any, *args: Any) -> None:
+        Path(tidied).touch()
+        os.kill(os.getpid(), signal.SIGINT)
+        close(run, *args)
+
+    build.build_model = load
+    directory.RunDirectory.__exit__ = close_and_signal  # type: ignore[assignment]
+    gruppo(arguments)
+
+
+@pytest.mark.row("R-11", "Ctrl-C twice before training begins")
+def test_ctrl_c_before_training_begins_says_what_is_saved(start: Start, flags: Flags, tmp_path: Path) -> None:
+    run, tidied = tmp_path / "run", tmp_path / "tidied"
+
+    def left(words: list[str]) -> str:
+        process = WarmProcess(
+            tmp_path / f"log-{len(list(tmp_path.iterdir()))}", signalled_while_it_tidies, words, str(tidied)
+        )
+        assert process.wait(60) == 130, process.output
+        process.close()
+        assert tidied.exists() and "Traceback" not in process.output
+        return process.output.splitlines()[-1]
+
+    words = ["train", *flags(run, steps=4, save_every=2)]
+    assert left(words) == "left before training began; nothing was saved"
+    # What the second one left behind is no run: the same command starts.
+    stopped = start(words, ("sample", 2, "term"))
+    assert stopped.wait(60) == 75, stopped.output
+    assert left(["resume", str(run)]) == f"left before training went on; step 2 is saved: gruppo resume {run}"
+    on = start(["resume", str(run)])
+    assert on.wait(60) == 0, on.output
+
+
+@pytest.mark.row("R-11", "Ctrl-C twice in the evaluation before the first step")
+@pytest.mark.parametrize("site", ["eval", "sample"])
+def test_a_second_ctrl_c_before_the_first_step_says_that_nothing_is_saved(
+    site: str, start: Start, flags: Flags, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    left = start(["train", *flags(run, steps=2)], (site, 0, "int"), ("filled", 0, "int"))
+    assert left.wait(30) == 130, left.output
+    assert left.output.splitlines()[-1] == f"left at once; no step is saved, and it starts over: gruppo resume {run}"
+    on = start(["resume", str(run)])
+    assert on.wait(60) == 0, on.output
+    assert json.loads((run / "status.json").read_text()) == {"status": "done", "step": 2}
+
+
+ENDING = """
+import os, signal, sys
+from gruppo.cli.main import main
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)
+last = Last()
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.commands
+@pytest.mark.row("R-11", "Ctrl-C again while Python ends")
+def test_ctrl_c_after_a_run_was_saved_leaves_its_exit_code(flags: Flags, tmp_path: Path) -> None:
+    plan = json.dumps([{"site": "recorded", "step": 1, "action": "int"}])
+    command = [sys.executable, "-c", ENDING, "train", *flags(tmp_path / "run")]
+    done = subprocess.run(
+        command, env=os.environ | {"GRUPPO_FAULTS": plan}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 75, done.stderr
+    assert "stopped after step 1 and saved" in done.stdout and "Traceback" not in done.stderr

@@ -47,6 +47,9 @@ A first run of your own, from nothing to a trained adapter:
 `gruppo VERB --help` explains each option.
 """
 
+INTERRUPTED = 130
+"""Exit code of what Ctrl-C ended, as shells have it."""
+
 # verb: (module, function)
 VERBS = {
     ("demo",): ("gruppo.cli.demo", "demo"),
@@ -84,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
         _complain(f"gruppo: {error}\n")
         code = error.exit_code
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         _drop_output()
         code = 141
@@ -96,9 +99,12 @@ def main(argv: list[str] | None = None) -> None:
         else:  # a defect; its text may quote a model, a data row or a file
             _complain(traceback.format_exc())
             code = 1
-    if code == STOPPED:  # a signal that follows the first must not replace the code by its own
+    if code in (STOPPED, INTERRUPTED):  # a signal that follows the first must not replace the code by its own
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)
+        # What still waits for a thread is left by another Ctrl-C; what comes after takes no time.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # torch's threads of a rank may outlive the interpreter, and then abort a process that has done its work.
         atexit._run_exitfuncs()

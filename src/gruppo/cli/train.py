@@ -208,12 +208,19 @@ def _run(
 ) -> int:
     # Before the imports: what they bring keeps the streams that it finds.
     with unhindered(), _leaving_tidily():
-        from gruppo.trainer import GRPOTrainer
-
         console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)  # paths, printed as they are
         if opening:
             console.print(opening, soft_wrap=False)
-        trainer = GRPOTrainer(config, resume=resume, accept_changes=accept_changes, overwrite=overwrite, ranks=ranks)
+        try:
+            from gruppo.trainer import GRPOTrainer
+
+            trainer = GRPOTrainer(
+                config, resume=resume, accept_changes=accept_changes, overwrite=overwrite, ranks=ranks
+            )
+        except (KeyboardInterrupt, Terminated):
+            saved = f"went on; {RunReader(config.output).saved()}" if resume else "began; nothing was saved"
+            print(f"left before training {saved}", file=sys.stderr)
+            raise
         if (name := _launch()) is not None:
             trainer.run.log_event("launch", step=trainer.step_number, name=name)
         if not view and trainer.has_steps:

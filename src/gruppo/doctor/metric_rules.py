@@ -19,7 +19,7 @@ from gruppo.doctor.finding import (
     beyond,
     departure,
 )
-from gruppo.doctor.progress import LEAST_RISE, SOLVED, Fall, Progress
+from gruppo.doctor.progress import LEAST_RISE, SOLVED, Fall, Progress, held_out_scores
 from gruppo.doctor.table import Points, Table
 from gruppo.keys import find
 from gruppo.output import printable
@@ -142,7 +142,8 @@ def precision_lost(table: Table) -> Iterator[Finding]:
     spacing = np.sort(updates.spacing)
     # Weights and updates are not paired in a checkpoint, so each update is compared with all weights.
     below = 1 - np.searchsorted(spacing, 2 * updates.update, side="right") / len(spacing)
-    lost = float(below.mean())
+    below[updates.update == 0] = 0.0  # without a gradient there is nothing to round
+    lost = float(below.mean()) if len(below) else 0.0
     if lost > LOST:
         yield Finding(
             rule="precision_lost",
@@ -204,7 +205,8 @@ def dead_groups(table: Table) -> Iterator[Finding]:
             found,
             "the task is too hard: most groups are all wrong",
             f"{share}, {wrong:.0%} all wrong",
-            "raise group_size or temperature, easier prompts, or dynamic_sampling",
+            "read completions that earn nothing: if some are right, mend the reward or the answers of the data; else "
+            "easier prompts, a larger group_size, or dynamic_sampling",
         )
     else:
         yield _dead(
@@ -262,9 +264,9 @@ def never_right(table: Table) -> Iterator[Finding]:
 
 def collapse(table: Table) -> Iterator[Finding]:
     """The policy has lost what it could."""
-    fall, reward = Fall.of(table), Change.of(table.series(REWARD))
-    if fall is not None and reward is not None and reward.rises():
-        if not any(reward_hacking(table)):
+    fall, reward = Fall.of(table), _gain(table)
+    if fall is not None and reward is not None:
+        if fall.key not in (REWARD, CORRECT) and not any(reward_hacking(table)):
             yield Finding(
                 rule="collapse",
                 severity="problem",
@@ -285,12 +287,49 @@ def collapse(table: Table) -> Iterator[Finding]:
             step=fall.step,
             text="the policy has collapsed" + (f" within the first steps{lr}" if early else ""),
             evidence=f"{fall.key} fell from {fall.best:.3g} {since} to {fall.last:.3g}",
-            remedy="lower lr, by ten times to begin with; what else is found here follows from the collapse"
+            remedy=f"lower lr, by ten times to begin with{_forces(table)}; what else is found here follows from the "
+            "collapse"
             if early
-            else "lower lr, clip_range or max_grad_norm, or raise beta or warmup_steps; keep_best keeps the model of "
-            "the best evaluation",
+            else f"lower lr, clip_range or max_grad_norm{_forces(table)}, or raise beta or warmup_steps; keep_best "
+            "keeps the model of the best evaluation",
             metric=fall.key,
         )
+
+
+def decline(table: Table) -> Iterator[Finding]:
+    """Held-out prompts are answered worse than by the model of the start, by less than a collapse."""
+    if Progress.of(table).held_out != "down" or Fall.of(table) is not None or any(reward_hacking(table)):
+        return
+    first, *_, last = held_out_scores(table)
+    reward = _gain(table)
+    yield Finding(
+        rule="decline",
+        severity="problem",
+        step=None,
+        text="held-out prompts are answered worse than before the first step",
+        evidence=f"{first.key} {first.value:.3g} -> {last.value:.3g}"
+        + ("" if reward is None else f", {REWARD} {reward}"),
+        remedy=f"lower lr{_forces(table)}" if reward is None else "more prompts, fewer steps or a lower lr",
+        metric=first.key,
+    )
+
+
+def _gain(table: Table, by: float = 0.0) -> Change | None:
+    """Change of a reward that rises, also above that of the first step: a policy that collapsed there may recover a
+    little."""
+    rewards = table.series(REWARD)
+    change = Change.of(rewards)
+    return change if change is not None and change.rises(by) and change.last > rewards[0][1] else None
+
+
+def _forces(table: Table) -> str:
+    """Options of a run, other than lr, that may have driven the policy away from what it could."""
+    found = [(name, table.config.get(name)) for name in ("entropy_coef", "max_staleness")]
+    return "".join(f", or {name}, which is {value:g}" for name, value in found if _is_positive(value))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 SURE_FROM_THE_START = 0.05
@@ -302,12 +341,13 @@ LOW_TEMPERATURE = 0.5
 def _is_sure_from_the_start(table: Table) -> bool:
     """Whether the policy had nothing to choose in the first step, and was not right by that.
 
-    Where nothing earns anything, only a low temperature tells it from a task that is too hard.
+    Where hardly anything earns anything, only a low temperature tells it from a task that is too hard.
     """
     entropy, right = table.series(ENTROPY)[:1], table.series(CORRECT)[:1]
     is_sure = bool(entropy) and entropy[0][0] == 1 and entropy[0][1] < SURE_FROM_THE_START
     is_cold = table.config.get("temperature", 1.0) < LOW_TEMPERATURE
-    earns = any(value for _, value in table.series("reward/std"))
+    wrong = _mean_since(1, table.series("group/all_wrong_frac"))
+    earns = any(value for _, value in table.series("reward/std")) and (wrong is None or wrong < MOSTLY)
     return is_sure and (is_cold or earns) and not (right and right[0][1] >= SOLVED)
 
 
@@ -317,6 +357,8 @@ def no_exploration(table: Table) -> Iterator[Finding]:
     if not _is_sure_from_the_start(table) or found is None or not found.is_now:
         return
     temperature = table.config.get("temperature")
+    given = "" if temperature is None else f", which is {temperature:g}"
+    usual = ": 1 is usual" if temperature is not None and temperature < LOW_TEMPERATURE else ""
     yield Finding(
         rule="no_exploration",
         severity="problem",
@@ -324,7 +366,7 @@ def no_exploration(table: Table) -> Iterator[Finding]:
         text="completions of a prompt are all alike from the first step, so there is nothing to compare",
         evidence=f"{ENTROPY} is {table.series(ENTROPY)[0][1]:.2g} nats in step 1, and {found.mean:.0%} of all groups "
         "are dead",
-        remedy="raise temperature" + ("" if temperature is None else f", which is {temperature:g}: 1 is usual"),
+        remedy=f"raise temperature{given}{usual}",
         metric=ENTROPY,
     )
 
@@ -372,11 +414,12 @@ REWARD_RISES = 0.1
 def reward_hacking(table: Table) -> Iterator[Finding]:
     """The sum of the rewards rises and right answers do not: one part is earned without them."""
     progress = Progress.of(table)
-    total, correct, spread = (Change.of(table.series(name)) for name in (REWARD, CORRECT, "reward/std"))
-    if not progress.is_judged or progress.direction == "up" or total is None or correct is None or spread is None:
+    correct, spread = (Change.of(table.series(name)) for name in (CORRECT, "reward/std"))
+    if not progress.is_judged or progress.direction == "up" or correct is None or spread is None:
         return
     is_kept = progress.direction == "flat" and correct.first >= SOLVED
-    if is_kept or not total.rises(REWARD_RISES * spread.first):
+    total = _gain(table, by=REWARD_RISES * spread.first)
+    if is_kept or total is None:
         return
     rises = {name: change for name, change in _side_rewards(table).items() if change.rises()}
     if not rises:
@@ -389,7 +432,8 @@ def reward_hacking(table: Table) -> Iterator[Finding]:
         rule="reward_hacking",
         severity="problem",
         step=departure(table.series(CORRECT), correct.first - LEAST_RISE) if falls else None,
-        text=f"reward {printable(part)!r} is exploited: it rises while fewer answers are right"
+        text=f"reward {printable(part)!r} is exploited: it rises while fewer "
+        f"{'' if progress.held_out is None else 'held-out '}answers are right"
         if falls
         else f"reward {printable(part)!r} rises alone: answers do not become right more often",
         evidence=f"{REWARD} {total}, {CORRECT} {correct}{ends}, {printable(metric)} {rises[part]}",
@@ -441,7 +485,8 @@ def entropy_collapse(table: Table) -> Iterator[Finding]:
 
 
 SPIKE = 10.0
-"""Gradient norm over the median of the run that is no ordinary noise: norms of sound runs stay within a factor of 4."""
+"""Gradient norm over the median that is no ordinary noise: norms of sound runs stay within a factor of 4. Steps whose
+answers are nearly all right are left out: most of their norms are near 0, and a rare wrong answer is a surprise."""
 
 
 def gradient_spike(table: Table) -> Iterator[Finding]:
@@ -458,7 +503,8 @@ def gradient_spike(table: Table) -> Iterator[Finding]:
             remedy="lower lr; dtype=float32 shows whether it is precision",
             metric=SKIPPED,
         )
-    norms = table.series(NORM)
+    solved = {step for step, share in table.series(CORRECT) if share >= SOLVED}
+    norms = [(step, value) for step, value in table.series(NORM) if step not in solved]
     limit = table.config.get("max_grad_norm", 1.0)
     median = float(np.median([value for _, value in norms])) if norms else 0.0
     spikes = [(step, value) for step, value in norms if value > SPIKE * median and value > limit]

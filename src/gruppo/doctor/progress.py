@@ -1,14 +1,14 @@
 """Progress: what a run has gained, by what decides it; and Fall: what it has lost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot, inf
+from math import hypot, inf, sqrt
 from typing import Literal
 
 import numpy as np
 
 from gruppo.doctor.finding import CORRECT, FEWEST_STEPS, REWARD, SURE, WINDOW, Change
-from gruppo.doctor.table import Table
+from gruppo.doctor.table import Points, Table
 from gruppo.keys import held_out_key
 
 # --- held-out scores --------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ SOLVED = 0.9
 LEAST_RISE = 0.02
 """Rise of a share of right answers below which nobody would say that a model has learned."""
 SURE_OF_PROGRESS = 3.0
-"""Standard errors that a rise of training samples must have: at 2, one idle run in forty would be said to learn."""
+"""Standard errors that a change of training samples must have: at 2, one idle run in forty would be said to learn."""
 
 Direction = Literal["up", "flat", "down"]
 
@@ -67,8 +67,9 @@ class Progress:
         change = Change.of(table.series(CORRECT if is_judged else REWARD))
         trained: Direction = "flat"
         if change is not None:
+            moved = change.last - change.first
             least = max(SURE_OF_PROGRESS * change.error, LEAST_RISE if is_judged else 0.0)
-            trained = "up" if change.last - change.first > least else "down" if change.falls(least) else "flat"
+            trained = "up" if moved > least else "down" if -moved > least else "flat"
         scores = held_out_scores(table)
         if len(scores) < 2 or (is_judged and scores[0].key != "eval/accuracy"):
             return cls(trained, is_judged, None)
@@ -96,10 +97,11 @@ SURE_OF_THE_BEST = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """A collapse: a score that has lost most of what it had, whatever its unit and its zero."""
+    """A collapse: a score that has lost most of what it had, whatever its unit and its zero. Right answers decide
+    before rewards."""
 
     key: str
-    """Of the score: the reward, or the held-out score."""
+    """Of the score: right answers or the reward of the samples, or the held-out score."""
     best: float
     last: float
     """Mean of the last window, or the last evaluation."""
@@ -117,17 +119,20 @@ class Fall:
         lost = cls._of_held_out(held_out)
         if lost is not None:
             return lost
-        fall = cls._of_steps(table) or cls._of_first_step(table)
+        fall = None
+        for samples in Samples.of(table):
+            fall = (
+                fall or cls._of_steps(samples) or cls._of_first_step(samples, table.config.get("prompts_per_step", 1))
+            )
         # Rewards also fall where solved prompts retire; the held-out score does not.
         if fall is not None and len(held_out) > 1 and held_out[-1].step > fall.step:
             return None if held_out[-1].value >= FALLEN * max(each.value for each in held_out) else fall
         return fall
 
     @classmethod
-    def _of_steps(cls, table: Table) -> "Fall | None":
+    def _of_steps(cls, samples: "Samples") -> "Fall | None":
         """A fall from the best steps. `best` is the highest mean over `FEWEST_STEPS` steps."""
-        rewards = table.series(REWARD)
-        values = np.array([value for _, value in rewards], float)
+        values = np.array([value for _, value in samples.points], float)
         width = min(WINDOW, len(values) // 2)
         if width < FEWEST_STEPS:
             return None
@@ -138,22 +143,22 @@ class Fall:
         noise = np.sqrt(np.square(np.diff(values)).mean() / 2 * (1 / FEWEST_STEPS + 1 / width))
         if best - last <= max(SURE_OF_THE_BEST * noise, FALLEN * (best - means.min())):
             return None
-        return cls(REWARD, best, last, rewards[top + FEWEST_STEPS - 1][0]) if _is_much(table, best, last) else None
+        end = samples.points[top + FEWEST_STEPS - 1][0]
+        return cls(samples.key, best, last, end) if samples.is_much(best, last) else None
 
     @classmethod
-    def _of_first_step(cls, table: Table) -> "Fall | None":
+    def _of_first_step(cls, samples: "Samples", num_prompts: int) -> "Fall | None":
         """A fall from the first step: a few updates may lose a policy before a window of steps has a mean."""
-        rewards, spreads = table.series(REWARD), dict(table.series("reward/std"))
-        values = np.array([value for _, value in rewards], float)
+        values = np.array([value for _, value in samples.points], float)
         width = min(WINDOW, len(values) // 2)
-        if width < FEWEST_STEPS or rewards[0][0] != 1 or 1 not in spreads:
+        if width < FEWEST_STEPS or samples.points[0][0] != 1 or 1 not in samples.spreads:
             return None
         first, last = float(values[0]), float(values[-width:].mean())
         # The completions of a prompt are alike, so that the prompts are counted.
-        noise = np.sqrt(spreads[1] ** 2 / table.config.get("prompts_per_step", 1) + values[-width:].var() / width)
-        if first - last <= SURE * noise or not _is_much(table, first, last):
+        noise = np.sqrt(samples.spreads[1] ** 2 / num_prompts + values[-width:].var() / width)
+        if first - last <= SURE * noise or not samples.is_much(first, last):
             return None
-        return cls(REWARD, first, last, 1)
+        return cls(samples.key, first, last, 1)
 
     @classmethod
     def _of_held_out(cls, scores: Sequence[Score]) -> "Fall | None":
@@ -166,8 +171,27 @@ class Fall:
         return None
 
 
-def _is_much(table: Table, best: float, last: float) -> bool:
-    """Whether a reward has lost much of what it had. The spread of the rewards within a step tells what is much."""
-    spread = max((value for _, value in table.series("reward/std")), default=float("inf"))
-    lowest = min(value for _, value in table.series(REWARD))
-    return best - last > FALLEN * spread or (lowest >= 0 and last < FALLEN * best)
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """A score of the training samples, by steps."""
+
+    key: str
+    points: Points
+    spreads: Mapping[int, float]
+    """Standard deviation within each step."""
+
+    @classmethod
+    def of(cls, table: Table) -> "Iterator[Samples]":
+        """What decides first: right answers, where they are not the reward itself; then the reward, unless more
+        answers are right."""
+        right, rewards = table.series(CORRECT), table.series(REWARD)
+        if right and right != rewards:
+            yield cls(CORRECT, right, {step: sqrt(share * (1 - share)) for step, share in right})
+        if not right or right == rewards or Progress.of(table).direction != "up":
+            yield cls(REWARD, rewards, dict(table.series("reward/std")))
+
+    def is_much(self, best: float, last: float) -> bool:
+        """Whether much of the score is lost. Its spread within a step tells what is much."""
+        spread = max(self.spreads.values(), default=inf)
+        lowest = min(value for _, value in self.points)
+        return best - last > FALLEN * spread or (lowest >= 0 and last < FALLEN * best)

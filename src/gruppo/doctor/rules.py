@@ -15,6 +15,7 @@ from gruppo.doctor.metric_rules import (
     collapse,
     constant_reward,
     dead_groups,
+    decline,
     entropy_collapse,
     gradient_spike,
     never_right,
@@ -48,6 +49,7 @@ RULES: dict[str, Rule] = {
         dominating_prompt,
         dead_groups,
         never_right,
+        decline,
     )
 }
 

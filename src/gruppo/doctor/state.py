@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gruppo.doctor.finding import CORRECT, FEWEST_STEPS, REWARD, SURE, Change, Finding
-from gruppo.doctor.progress import Fall, Progress, held_out_scores
+from gruppo.doctor.finding import CORRECT, FEWEST_STEPS, REWARD, Change, Finding
+from gruppo.doctor.progress import SURE_OF_PROGRESS, Fall, Progress, held_out_scores
 from gruppo.doctor.rules import applied
 from gruppo.doctor.table import Table
 from gruppo.errors import InputError
 from gruppo.keys import held_out_name
 from gruppo.output import printable
 from gruppo.run.reader import RunReader
+
+_NAMES = {REWARD: "reward", CORRECT: "right answers"}
 
 Name = Literal["too_early", "learning", "stalled", "collapsed", "finished", "stopped", "killed", "failed"]
 
@@ -97,7 +99,7 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
     fall, progress = Fall.of(table), Progress.of(table)
     because = ", ".join(_numbers(table, progress))
     if fall is not None:
-        score = "reward" if fall.key == REWARD else held_out_name(fall.key)
+        score = _NAMES.get(fall.key) or held_out_name(fall.key)
         others = ", ".join(text for text in _numbers(table, progress) if not text.startswith(f"{score} "))
         fell = f"{score} fell from {fall.best:.3f} to {fall.last:.3f}" + (f"; {others}" if others else "")
         return State("collapsed", f"{how}, collapsed: {fell}")
@@ -120,12 +122,14 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
 def _numbers(table: Table, progress: Progress) -> list[str]:
     """What a run is judged by, that which decides first: held-out score, right answers, reward."""
     right, reward = table.series(CORRECT), table.series(REWARD)
-    shown = [] if right == reward else [("right answers", right)]
+    shown = [] if right == reward else [(_NAMES[CORRECT], right)]
     numbers = [] if progress.held_out is None else _held_out(table)
-    for name, points in [*shown, ("reward", reward)]:
+    for name, points in [*shown, (_NAMES[REWARD], reward)]:
         change = Change.of(points)
         if change is not None:
-            numbers.append(f"{name} {change.first:.3f} -> {change.last:.3f} (noise {SURE * change.error:.3f})")
+            numbers.append(
+                f"{name} {change.first:.3f} -> {change.last:.3f} (noise {SURE_OF_PROGRESS * change.error:.3f})"
+            )
     return numbers if progress.held_out is not None else numbers + _held_out(table)
 
 

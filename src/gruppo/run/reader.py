@@ -151,6 +151,12 @@ class RunReader:
         folders = numbered(self.path / "checkpoints")
         return sorted(step for step, folder in folders.items() if (folder / "manifest.json").is_file())
 
+    def saved(self) -> str:
+        """What of the run is saved, and the command that goes on from it."""
+        steps = self.checkpoint_steps()
+        what = f"step {steps[-1]} is saved" if steps else "no step is saved, and it starts over"
+        return f"{what}: gruppo resume {shell_word(self.path)}"
+
 
 def at_home(path: str | Path) -> Path:
     """A path with ~ written out."""

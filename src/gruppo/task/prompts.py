@@ -168,7 +168,7 @@ def load_prompts(
     begun = sum(not isinstance(prompt.source, str) and bool(_begun_turn(prompt.source)) for prompt in prompts)
     if begun:
         reading.append(
-            f"{begun:,} of {len(prompts):,} prompts end in the assistant's turn, which a completion goes on with"
+            f"{begun:,} of {len(prompts):,} prompts end in the assistant's turn, which a completion continues"
         )
     if is_text and chat:
         reading.append("text prompts go through the chat template")

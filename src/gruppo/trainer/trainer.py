@@ -179,7 +179,7 @@ class GRPOTrainer:
             build.try_rewards(self.scorer, self.prompts.train.prompts)
             create = partial(RunDirectory.create, config=config.to_yaml(), overwrite=overwrite)
             self.run = stack.enter_context((RunDirectory.reopen if resume else create)(config.output))
-            self.stop.parting = self._parting
+            self.stop.parting = lambda: f"left at once; {self.run.saved()}"
             self.scorer.start()
             if ranks is not None:
                 ranks.tell({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
@@ -617,12 +617,6 @@ class GRPOTrainer:
             if result.status == "done":
                 raise
             logger.warning("the callbacks were not told of the end: %s: %s", type(problem).__name__, problem)
-
-    def _parting(self) -> str:
-        """What a run says that is left at once."""
-        saved = self.run.checkpoint_steps()
-        what = f"step {saved[-1]} is saved" if saved else "no step is saved, and it starts over"
-        return f"left at once; {what}: gruppo resume {shell_word(self.run.path)}"
 
     def _conclude(self) -> None:
         """Print the state of the run and what is likely wrong with it. Whatever fails in it, the run is over."""

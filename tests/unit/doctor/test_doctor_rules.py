@@ -246,6 +246,18 @@ def test_a_spike_is_far_above_the_median_and_above_the_limit() -> None:
     assert (only(Table(metrics=metrics)).rule, only(Table(metrics=metrics)).step) == ("gradient_not_finite", 9)
 
 
+def test_a_rare_wrong_answer_of_a_solved_task_is_no_spike() -> None:
+    """Two adapters: 2.61 in step 56 at 94 % right answers, and 2.2 in step 35 at 88 %, where steps that are solved have
+    a median of 0.1 and the others one of 0.5."""
+    solved = {"reward/correct_frac": lambda x: 0.5 if x < 0.5 else 0.97}
+    metrics = lines(60, **solved, **{"optim/grad_norm": lambda x: 0.5 if x < 0.5 else 0.1})
+    metrics[55] |= {"optim/grad_norm": 2.61, "reward/correct_frac": 0.94}
+    metrics[34] |= {"optim/grad_norm": 2.2, "reward/correct_frac": 0.88}
+    assert applied(Table(metrics=metrics)) == []
+    metrics[34]["optim/grad_norm"] = 5.1
+    assert only(Table(metrics=metrics)).evidence.startswith("1 of 31 steps; optim/grad_norm is 5.1 in step 35, the med")
+
+
 def test_the_gap_of_an_unsynced_sampler_grows_and_comes_from_the_completions_where_no_metric_has_it() -> None:
     metrics = [{k: v for k, v in line.items() if not k.startswith("sampler/")} for line in lines()]
     growing = [rollouts(step, gap_T=np.array([0.0, 0.1 * step])) for step in range(1, 9)]
@@ -265,6 +277,8 @@ def test_updates_below_half_the_distance_to_the_next_number_are_lost() -> None:
     assert only(table).evidence.startswith("75% of the updates of step 20")
     half = Updates(step=20, update=np.array([1e-9, 1e-7]), spacing=spacing)
     assert applied(Table(metrics=lines(), updates=half)) == []
+    none = Updates(step=20, update=np.zeros(2), spacing=spacing)  # all completions are left out of the loss
+    assert applied(Table(metrics=lines(), updates=none)) == []
 
 
 def test_a_prompt_dominates_by_its_share_of_the_credit() -> None:

@@ -189,6 +189,89 @@ def test_a_reward_that_falls_where_solved_prompts_retire_is_no_collapse(tmp_path
     assert state_line(recorded_scores(tmp_path / "lost", 40, keys)).name == "collapsed"
 
 
+def test_right_answers_that_are_lost_are_a_collapse_also_where_the_reward_rises(tmp_path: Path) -> None:
+    """A reward with the weight -1, so that it pays what is wrong."""
+    right = noisy(0.5, 0.02)
+    keys = {"reward/mean": [-share for share in right], "reward/correct_frac": right, "reward/std": [0.4] * 40}
+    state, found = summary(recorded_scores(tmp_path / "run", 40, keys))
+    assert state.name == "collapsed"
+    assert state.text.startswith(
+        "finished after step 40, collapsed: right answers fell from 0.477 to 0.137; reward -0."
+    )
+    assert found == []  # what is learned by heart would be right
+
+
+def test_a_side_reward_that_is_lost_while_more_answers_are_right_is_no_collapse(tmp_path: Path) -> None:
+    state, found = summary(
+        recorded_scores(tmp_path / "run", 40, two_rewards(noisy(2.0, 0.1), noisy(0.2, 0.6)), correct_by="exact")
+    )
+    assert (state.name, found) == ("finished", []) and "it learned: right answers 0.297 -> 0.503" in state.text
+
+
+def test_held_out_prompts_that_are_answered_worse_are_a_finding(tmp_path: Path) -> None:
+    """71 and 48 of 128, with Wilson's intervals: 0.089 and 0.080 down and up, so -0.180 +- 0.120 or less."""
+    keys = {"reward/mean": noisy(0.45, 0.42, noise=0.1), "reward/std": [0.5] * 40}
+    keys |= {
+        "eval/accuracy": [0.5547, 0.375],
+        "eval/accuracy_low": [0.468, 0.296],
+        "eval/accuracy_high": [0.638, 0.461],
+    }
+    state, found = summary(recorded_scores(tmp_path / "run", 40, keys, entropy_coef=1.0))
+    assert state.text.startswith("finished after step 40, stalled: held-out accuracy 0.555 -> 0.375")
+    assert [(each.rule, each.severity) for each in found] == [("decline", "problem")]
+    assert found[0].remedy == "lower lr, or entropy_coef, which is 1"
+    keys |= {"reward/mean": noisy(0.4, 0.9)}
+    found = summary(recorded_scores(tmp_path / "by heart", 40, keys))[1]
+    assert found[0].evidence == "eval/accuracy 0.555 -> 0.375, reward/mean 0.522 -> 0.778"
+    assert found[0].remedy == "more prompts, fewer steps or a lower lr"
+
+
+def test_a_collapse_of_a_run_with_old_rollouts_names_their_age(tmp_path: Path) -> None:
+    keys = {"reward/mean": [0.5] * 8 + [0.0] * 32, "reward/std": [0.5] * 8 + [0.0] * 32, "optim/lr": [1e-3] * 40}
+    keys |= {"sampler/logp_gap_mean": [0.5] * 40}
+    found = summary(recorded_scores(tmp_path / "run", 40, keys, max_staleness=8))[1]
+    assert [each.rule for each in found] == ["collapse", "stale_sampler"]
+    assert found[0].remedy.startswith("lower lr, by ten times to begin with, or max_staleness, which is 8; what else")
+
+
+def test_the_noise_of_a_stalled_run_is_what_a_rise_must_exceed(tmp_path: Path) -> None:
+    """0.04 between windows whose steps alternate by 0.05: the error is 0.05 sqrt(20/19) sqrt(2/20) = 0.0162, its
+    double 0.032, three times it 0.049."""
+    rewards = [(-0.152 if i < 20 else -0.112) + 0.05 * (-1) ** i for i in range(40)]
+    state = state_line(recorded(tmp_path / "run", rewards))
+    assert state.text == "finished after step 40, stalled: reward -0.152 -> -0.112 (noise 0.049)"
+
+
+def test_a_side_reward_that_a_collapsed_policy_finds_again_is_not_exploited(tmp_path: Path) -> None:
+    """lr=0.01: 0.5 + 0.2 in step 1, next to nothing up to step 20, and then the 0.2 of the side reward again."""
+    right, side = [0.5] + [0.0] * 39, [0.2] + [0.03] * 19 + [0.2] * 20
+    keys = two_rewards(side, right) | {"optim/lr": [0.01] * 40}
+    keys |= {"eval/accuracy": [0.55, 0.0], "eval/accuracy_low": [0.47, 0.0], "eval/accuracy_high": [0.64, 0.03]}
+    state, found = summary(recorded_scores(tmp_path / "run", 40, keys, correct_by="exact", prompts_per_step=8))
+    assert state.name == "collapsed"
+    assert [each.rule for each in found] == ["collapse"]
+    assert found[0].text == "the policy has collapsed within the first steps (lr=0.01)"
+
+
+def test_prompts_that_are_too_hard_in_a_first_step_of_little_entropy_do_not_blame_the_temperature(
+    tmp_path: Path,
+) -> None:
+    """Answers of other rows: 1.7 % earn something by chance, and the first eight prompts have 0.038 nats."""
+    keys = {
+        "reward/mean": noisy(0.008, 0.017, noise=0.005),
+        "reward/std": [0.1] * 40,
+        "reward/correct_frac": noisy(0.008, 0.017, noise=0.005),
+        "group/dead_frac": [0.99] * 40,
+        "group/all_wrong_frac": [0.98] * 40,
+        "rollout/entropy": [0.038] + [0.14] * 39,
+    }
+    found = summary(recorded_scores(tmp_path / "run", 40, keys, temperature=1.0))[1]
+    assert [each.rule for each in found] == ["too_hard"]
+    assert found[0].remedy.startswith(
+        "read completions that earn nothing: if some are right, mend the reward or the ans"
+    )
+
+
 def test_a_policy_without_entropy_in_its_first_step_explores_too_little(tmp_path: Path) -> None:
     keys = {
         "reward/mean": [0.3] * 20,

@@ -136,9 +136,12 @@ def test_advice_comes_every_twenty_steps_from_the_last_twenty(
         recorder.step(number, METRICS | {"completion/truncated_frac": 1.0 if number <= 20 else 0.0})
         recorder.timed(number, {}, 0.0)
     recorder.close()
-    text = "completion/truncated_frac is 1, above 0.5: raise max_new_tokens, or reward shorter answers"
+    text = (
+        "completion/truncated_frac is 1, above 0.5: raise max_new_tokens, or reward shorter answers; if text goes on "
+        "past its end, look at the end token"
+    )
     assert [e for e in events(recorder) if e["event"] == "advice"] == [{"event": "advice", "step": 20, "text": text}]
-    assert capsys.readouterr().out.replace("\n", " ").count(f"note: {text}") == 1
+    assert " ".join(capsys.readouterr().out.split()).count(f"note: {text}") == 1
 
 
 def test_the_terminal_shows_a_line_per_step_and_completions_at_each_quarter(

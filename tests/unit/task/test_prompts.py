@@ -74,7 +74,7 @@ def test_a_turn_that_the_assistant_has_begun_goes_on_after_its_text(chat_tokeniz
     assert [p.token_ids for p in found] == [(1, 14, 8, 11, 15, 5, 7), (1, 14, 5, 15, 6, 14, 7, 15)]
     assert found[0].text == "<bos>+47=13"
     assert found[0].source == [user("47"), begun("13")]
-    assert found.reading == ("1 of 2 prompts end in the assistant's turn, which a completion goes on with",)
+    assert found.reading == ("1 of 2 prompts end in the assistant's turn, which a completion continues",)
 
 
 def test_a_begun_turn_goes_with_a_system_message(chat_tokenizer: Any) -> None:
