@@ -7,6 +7,7 @@ from gruppo.convert.conversion import SCHEDULES, Conversion, as_list, hub_data
 from gruppo.convert.read import read_text
 from gruppo.convert.twinkle import Script
 from gruppo.errors import InputError
+from gruppo.output import shell_word
 from gruppo.trainer.elsewhere import ABSENT, DROPOUT, ELSEWHERE, Reason
 
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "bnpo": "bnpo", "dr_grpo": "drgrpo", "cispo": "cispo", "sapo": "sapo",
@@ -41,7 +42,7 @@ def script_options(path: str, flags: dict[str, Any]) -> dict[str, Any]:
         if flags:
             return flags
         raise InputError(
-            f"{path} has no GRPOConfig(...) to read; give the arguments that start it: gruppo convert trl --name value"
+            f"{path} has no call of GRPOConfig to read; give the arguments that start it: gruppo convert trl --name value"
         )
     options = script.keywords(*_CONFIGS)
     computed = [name for function, name in script.computed if function in _CONFIGS]
@@ -69,7 +70,7 @@ def script_options(path: str, flags: dict[str, Any]) -> dict[str, Any]:
     if missing:
         raise InputError(
             f"{path} computes {', '.join(missing)}, and is not run; give each value after the file: "
-            f"gruppo convert trl {path} --{missing[0]} ..."
+            f"gruppo convert trl {shell_word(path)} --{missing[0]} ..."
         )
     return options | flags
 
