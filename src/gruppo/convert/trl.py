@@ -42,7 +42,7 @@ def script_options(path: str, flags: dict[str, Any]) -> dict[str, Any]:
         if flags:
             return flags
         raise InputError(
-            f"{path} has no call of GRPOConfig to read; give the arguments that start it: gruppo convert trl --name value"
+            f"{path} has no call of GRPOConfig to read; give what starts it: gruppo convert trl --name value"
         )
     options = script.keywords(*_CONFIGS)
     computed = [name for function, name in script.computed if function in _CONFIGS]

@@ -362,7 +362,7 @@ def test_what_a_script_computes_is_asked_for_and_not_guessed(tmp_path: Path) -> 
         convert("trl", [str(path)])
     assert convert("trl", [str(path), "--num_train_epochs", "2"]).values["epochs"] == 2
     path.write_text("parser = TrlParser(GRPOConfig)\n")
-    with pytest.raises(InputError, match=r"train\.py has no call of GRPOConfig to read; give the arguments"):
+    with pytest.raises(InputError, match=r"train\.py has no call of GRPOConfig to read; give what starts it"):
         convert("trl", [str(path)])
     assert convert("trl", [str(path), "--num_train_epochs", "2"]).values["epochs"] == 2
     with pytest.raises(InputError, match=r"other\.py is not a configuration"):
