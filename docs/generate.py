@@ -26,7 +26,7 @@ from gruppo.cli.train import STOPPED, TRAIN_HELP
 from gruppo.keys import KEYS, Key
 from gruppo.loss import LOSSES
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.elsewhere import REFUSED, TRL, UNSLOTH
+from gruppo.trainer.elsewhere import REFUSED, TRL, TRL_TRAINER, UNSLOTH
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gruppo"
@@ -288,7 +288,7 @@ def run_directory_page() -> str:
 
 
 def from_trl_page() -> str:
-    names = TRL | UNSLOTH
+    names = TRL_TRAINER | TRL | UNSLOTH
     rows = [f"`{name}` | `{own.partition(': ')[0]}` | {own.partition(': ')[2]}" for name, own in names.items()]
     rows += [f"{', '.join(f'`{name}`' for name in REFUSED)} | refused in training | use `temperature`"]
     text = (DOCS / "from_trl.md").read_text(encoding="utf-8")

@@ -26,6 +26,8 @@ def read_options(words: Sequence[str]) -> dict[str, Any]:
     if first.endswith((".yaml", ".yml")):
         file = {str(name): _read(value) for name, value in read_yaml(first).items()}
         return file | read_flags(words[1:])
+    if first.endswith(".py") and not any(word.startswith("--") for word in words):
+        raise InputError(f"{first} is not a configuration; give a .yaml or .sh file, or the arguments of the script")
     if first.endswith(".sh"):
         return read_flags(script_words(read_text(first))) | read_flags(words[1:])
     return read_flags(words)

@@ -4,11 +4,20 @@ from math import ceil
 from typing import Any
 
 from gruppo.convert.conversion import SCHEDULES, Conversion, as_list, hub_data
+from gruppo.convert.read import read_text
+from gruppo.convert.twinkle import Script
+from gruppo.errors import InputError
+from gruppo.output import shell_word
 from gruppo.trainer.elsewhere import ABSENT, DROPOUT, ELSEWHERE, Reason
 
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "bnpo": "bnpo", "dr_grpo": "drgrpo", "cispo": "cispo", "sapo": "sapo",
           "luspo": "luspo", "vespo": "vespo"}  # fmt: skip
 REWARDS = {"accuracy_reward": "math_match", "think_format_reward": "think_format"}
+_CONFIGS = ("GRPOConfig", "RLOOConfig")
+_ADAPTER = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
+            "target_modules": "lora_target_modules"}  # fmt: skip
+"""Arguments of PEFT's LoraConfig by the names of TRL's options, whose defaults are others."""
+_UNSLOTH = ("model_name", "load_in_4bit", "load_in_8bit", "max_seq_length", "fast_inference", "gpu_memory_utilization")
 CORRECTIONS = {"token_truncate": "truncate", "token_mask": "mask", "sequence_truncate": "truncate_product"}
 
 
@@ -23,6 +32,47 @@ def from_trl(options: dict[str, Any]) -> Conversion:
     _sampler(made)
     _run(made)
     return made.finish()
+
+
+def script_options(path: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Options that a Python script gives GRPOConfig and its adapter, and flags, which win. It is parsed, not run."""
+    text = read_text(path)
+    script = Script(text)
+    if script.find(*_CONFIGS) is None:
+        if flags:
+            return flags
+        raise InputError(
+            f"{path} has no call of GRPOConfig to read; give what starts it: gruppo convert trl --name value"
+        )
+    options = script.keywords(*_CONFIGS)
+    computed = [name for function, name in script.computed if function in _CONFIGS]
+    trainer = script.find("GRPOTrainer", "RLOOTrainer")
+    given = {} if trainer is None else trainer[2]
+    is_unsloth = "FastLanguageModel" in text
+    if is_unsloth:
+        own = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0}
+        adapter = own | script.keywords("get_peft_model") if script.find("get_peft_model") else {}
+        loaded = script.keywords("from_pretrained")
+        options |= {name: loaded[name] for name in _UNSLOTH if name in loaded}
+        if "model_name" in options:
+            options["model_name_or_path"] = options.pop("model_name")
+    else:
+        adapter = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0} | script.keywords("LoraConfig")
+        found = script.find("from_pretrained")
+        model = given.get("model") or (found[1][0] if found and found[1] else None)
+        options |= {"model_name_or_path": model} if isinstance(model, str) else {}
+    if (trainer and (trainer[0], "peft_config") in script.computed) or (is_unsloth and adapter):
+        options["use_peft"] = True
+        options |= {_ADAPTER[name]: value for name, value in adapter.items() if name in _ADAPTER}
+        makers = ("LoraConfig", "get_peft_model")
+        computed += [_ADAPTER[name] for function, name in script.computed if function in makers and name in _ADAPTER]
+    missing = [name for name in dict.fromkeys(computed) if name not in flags and name not in ABSENT]
+    if missing:
+        raise InputError(
+            f"{path} computes {', '.join(missing)}, and is not run; give each value after the file: "
+            f"gruppo convert trl {shell_word(path)} --{missing[0]} ..."
+        )
+    return options | flags
 
 
 def _model(made: Conversion) -> None:

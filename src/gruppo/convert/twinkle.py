@@ -36,6 +36,8 @@ class Script:
         self.constants: dict[str, Any] = {}
         self.calls: list[tuple[str, list[Any], dict[str, Any]]] = []
         """Last name of the function, and the arguments that are known."""
+        self.computed: list[tuple[str, str]] = []
+        """Last name of the function and name of a keyword whose value only running the script would give."""
         for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0)):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._keep(self.constants, node.targets[0].id, node.value)
@@ -45,6 +47,8 @@ class Script:
                 for keyword in node.keywords:
                     if keyword.arg:
                         self._keep(named, keyword.arg, keyword.value)
+                    if keyword.arg not in named:
+                        self.computed.append((_last(node.func), keyword.arg or "**"))
                 self.calls.append((_last(node.func), [self._or_none(a) for a in node.args], named))
 
     def _keep(self, values: dict[str, Any], name: str, node: ast.expr) -> None:

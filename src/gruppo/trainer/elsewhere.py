@@ -378,7 +378,7 @@ CLASSES = {
     "FastLanguageModel": "a model is loaded by its name: TrainConfig(model=..., lora=True, quantize='nf4')",
     **dict.fromkeys(("ModelConfig", "ScriptArguments"), "its options are among those of TrainConfig"),
     "TrlParser": "TrainConfig.from_yaml(file) reads options, and `gruppo convert trl` writes them to one",
-    "get_peft_config": "TrainConfig(lora=True), or GRPOTrainer(config, peft_config=LoraConfig(...))",
+    "get_peft_config": "TrainConfig(lora=True), or GRPOTrainer(config, peft_config=...) with a config of PEFT",
     **dict.fromkeys(
         ("get_quantization_config", "get_kbit_device_map"), "TrainConfig(quantize='nf4') is a base in 4 bits"
     ),

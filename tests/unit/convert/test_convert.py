@@ -319,6 +319,66 @@ def test_commas_that_a_shell_leaves_at_names_of_layers_are_taken_off() -> None:
     assert [line for line in made.differs if "without the commas" in line and "'q_proj,'" in line]
 
 
+SCRIPT = """
+from trl import GRPOConfig, GRPOTrainer
+NAME = "Qwen/Qwen2.5-1.5B-Instruct"
+args = GRPOConfig(output_dir="runs/" + "gsm8k", run_name=NAME + "-1", learning_rate=5e-6, adam_beta2=0.99,
+    lr_scheduler_type="cosine", bf16=True, per_device_train_batch_size=1, gradient_accumulation_steps=4,
+    num_generations=2, max_prompt_length=256, max_completion_length=786, num_train_epochs=RATE)
+peft_config = LoraConfig(r=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.05)
+model = AutoModelForCausalLM.from_pretrained(NAME, torch_dtype=torch.bfloat16).to("cuda")
+trainer = GRPOTrainer(model=model, reward_funcs=[right], args=args, train_dataset=rows, PEFT)
+"""
+OF_SCRIPT = {
+    "model": "Qwen/Qwen2.5-1.5B-Instruct", "output": "runs/gsm8k", "lr": 5e-6, "adam_beta2": 0.99,
+    "lr_schedule": "cosine", "dtype": "bfloat16", "group_size": 2, "prompts_per_step": 2, "max_prompt_tokens": 256,
+    "max_new_tokens": 786, "epochs": 1, "loss": "dapo",
+}  # fmt: skip
+UNSLOTH = """
+from unsloth import FastLanguageModel
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="Qwen/Qwen3-4B", max_seq_length=2048, load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=32, lora_alpha=64, target_modules=["q_proj"], random_state=3407)
+trainer = GRPOTrainer(model=model, args=GRPOConfig(num_generations=8, max_steps=250))
+"""
+
+
+def test_a_python_script_gives_what_it_gives_grpoconfig(tmp_path: Path) -> None:
+    """Parsed, not run; its values were not those of TRL's defaults, which were called what the script says."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("RATE", "1").replace("PEFT", ""))
+    values = convert("trl", [str(path)]).values
+    assert {name: values[name] for name in OF_SCRIPT} == OF_SCRIPT and "lora" not in values
+    path.write_text(SCRIPT.replace("RATE", "1").replace("PEFT", "peft_config=peft_config"))
+    made = convert("trl", [str(path), "--beta", "0.1"])
+    expected = OF_SCRIPT | {"lora": True, "lora_rank": 16, "lora_alpha": 8, "lora_targets": ["q_proj", "v_proj"]}
+    assert {name: made.values[name] for name in (*expected, "beta")} == expected | {"beta": 0.1}  # PEFT's alpha is 8
+    assert any(line.startswith("lora_dropout=0.05: with dropout") for line in made.absent)
+
+
+def test_what_a_script_computes_is_asked_for_and_not_guessed(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("RATE", "options.epochs").replace("PEFT", ""))
+    with pytest.raises(InputError, match=r"train\.py computes num_train_epochs, and is not run; give each value after"):
+        convert("trl", [str(path)])
+    assert convert("trl", [str(path), "--num_train_epochs", "2"]).values["epochs"] == 2
+    path.write_text("parser = TrlParser(GRPOConfig)\n")
+    with pytest.raises(InputError, match=r"train\.py has no call of GRPOConfig to read; give what starts it"):
+        convert("trl", [str(path)])
+    assert convert("trl", [str(path), "--num_train_epochs", "2"]).values["epochs"] == 2
+    with pytest.raises(InputError, match=r"other\.py is not a configuration"):
+        convert("trl", ["other.py"])
+
+
+def test_a_script_of_unsloth_has_its_model_and_adapter_in_calls(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(UNSLOTH)
+    made = convert("trl", [str(path)])
+    expected = {"model": "Qwen/Qwen3-4B", "quantize": "nf4", "lora": True, "lora_rank": 32, "lora_alpha": 64}
+    expected |= {"lora_targets": ["q_proj"], "group_size": 8, "steps": 250}
+    assert {name: made.values[name] for name in expected} == expected
+    assert any("max_seq_length=2048 there; here and max_prompt_tokens" in line for line in made.yours)
+
+
 def test_weights_of_rewards_that_are_in_the_script_wait_for_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
