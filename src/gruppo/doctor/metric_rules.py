@@ -19,7 +19,7 @@ from gruppo.doctor.finding import (
     beyond,
     departure,
 )
-from gruppo.doctor.progress import LEAST_RISE, SOLVED, SURE_OF_PROGRESS, Fall, Progress, held_out_scores
+from gruppo.doctor.progress import LEAST_RISE, SOLVED, Fall, Progress, held_out_scores
 from gruppo.doctor.table import Points, Table
 from gruppo.keys import find
 from gruppo.output import printable
@@ -319,9 +319,7 @@ def _gain(table: Table, by: float = 0.0) -> Change | None:
     little."""
     rewards = table.series(REWARD)
     change = Change.of(rewards)
-    if change is None or change.last - change.first <= max(SURE_OF_PROGRESS * change.error, by):
-        return None
-    return change if change.last > rewards[0][1] else None
+    return change if change is not None and change.rises(by) and change.last > rewards[0][1] else None
 
 
 def _forces(table: Table) -> str:
