@@ -208,7 +208,7 @@ def dead_groups(table: Table) -> Iterator[Finding]:
             "read completions that earn nothing: if some are right, mend the reward or the answers of the data; else "
             "easier prompts, a larger group_size, or dynamic_sampling",
         )
-    else:
+    elif (progress := Progress.of(table)).is_judged or progress.direction != "up":  # else it is what learning comes to
         yield _dead(
             "no_signal",
             found,
@@ -354,7 +354,7 @@ def _is_sure_from_the_start(table: Table) -> bool:
 def no_exploration(table: Table) -> Iterator[Finding]:
     """The policy draws the same completion of a prompt again and again, from the first step on."""
     found = beyond(table.series(DEAD_FRAC), DEAD)
-    if not _is_sure_from_the_start(table) or found is None or not found.is_now:
+    if not _is_sure_from_the_start(table) or found is None or not found.is_now or found.begin > FEWEST_STEPS:
         return
     temperature = table.config.get("temperature")
     given = "" if temperature is None else f", which is {temperature:g}"
@@ -484,8 +484,8 @@ def entropy_collapse(table: Table) -> Iterator[Finding]:
     )
 
 
-SPIKE = 10.0
-"""Gradient norm over the median that is no ordinary noise: norms of sound runs stay within a factor of 4. Steps whose
+SPIKE = 20.0
+"""Gradient norm over the median that is no ordinary noise: norms of sound runs stay within a factor of 12. Steps whose
 answers are nearly all right are left out: most of their norms are near 0, and a rare wrong answer is a surprise."""
 
 

@@ -154,9 +154,11 @@ class Fall:
         if width < FEWEST_STEPS or samples.points[0][0] != 1 or 1 not in samples.spreads:
             return None
         first, last = float(values[0]), float(values[-width:].mean())
-        # The completions of a prompt are alike, so that the prompts are counted.
-        noise = np.sqrt(samples.spreads[1] ** 2 / num_prompts + values[-width:].var() / width)
-        if first - last <= SURE * noise or not samples.is_much(first, last):
+        # The completions of a prompt are alike, so that the prompts are counted. And the first step may be a lucky one
+        # of a policy that has not changed: then it is as far from the mean as the last steps are.
+        noise = samples.spreads[1] / sqrt(num_prompts)
+        luck = float(values[-width:].std()) * sqrt(1 + 1 / width)
+        if first - last <= max(SURE * noise, SURE_OF_THE_BEST * luck) or not samples.is_much(first, last):
             return None
         return cls(samples.key, first, last, 1)
 

@@ -189,6 +189,14 @@ def test_a_first_step_that_was_lucky_is_no_collapse(tmp_path: Path) -> None:
     assert state_line(recorded_scores(tmp_path / "run", 24, keys, prompts_per_step=2)).name == "stalled"
 
 
+def test_easy_prompts_in_the_first_step_are_no_collapse(tmp_path: Path) -> None:
+    """An adapter that did not learn, with lr=1e-6: 0.906 on the first eight prompts, and 0.45 with a spread of 0.15
+    between the later steps, of which it is 3 away."""
+    keys = {"reward/mean": [0.906, *[0.45 + 0.15 * (-1) ** i for i in range(39)]], "reward/std": [0.29] + [0.48] * 39}
+    state, found = summary(recorded_scores(tmp_path / "run", 40, keys, prompts_per_step=8))
+    assert (state.name, found) == ("stalled", [])
+
+
 def test_a_reward_that_falls_where_solved_prompts_retire_is_no_collapse(tmp_path: Path) -> None:
     keys = {"reward/mean": noisy(0.9, 0.1), "reward/std": [0.4] * 40}
     keys |= {"eval/accuracy": [0.2, 0.6], "eval/accuracy_low": [0.1, 0.5], "eval/accuracy_high": [0.3, 0.7]}
