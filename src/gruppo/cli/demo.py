@@ -52,13 +52,12 @@ LLM_PRESET: dict[str, Any] = {
     "data": "builtin:sums",
     "eval_data": "builtin:sums?split=heldout",
     "eval_prompts": 128,
-    "eval_every": 12,
+    "eval_every": 15,
     "prompts_per_step": 8,
     "max_new_tokens": 16,
-    "steps": 48,
-    "lr_schedule": "linear",
+    "steps": 60,
     "warmup_steps": 2,
-    "completions_every": 6,
+    "completions_every": 5,
     "output": "runs/demo-llm",
 }
 LLM_ON_A_GPU: dict[str, Any] = {
@@ -66,7 +65,6 @@ LLM_ON_A_GPU: dict[str, Any] = {
     "group_size": 16,
     "max_new_tokens": 32,
     "lr": 5e-6,
-    "lr_schedule": "constant",
     "steps": 80,
 }
 
@@ -82,7 +80,7 @@ def demo(arguments: Sequence[str]) -> int:
     config = parse_run(words, verb="demo", description=DEMO_HELP, preset=preset)
     lr = config.lr
     if lr is None:
-        lr = (1e-3 if config.lora else 1e-4) * (0.3 if is_llm else 1)
+        lr = (1e-3 if config.lora else 1e-4) * (0.2 if is_llm else 1)
     config = config.model_copy(update={"lr": lr, "output": config.output if overwrite else free_name(config.output)})
     opening = "The base model drops carries: it has seen 47+85= answered with 022 three times in four."
     question = "47+85="
