@@ -1,6 +1,6 @@
 """What makes a step of `gruppo demo --llm` fast: its training half on real weights, with each part left out in turn.
 
-    python benchmarks/real_step.py                 # SmolLM2 from the package index, 8 groups of 8 x 16 tokens
+    python benchmarks/real_step.py                 # SmolLM2 from the package index, 16 groups of 8 x 16 tokens
     python benchmarks/real_step.py --rounds 7 --threads 2
 
 One batch is sampled, and all contenders take its gradient by turns: as the demo does it, with repeated prompts, in
@@ -34,11 +34,11 @@ def sampled(folder):
     model = TransformersModel(folder, device="cpu", dtype="bfloat16")
     prompts = [
         model.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-        for row in sums_rows("train")[:8]
+        for row in sums_rows("train")[:16]
     ]
     started = time.perf_counter()
     drawn = TorchSampler(model).sample(prompts, 8, SamplingParams(temperature=1.0, max_new_tokens=16, seed=1))
-    print(f"sampling 64 completions in bfloat16: {time.perf_counter() - started:.2f} s")
+    print(f"sampling 128 completions in bfloat16: {time.perf_counter() - started:.2f} s")
     sequences = [sequence for response in drawn for sequence in response.sequences]
     return [InputFeature(prompt_ids=s.prompt_ids, completion_ids=s.tokens) for s in sequences]
 

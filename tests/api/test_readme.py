@@ -33,7 +33,7 @@ def test_the_table_names_every_package():
 
 def test_it_is_short():
     """15 lines of Python and 5 of shell for a run of one's own, counted without blank lines."""
-    assert len(README.splitlines()) < 120
+    assert len(README.splitlines()) < 125
     python, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     shell = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)[1]
     assert len([line for line in python.splitlines() if line]) <= 15 and len(shell.splitlines()) == 5
