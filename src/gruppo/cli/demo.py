@@ -64,7 +64,6 @@ LLM_ON_A_GPU: dict[str, Any] = {
     "prompts_per_step": 32,
     "group_size": 16,
     "max_new_tokens": 32,
-    "lr": 5e-6,
     "steps": 80,
 }
 
@@ -76,16 +75,14 @@ def demo(arguments: Sequence[str]) -> int:
     words, overwrite = take_flag(words, "--overwrite")
     words, is_viewed = take_flag(words, "--view")
     words, is_llm = take_flag(words, "--llm")
-    preset = _llm_preset(words) if is_llm else PRESET
+    preset, usual_lr = _llm_preset(words) if is_llm else (PRESET, 1e-4)
     config = parse_run(words, verb="demo", description=DEMO_HELP, preset=preset)
-    lr = config.lr
-    if lr is None:
-        lr = (1e-3 if config.lora else 1e-4) * (0.2 if is_llm else 1)
+    lr = (10 * usual_lr if config.lora else usual_lr) if config.lr is None else config.lr
     config = config.model_copy(update={"lr": lr, "output": config.output if overwrite else free_name(config.output)})
     opening = "The base model drops carries: it has seen 47+85= answered with 022 three times in four."
     question = "47+85="
     if is_llm:
-        opening = "SmolLM2 is asked for sums in words. It is rewarded for a right answer, and shown none."
+        opening = "The model is asked for sums in words. It is rewarded for a right answer, and shown none."
         question = "What is 47 + 85? Answer with the number only."
     show = partial(show_learning, question)
     return run(config, overwrite=overwrite, view=is_viewed, opening=opening, show=show)
@@ -102,23 +99,27 @@ def _rebuild_base(folder: Path) -> int:
     return 0
 
 
-def _llm_preset(words: Sequence[str]) -> dict[str, Any]:
-    """The preset of --llm on this machine. The model is fetched, unless the words name one or ask for help."""
+def _llm_preset(words: Sequence[str]) -> tuple[dict[str, Any], float]:
+    """The preset of --llm on this machine, and its lr for all weights. The model is fetched, unless the words name one
+    or ask for help."""
     preset = LLM_PRESET | ({"dtype": "bfloat16"} if _has_bfloat16() else {})
     flags = {word.partition("=")[0] for word in words}
     if flags & {"-h", "--help"}:
-        return preset
+        return preset, 2e-5
     import torch
 
     from gruppo.weights.smollm2 import smollm2
 
-    if torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
         preset |= LLM_ON_A_GPU
-    return preset if "--model" in flags else preset | {"model": str(smollm2(print))}
+    if "--model" not in flags:
+        preset |= {"model": str(smollm2(print))}
+    return preset, 5e-6 if has_gpu else 2e-5
 
 
 def _has_bfloat16() -> bool:
-    """Whether this CPU multiplies in bfloat16: four times as fast as float32, where others are slower."""
+    """Whether this CPU multiplies in bfloat16: a step then takes less than half as long as in float32."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
