@@ -464,8 +464,9 @@ ENTROPY_LEFT = 0.2
 def entropy_collapse(table: Table) -> Iterator[Finding]:
     """The policy is sure of its answers, and they are not right."""
     points = table.series(ENTROPY)
-    entropy, correct = Change.of(points), Change.of(table.series(CORRECT))
-    if entropy is None:
+    entropy, correct, dead = (Change.of(series) for series in (points, table.series(CORRECT), table.series(DEAD_FRAC)))
+    # A language model that has found a form for its answers has little entropy, and may still differ in what counts.
+    if entropy is None or (dead is not None and dead.last <= DEAD):
         return
     start = max(entropy.first, points[0][1])  # a fast collapse is over within the first window
     if entropy.last >= ENTROPY_LEFT * start or (correct is not None and correct.last >= SOLVED):
