@@ -3,10 +3,12 @@
 Weights in 4 or 8 bits are made whole (float32): a run trains the numbers that they stand for.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _UNKNOWN_KIND = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
+DEADLINE_S = 600.0
+"""Seconds to wait for another process that writes weights."""
 _POSITIONS = "rope_freqs.weight"
 """Factors of the frequencies of positions (Llama 3.1 and later). transformers leaves them out of the model."""
 
@@ -47,17 +51,45 @@ def _folder_of(file: Path, _size: int, _time: int) -> Path:
         opened.seek(0)
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = cache() / digest
-    remove_temporary(folder.parent)
-    if folder.exists():
-        try:
-            read_manifest(folder)
-            return folder
-        except CheckpointError as error:
-            logger.warning("%s; it is made again from %s", error, file)
-            remove(folder)
-    logger.info("making whole weights of %s, once, in %s", file, folder)
-    _convert(file, folder, digest)
+    if (damage := _damage(folder)) is not None:
+        if folder.exists():
+            logger.warning("%s; it is made again from %s", damage, file)
+        logger.info("making whole weights of %s, once, in %s", file, folder)
+        _convert(file, folder, digest)
     return folder
+
+
+def _damage(folder: Path) -> CheckpointError | None:
+    """Why a folder cannot be used as it is; None: it can."""
+    try:
+        read_manifest(folder)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for other processes that write weights here: ranks and samplers ask for the same at the same time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a")
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error}; name another folder in XDG_CACHE_HOME") from error
+    with lock:
+        ends = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends:
+                    raise InputError(
+                        f"{lock.name} has been locked for {DEADLINE_S:g} seconds by another process, which should be "
+                        "writing weights there; end it, or name another folder in XDG_CACHE_HOME"
+                    ) from None
+                time.sleep(0.1)
+        yield
 
 
 def cache() -> Path:
@@ -98,7 +130,12 @@ def _convert(file: Path, folder: Path, digest: str) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
 
-    commit_folder(folder, write, {"kind": "gguf", "file": file.name, "sha256": digest})
+    with _alone(folder.parent):
+        remove_temporary(folder.parent)
+        if _damage(folder) is not None:  # no other process was quicker
+            if folder.exists():
+                remove(folder)
+            commit_folder(folder, write, {"kind": "gguf", "file": file.name, "sha256": digest})
 
 
 def _check(file: Path, reader: Any) -> None:

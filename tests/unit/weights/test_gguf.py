@@ -1,9 +1,12 @@
 """A GGUF file is a model like any other, with the numbers that it holds; one that is not is refused before anything is
 written."""
 
+import fcntl
 import hashlib
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +194,42 @@ def test_damaged_weights_in_the_cache_are_made_again(tmp_path: Path, caplog: pyt
         resolve(str(file))
     assert weights.read_bytes() == whole
     assert "its size or hash is not the manifest's; it is made again" in caplog.text
+
+
+def test_processes_that_ask_at_the_same_time_get_one_folder(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "small.gguf", tensors(small_llama()))
+    both, waits, writes = threading.Barrier(2), threading.Event(), []
+    commit, make = ours.commit_folder, ours._folder_of.__wrapped__
+
+    def slow_commit(folder: Path, *others: Any) -> None:
+        writes.append(folder)
+        assert waits.wait(60)  # the other one stands before the lock
+        commit(folder, *others)
+
+    def ask() -> Path:
+        both.wait(60)
+        return make(file, 0, 0)
+
+    monkeypatch.setattr(ours, "commit_folder", slow_commit)
+    monkeypatch.setattr(ours.time, "sleep", lambda seconds: waits.set())
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(ask), pool.submit(ask)
+        assert first.result() == second.result()
+    assert len(writes) == 1
+    assert sorted(path.name for path in cache.iterdir()) == [".lock", first.result().name]
+
+
+def test_a_lock_that_is_not_given_back_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "small.gguf", tensors(small_llama()))
+    cache.mkdir(parents=True)
+    monkeypatch.setattr(ours, "DEADLINE_S", 0.0)
+    with (cache / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=r"\.lock has been locked for 0 seconds by another process"):
+            resolve(str(file))
+    assert resolve(str(file))
 
 
 def cut_off(path: Path) -> Path:
