@@ -53,13 +53,6 @@ def test_the_doctor_has_nothing_against_it(learnt: tuple[Path, Any]) -> None:
     print(state)
 
 
-def test_the_gap_to_the_sampler_is_that_of_float32(learnt: tuple[Path, Any]) -> None:
-    rows = [row for row in RunReader(learnt[0]).metrics() if "sampler/logp_gap_max" in row]
-    assert len(rows) == 14
-    assert max(row["sampler/logp_gap_max"] for row in rows) < 1e-3
-    assert min(row["sampler/logp_gap_mean"] for row in rows) >= 0
-
-
 def test_a_stopped_run_goes_on_to_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
     short = options | {"eval_prompts": 0, "prompts_per_step": 2, "max_new_tokens": 6, "lr": 1e-4}
     short["rewards"] = [r"pattern_match:pattern=\d"]  # of six tokens some have a digit, and hardly any a sum
@@ -69,8 +62,8 @@ def test_a_stopped_run_goes_on_to_the_same_bits(options: dict[str, Any], tmp_pat
     whole, parts = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
-    norms = [row["optim/grad_norm"] for row in RunReader(tmp_path / "parts").metrics() if "optim/grad_norm" in row]
-    assert len(norms) == 3 and min(norms) > 0
+    moved = [row["step"] for row in RunReader(tmp_path / "parts").metrics() if row.get("optim/grad_norm")]
+    assert {1, 2} <= set(moved)  # before the resume and after it
 
 
 def test_an_adapter_is_loaded_by_peft_and_merged_to_the_same_logits(
