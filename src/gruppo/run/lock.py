@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -85,29 +84,13 @@ def _guarded(folder: Path) -> Iterator[bool]:
 
     Raises BlockingIOError where another keeps it.
     """
+    from gruppo.weights.files import take_flock  # here: who only asks who owns a run starts without it
+
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield _take_guard(descriptor)
+        yield take_flock(descriptor, GUARD_S)
     finally:
         os.close(descriptor)
-
-
-def _take_guard(descriptor: int) -> bool:
-    try:
-        import fcntl  # not on every system
-    except ImportError:
-        return False
-    ends = time.monotonic() + GUARD_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > ends:
-                raise
-            time.sleep(0.01)
-        except OSError:
-            return False
 
 
 def _holder(folder: Path) -> str:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import struct
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -113,6 +114,28 @@ def remove_temporary(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def take_flock(descriptor: int, seconds: float) -> bool:
+    """Lock an open file or folder against other processes, until it is closed; False on a system that cannot.
+
+    Raises BlockingIOError where another keeps it for so many seconds.
+    """
+    try:
+        import fcntl  # not on every system
+    except ImportError:
+        return False
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.01)
+        except OSError:
+            return False
 
 
 def is_free(folder: Path, *, kind: str) -> bool:

@@ -3,12 +3,10 @@
 Weights in 4 or 8 bits are made whole (float32): a run trains the numbers that they stand for.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import CheckpointError, InputError, require
-from gruppo.weights.files import commit_folder, read_manifest, remove, remove_temporary
+from gruppo.weights.files import commit_folder, read_manifest, remove, remove_temporary, take_flock
 from gruppo.weights.folder import cut
 
 logger = logging.getLogger(__name__)
@@ -77,18 +75,13 @@ def _alone(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error}; name another folder in XDG_CACHE_HOME") from error
     with lock:
-        ends = time.monotonic() + DEADLINE_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > ends:
-                    raise InputError(
-                        f"{lock.name} has been locked for {DEADLINE_S:g} seconds by another process, which should be "
-                        "writing weights there; end it, or name another folder in XDG_CACHE_HOME"
-                    ) from None
-                time.sleep(0.1)
+        try:
+            take_flock(lock.fileno(), DEADLINE_S)
+        except BlockingIOError:
+            raise InputError(
+                f"{lock.name} has been locked for {DEADLINE_S:g} seconds by another process, which should be writing "
+                "weights there; end it, or name another folder in XDG_CACHE_HOME"
+            ) from None
         yield
 
 

@@ -213,7 +213,7 @@ def test_processes_that_ask_at_the_same_time_get_one_folder(
         return make(file, 0, 0)
 
     monkeypatch.setattr(ours, "commit_folder", slow_commit)
-    monkeypatch.setattr(ours.time, "sleep", lambda seconds: waits.set())
+    monkeypatch.setattr("gruppo.weights.files.time.sleep", lambda seconds: waits.set())
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.submit(ask), pool.submit(ask)
         assert first.result() == second.result()
