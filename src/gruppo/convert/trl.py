@@ -5,7 +5,7 @@ from typing import Any
 
 from gruppo.convert.conversion import SCHEDULES, Conversion, as_list, hub_data
 from gruppo.convert.read import read_text
-from gruppo.convert.twinkle import Script
+from gruppo.convert.script import Script
 from gruppo.errors import InputError
 from gruppo.output import shell_word
 from gruppo.trainer.elsewhere import ABSENT, DROPOUT, ELSEWHERE, Reason
