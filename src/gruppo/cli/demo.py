@@ -60,12 +60,7 @@ LLM_PRESET: dict[str, Any] = {
     "completions_every": 5,
     "output": "runs/demo-llm",
 }
-LLM_ON_A_GPU: dict[str, Any] = {
-    "prompts_per_step": 32,
-    "group_size": 16,
-    "max_new_tokens": 32,
-    "steps": 80,
-}
+LLM_ON_A_GPU: dict[str, Any] = {"prompts_per_step": 32, "group_size": 16, "max_new_tokens": 32, "steps": 80}
 
 
 def demo(arguments: Sequence[str]) -> int:
