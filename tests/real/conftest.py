@@ -6,10 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from gruppo.errors import InputError
-from gruppo.weights.gguf import folder_of
-from gruppo.weights.smollm2 import smollm2
-
 HERE = Path(__file__).parent
 
 
@@ -21,26 +17,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def gguf_file() -> Path:
-    try:
-        return smollm2(print)
-    except InputError as error:
-        if "could not be fetched" in str(error):
-            pytest.skip(str(error))
-        raise
+def tokenizer(smollm2_folder: str) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(smollm2_folder)
 
 
 @pytest.fixture(scope="session")
-def folder(gguf_file: Path) -> str:
-    return str(folder_of(gguf_file))
-
-
-@pytest.fixture(scope="session")
-def tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="session")
-def plain(folder: str) -> PreTrainedModel:
+def plain(smollm2_folder: str) -> PreTrainedModel:
     """The model as transformers has it, in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()

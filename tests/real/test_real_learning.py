@@ -16,10 +16,10 @@ from gruppo.trainer import GRPOTrainer, TrainConfig
 
 
 @pytest.fixture(scope="module")
-def options(folder: str) -> dict[str, Any]:
+def options(smollm2_folder: str) -> dict[str, Any]:
     """The sizes of `gruppo demo --llm`, halved; bfloat16 where a CPU has it only for speed, so not here."""
     return {
-        "model": folder,
+        "model": smollm2_folder,
         "data": "builtin:sums",
         "eval_data": "builtin:sums?split=heldout",
         "eval_prompts": 48,
@@ -67,7 +67,11 @@ def test_a_stopped_run_goes_on_to_the_same_bits(options: dict[str, Any], tmp_pat
 
 
 def test_an_adapter_is_loaded_by_peft_and_merged_to_the_same_logits(
-    options: dict[str, Any], tmp_path: Path, plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
+    options: dict[str, Any],
+    tmp_path: Path,
+    plain: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    smollm2_folder: str,
 ) -> None:
     short = options | {"eval_prompts": 0, "prompts_per_step": 4, "max_new_tokens": 6, "lr": 1e-2}
     short["rewards"] = [r"pattern_match:pattern=\d"]
@@ -78,7 +82,7 @@ def test_an_adapter_is_loaded_by_peft_and_merged_to_the_same_logits(
     with torch.no_grad():
         trained = trainer.model.model(input_ids=ids).logits
         before = plain(input_ids=ids).logits
-        base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        base: Any = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
         by_peft = PeftModel.from_pretrained(base, tmp_path / "run" / "model").eval()(input_ids=ids).logits
         assert gruppo(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(input_ids=ids).logits

@@ -70,16 +70,19 @@ def perturb(model: torch.nn.Module) -> None:
 
 @pytest.fixture(scope="module", params=["all weights", "adapter"])
 def expected(
-    request: pytest.FixtureRequest, folder: str, texts: list[InputFeature], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    smollm2_folder: str,
+    texts: list[InputFeature],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[LoraSpec | None, list[float], list[Tensor], dict[str, Tensor]]]:
     """Log-probs and gradients by transformers and PEFT alone, one sequence at a time in float32."""
     rng = random.Random(1)
     advantages = [rng.uniform(-1, 1) for _ in texts]
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     lora = None
     if request.param == "adapter":
         lora = LoraSpec(rank=4)
-        ours = TransformersModel(folder, lora=lora, dtype="float32", device="cpu")
+        ours = TransformersModel(smollm2_folder, lora=lora, dtype="float32", device="cpu")
         perturb(ours.model)
         path = tmp_path_factory.mktemp("adapter")
         ours.model.save_pretrained(path)
@@ -92,11 +95,11 @@ def expected(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_gives_the_log_probs_and_gradient_of_plain_transformers(
-    layout: Layout, folder: str, texts: list[InputFeature], expected: Any
+    layout: Layout, smollm2_folder: str, texts: list[InputFeature], expected: Any
 ) -> None:
     lora, advantages, logps, gradient = expected
     model = TransformersModel(
-        folder, lora=lora, dtype="float32", device="cpu", layout=layout, tokens_per_microbatch=700
+        smollm2_folder, lora=lora, dtype="float32", device="cpu", layout=layout, tokens_per_microbatch=700
     )
     perturb(model.model)
     found = model.forward_only(texts)["logps"]
@@ -109,13 +112,13 @@ def test_a_layout_gives_the_log_probs_and_gradient_of_plain_transformers(
 
 
 def test_in_bfloat16_no_layout_is_refused_and_none_is_further_from_float32(
-    folder: str, texts: list[InputFeature], plain: PreTrainedModel, caplog: pytest.LogCaptureFixture
+    smollm2_folder: str, texts: list[InputFeature], plain: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     with torch.no_grad():
         exact = torch.cat([plain_logps(plain, feature) for feature in texts])
     mean = {}
     for layout in LAYOUTS:
-        model = TransformersModel(folder, dtype="bfloat16", device="cpu", layout=layout)
+        model = TransformersModel(smollm2_folder, dtype="bfloat16", device="cpu", layout=layout)
         off = (torch.cat(model.forward_only(texts)["logps"]) - exact).abs()
         mean[layout] = float(off.mean())
         print(f"{layout}: bfloat16 is {off.mean():.4f} from float32 on average, {off.max():.3f} at most")
@@ -125,13 +128,13 @@ def test_in_bfloat16_no_layout_is_refused_and_none_is_further_from_float32(
 
 
 def test_the_sampler_reports_the_log_probs_of_what_it_drew(
-    folder: str, plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    smollm2_folder: str, plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     prompts = [
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
         for row in sums_rows("heldout")[:4]
     ]
-    model = TransformersModel(folder, dtype="float32", device="cpu")
+    model = TransformersModel(smollm2_folder, dtype="float32", device="cpu")
     drawn = TorchSampler(model).sample(prompts, 4, SamplingParams(temperature=1.0, max_new_tokens=16, seed=5))
     sequences = [sequence for response in drawn for sequence in response.sequences]
     gaps = []

@@ -18,9 +18,9 @@ TEXTS = (
 )
 
 
-def test_the_template_is_the_one_in_the_file(folder: str) -> None:
+def test_the_template_is_the_one_in_the_file(smollm2_folder: str) -> None:
     rows = [{"prompt": [{"role": "user", "content": "What is 76 + 25?"}], "answer": "101"}]
-    prompt = load_prompts(rows, load_tokenizer(folder)).prompts[0]
+    prompt = load_prompts(rows, load_tokenizer(smollm2_folder)).prompts[0]
     assert prompt.text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nWhat is 76 + 25?<|im_end|>\n<|im_start|>assistant\n"
@@ -29,9 +29,9 @@ def test_the_template_is_the_one_in_the_file(folder: str) -> None:
     assert [i for i in prompt.token_ids if i < 3] == [1, 2, 1, 2, 1]
 
 
-def test_a_turn_ends_with_the_end_token_and_not_with_the_token_of_documents(folder: str) -> None:
-    tokenizer = load_tokenizer(folder)
-    assert (end_tokens(folder, tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")) == ({2}, 2)
+def test_a_turn_ends_with_the_end_token_and_not_with_the_token_of_documents(smollm2_folder: str) -> None:
+    tokenizer = load_tokenizer(smollm2_folder)
+    assert (end_tokens(smollm2_folder, tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")) == ({2}, 2)
     assert len(tokenizer) == 49152
 
 
@@ -42,8 +42,8 @@ def test_text_comes_back_as_it_was(text: str, tokenizer: PreTrainedTokenizerBase
     assert min(ids) > 2
 
 
-def test_a_completion_stops_at_its_end_token_and_its_text_is_without_it(folder: str) -> None:
-    model = TransformersModel(folder, dtype="float32", device="cpu")
+def test_a_completion_stops_at_its_end_token_and_its_text_is_without_it(smollm2_folder: str) -> None:
+    model = TransformersModel(smollm2_folder, dtype="float32", device="cpu")
     question = [{"role": "user", "content": "What is the capital of France?"}]
     chat = model.tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
     drawn = TorchSampler(model).sample([chat], 1, SamplingParams(temperature=0.0, max_new_tokens=40))[0].sequences[0]

@@ -3,32 +3,19 @@
 import pytest
 import torch
 
-from gruppo.errors import InputError
 from gruppo.model import TransformersModel
 from gruppo.sampler import SamplingParams, vLLMSampler
 from gruppo.task.carries import sums_rows
 from gruppo.types import InputFeature
 from gruppo.weights.canary import BOUNDS
-from gruppo.weights.gguf import folder_of
-from gruppo.weights.smollm2 import smollm2
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=12, seed=4)
 
 
-@pytest.fixture(scope="module")
-def folder() -> str:
-    try:
-        return str(folder_of(smollm2(print)))
-    except InputError as error:
-        if "could not be fetched" in str(error):
-            pytest.skip(str(error))
-        raise
-
-
 @pytest.mark.parametrize("dtype, mean, most", [("float32", 2e-5, 5e-4), ("bfloat16", 0.05, 1.0)])
-def test_log_probs_and_proofs_of_real_weights(dtype: str, mean: float, most: float, folder: str) -> None:
-    model = TransformersModel(folder, device="cpu", dtype=dtype)  # type: ignore[arg-type]  # one of the two
-    sampler = vLLMSampler(folder, dtype=dtype, max_model_len=128)
+def test_log_probs_and_proofs_of_real_weights(dtype: str, mean: float, most: float, smollm2_folder: str) -> None:
+    model = TransformersModel(smollm2_folder, device="cpu", dtype=dtype)  # type: ignore[arg-type]  # one of the two
+    sampler = vLLMSampler(smollm2_folder, dtype=dtype, max_model_len=128)
     prompts = [
         sampler.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
         for row in sums_rows("heldout")[:8]
