@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from gruppo.batch import PackedBatch, Totals, pack
+from gruppo.codec import decode
 from gruppo.errors import InputError
 from gruppo.loss import PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.metric import metric_for
 from gruppo.reward import RewardShape
 from gruppo.run.checkpoints import Checkpoints
-from gruppo.run.completions import groups_of
 from gruppo.run.reader import RunReader
 from gruppo.trainer import build
 from gruppo.trainer.advantages import AdvantageStage
@@ -201,7 +201,7 @@ def _recorded(run: RunReader, step: int) -> list[Group]:
     """The groups of a step; a file of completions that a run did not write is refused."""
     table = run.completions(step)
     try:
-        return groups_of(table)
+        return decode(table)
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"{run.completions_file(step)} is not as a run writes it: {error}; choose another step"

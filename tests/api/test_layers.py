@@ -7,7 +7,7 @@ import gruppo
 
 ROOT = Path(gruppo.__file__).parent
 
-ORDER = ("errors", "faults", "types", "output", "child", "imports", "keys", "options", "batch", "random", "kernel",
+ORDER = ("errors", "faults", "types", "codec", "output", "child", "imports", "keys", "options", "batch", "random", "kernel",
          "loss", "advantage", "parallel", "metric", "reward", "task", "weights", "model", "sampler", "run", "doctor",
          "trainer", "replay", "convert", "recipes", "report", "tutorial", "cli", "__main__")  # fmt: skip
 

@@ -129,7 +129,7 @@ def test_options_and_keys_of_a_guide_exist(page):
     from gruppo.advantage import ADVANTAGES
     from gruppo.loss import LOSSES
     from gruppo.reward.load import BUILTIN
-    from gruppo.run.completions import SCHEMA
+    from gruppo.codec import SCHEMA
 
     text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.M | re.S)
     names = re.findall(r"`([^`]+)`", text)

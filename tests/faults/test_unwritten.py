@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,35 +16,23 @@ pytestmark = pytest.mark.slow
 Flags = Callable[..., list[str]]
 
 
-def with_a_slow_writer(arguments: Sequence[str], kill_at: int) -> None:
-    """The command line with a writer that is stopped for a quarter of a second, again and again; SIGKILL once a
-    checkpoint is there."""
-    from gruppo.run import recorder
+def with_a_slow_disk(arguments: Sequence[str], kill_at: int) -> None:
+    """The command line where completions take a quarter of a second to write; SIGKILL once a checkpoint is there."""
     from gruppo.run.checkpoints import Checkpoints
-    from gruppo.run.writer import CompletionsWriter
+    from gruppo.run.directory import RunDirectory
 
-    start, save = CompletionsWriter.start, Checkpoints.save
-    slowed: set[int] = set()
+    write, save = RunDirectory.write_completions, Checkpoints.save
 
-    def start_slow(self: CompletionsWriter) -> None:
-        start(self)
-        if self._process is not None and self._process.pid not in slowed:
-            slowed.add(self._process.pid)
-            threading.Thread(target=slow_down, args=(self._process.pid,), daemon=True).start()
-
-    def slow_down(writer: int) -> None:
-        while True:
-            os.kill(writer, signal.SIGSTOP)
-            time.sleep(0.25)
-            os.kill(writer, signal.SIGCONT)
-            time.sleep(0.01)
+    def write_slowly(self: RunDirectory, *rest: Any) -> int:
+        time.sleep(0.25)
+        return write(self, *rest)
 
     def save_and_fall(self: Checkpoints, step: int, *rest: Any) -> None:
         save(self, step, *rest)
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    CompletionsWriter.start, Checkpoints.save, recorder.WRITER_AFTER_S = start_slow, save_and_fall, -1.0
+    RunDirectory.write_completions, Checkpoints.save = write_slowly, save_and_fall
     gruppo(arguments)
 
 
@@ -55,7 +42,7 @@ def test_a_run_killed_right_after_a_checkpoint_has_the_completions_of_an_undistu
 ) -> None:
     options = {"completions_every": 1, "save_every": 4, "steps": 8, "eval_prompts": 0}
     words = ["train", *flags(tmp_path / "killed", **options)]
-    killed = WarmProcess(tmp_path / "killed.log", with_a_slow_writer, words, 4)
+    killed = WarmProcess(tmp_path / "killed.log", with_a_slow_disk, words, 4)
     assert killed.wait() == -signal.SIGKILL, killed.output
     written = sorted(path.name for path in (tmp_path / "killed" / "completions").iterdir())
     assert written == [f"step-{step:06d}.parquet" for step in range(1, 5)]

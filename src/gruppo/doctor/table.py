@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from gruppo.codec import group_numbers
 from gruppo.errors import GruppoError
 from gruppo.run.reader import RunReader, read_json, read_lines
 
@@ -150,7 +151,7 @@ def _rollouts(step: int, table: "pa.Table") -> Rollouts:
         step=step,
         prompts=prompts,
         columns=table["columns"].to_pylist(),
-        group_N=np.cumsum(table["sample"].to_numpy() == 0),
+        group_N=group_numbers(table),
         reward_N=_numbers(table, "reward"),
         correct_N=np.array([np.nan if c is None else float(c) for c in table["correct"].to_pylist()]),
         credit_N=np.nan_to_num(advantage_N) * trained_N,

@@ -4,16 +4,18 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gruppo.codec import UNTRAINED, group_numbers
 from gruppo.doctor.finding import Change
 from gruppo.errors import InputError
 from gruppo.keys import HELD_OUT_SCORES, held_out_key, held_out_name
-from gruppo.run.completions import ROWS_LEFT_OUT, UNTRAINED
+from gruppo.run.completions import ROWS_LEFT_OUT
 from gruppo.run.reader import RunReader
 
 if TYPE_CHECKING:
@@ -253,9 +255,8 @@ def step_data(
 def step_rows(run: RunReader, step: int) -> list[list[Any]]:
     """The rollouts of a step without their tokens, for a search over steps: group, sample, prompt, text, stop reason,
     reward, right or not."""
-    rows = run.completions(step, ROW_COLUMNS).to_pylist()
-    found = []
-    for group, row in zip(_group_numbers(rows), rows, strict=True):
+    table, found = run.completions(step, ROW_COLUMNS), []
+    for group, row in zip(group_numbers(table).tolist(), table.to_pylist(), strict=True):
         texts = [_cut(row[name], TEXT_LIMIT) for name in ("prompt", "completion")]
         judged = [row["stop_reason"], _rounded(row["reward"]), row["correct"]]
         found.append([group, row["sample"], row["prompt_index"], *texts, *judged])
@@ -274,12 +275,13 @@ def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
     columns = {name: [_list(value, most) for value in table.column(name)] for name in lists}
     reason = {name: code for code, name in enumerate(UNTRAINED)}
     rows = []
-    for i, row in enumerate(plain):
+    for i, (group, row) in enumerate(zip(group_numbers(table).tolist(), plain, strict=True)):
         parts = {kind: _prefixed(row, f"{kind}/") for kind in ("reward", "extra", "error")}
         untrained = columns["untrained"][i] if "untrained" in columns else None
         tokens = {short: columns[name][i] if name in columns else None for name, short in LOGPS.items()}
         rows.append(
             {
+                "group": group,
                 "index": row["prompt_index"],
                 "status": row["status"],
                 "prompt": _cut(row["prompt"], most and TEXT_LIMIT),
@@ -342,25 +344,13 @@ def _cut(text: str | None, most: int | None) -> str:
     return "" if text is None else text[:most]
 
 
-def _group_numbers(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The number of each row's group: a group begins where the samples are counted anew."""
-    numbers, group = [], -1
-    for i, row in enumerate(rows):
-        before = rows[i - 1] if i else None
-        if before is None or row["sample"] <= before["sample"] or row["prompt_index"] != before["prompt_index"]:
-            group += 1
-        numbers.append(group)
-    return numbers
-
-
 def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    flat = [{"sample": row["rollout"]["sample"], "prompt_index": row["index"]} for row in rows]
-    groups: list[dict[str, Any]] = []
-    for number, row in zip(_group_numbers(flat), rows, strict=True):
-        if number == len(groups):
-            groups.append({k: row[k] for k in ("index", "status", "prompt", "columns")} | {"rollouts": []})
-        groups[number]["rollouts"].append(row["rollout"])
-    return groups
+    runs = [list(run) for _, run in groupby(rows, key=lambda row: row["group"])]
+    return [
+        {name: run[0][name] for name in ("index", "status", "prompt", "columns")}
+        | {"rollouts": [row["rollout"] for row in run]}
+        for run in runs
+    ]
 
 
 def _most_telling(groups: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
@@ -445,7 +435,7 @@ def _at_mean(table: "pa.Table") -> int:
         owner = np.repeat(np.arange(table.num_rows), lists.value_lengths().fill_null(0).to_numpy())
         return np.bincount(owner[holds(lists.flatten().to_numpy(zero_copy_only=False))], minlength=table.num_rows)
 
-    group_N = np.array(_group_numbers(table.select(["sample", "prompt_index"]).to_pylist()), np.int64)
+    group_N = group_numbers(table)
     without_N = per_row("untrained", lambda names: names == "no_advantage")
     has_advantage_N = np.nan_to_num(table.column("advantage").to_numpy()) != 0
     if "token_advantages" in table.column_names:

@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from gruppo import __version__
+from gruppo.codec import json_text
 from gruppo.output import shell_word
 from gruppo.report.charts import Finding, charts, ledger_chart, run_names
 from gruppo.report.data import (
@@ -29,7 +30,6 @@ from gruppo.report.data import (
     step_data,
     summary,
 )
-from gruppo.run.completions import json_text
 from gruppo.run.reader import RunReader
 
 MOST_STEPS = 24

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from gruppo import __version__
 from gruppo.errors import InputError
@@ -19,9 +19,6 @@ from gruppo.run.lock import NAME, give_back_lock, take_lock
 from gruppo.run.reader import FORMAT, RunReader, numbered, read_lines
 from gruppo.types import Group, Prompt
 from gruppo.weights.files import remove, remove_temporary, replace_file
-
-if TYPE_CHECKING:
-    from gruppo.run.completions import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +240,7 @@ class RunDirectory(RunReader):
 
     def write_held_out(self, prompts: Sequence[Prompt]) -> None:
         """The rows that are held out, as a data set: `prompt` and the other columns under the names of the run."""
-        from gruppo.run.completions import json_text
+        from gruppo.codec import json_text
 
         if prompts:
             lines = [json_text({"prompt": prompt.source, **prompt.columns}) + "\n" for prompt in prompts]
@@ -251,25 +248,14 @@ class RunDirectory(RunReader):
                 replace_file(self.held_out, "".join(lines).encode())
 
     def write_completions(self, step: int, groups: Sequence[Group], limit: int | None = None) -> int:
-        """The rollouts of a step, at most `limit` of them; returns how many were left out."""
-        from gruppo.run.completions import record_of
+        """Write the file of a step's rollouts, at most `limit` of them; returns how many were left out."""
+        from gruppo.run.completions import ROWS_LEFT_OUT, completions_table, parquet_bytes
 
-        return self.write_record(record_of(step, groups, limit))
-
-    def write_record(self, record: "StepRecord") -> int:
-        """The rollouts of a step; returns how many were left out."""
-        with self._dropping(self.completions_file(record.step).name):
-            self.put_record(record)
-        return record.left_out
-
-    def put_record(self, record: "StepRecord") -> None:
-        """Write the file of a step's rollouts, whole or not at all."""
-        from gruppo.run.completions import parquet_bytes, record_table
-
-        content = parquet_bytes(record_table(record))
-        file = self.completions_file(record.step)
-        file.parent.mkdir(exist_ok=True)
-        replace_file(file, content)
+        table, file = completions_table(step, groups, limit), self.completions_file(step)
+        with self._dropping(file.name):
+            file.parent.mkdir(exist_ok=True)
+            replace_file(file, parquet_bytes(table))
+        return int(table.schema.metadata[ROWS_LEFT_OUT])
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a line to a file, all of it or nothing; it is on its way to the disk whatever happens next."""

@@ -1,32 +1,24 @@
 """Recorder: the records of a run, for its directory, the trackers and the terminal."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
 from typing import Any
 
 from gruppo.output import printable
-from gruppo.run.completions import Update, record_of
 from gruppo.run.console import RunConsole
 from gruppo.run.directory import RunDirectory
 from gruppo.run.trackers import Trackers
-from gruppo.run.writer import CompletionsWriter
 from gruppo.types import Group, Rollout
 
 logger = logging.getLogger(__name__)
 
-Updates = Callable[[], Sequence[Update]]
-"""What the updates of a step saw of its tokens."""
-
 ADVICE_EVERY = 20
 """Steps after which the numbers of as many steps are looked at."""
 
-WRITER_AFTER_S = 5.0
-"""Seconds of a run after which the process that writes completions is started, and of that process after which it is
-given some: a short run does without, and no step waits until the process has imported what it needs."""
 MOST_UNWRITTEN = 2
 """Steps whose completions may wait to be written while the run goes on."""
 
@@ -45,7 +37,7 @@ class Recorder:
     `timed`.
 
     The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
-    Completions of a run of more than a few seconds are sent to a process that writes them; `flush` waits for it.
+    A thread writes the completions while the next step goes on; `flush` waits for it.
     """
 
     run: RunDirectory
@@ -63,14 +55,10 @@ class Recorder:
     _recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
     _kept: list[Group] = field(default_factory=list)
     _has_said_limit: bool = False
-    _writer: CompletionsWriter = field(init=False)
-    _newest: int = 0
-    """The last step with completions."""
-    _began: float = field(init=False)
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "gruppo-completions"))
+    _unwritten: deque[Future[None]] = field(default_factory=deque)
+    """Completions that the thread has not written yet, the oldest first."""
     _warned: set[tuple[str, str]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._writer, self._began = CompletionsWriter(self.run), time.monotonic()
 
     def started(self, step: int, **facts: Any) -> None:
         """The run begins, or goes on, after `step`; `facts` go to the event."""
@@ -88,34 +76,30 @@ class Recorder:
         """Whether the completions of a step go to a file."""
         return bool(self.completions_every) and step % self.completions_every == 0
 
-    def sampled(self, step: int, groups: Sequence[Group], updates: Updates | None = None) -> None:
-        """All groups of a step, with what it made of them; `updates` gives the numbers of its updates."""
+    def sampled(
+        self, step: int, groups: Sequence[Group], recorded: Callable[[], Sequence[Group]] | None = None
+    ) -> None:
+        """All groups of a step, with what it made of them; `recorded` gives them with what its updates saw, and is
+        called in the thread that writes."""
         self._check_rewards(step, [rollout for group in groups for rollout in group.rollouts])
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
         if self.writes_completions(step):
-            self._newest = step
-            record = record_of(step, groups, self.completions_limit, () if updates is None else updates())
-            now = time.monotonic()
-            if now - self._began > WRITER_AFTER_S:
-                self._writer.start()
-            if now - self._writer.first_start > WRITER_AFTER_S:
-                self._writer.write(record)
-                self.flush(MOST_UNWRITTEN)
-            else:
-                self.run.write_record(record)
-            if record.left_out and not self._has_said_limit:
-                self._has_said_limit = True
-                limit = f"completions_limit={self.completions_limit}"
-                text = f"{limit} leaves {record.left_out} rollouts out of the file of a step"
-                self.run.log_event("completions_limit", step=step, rows_left_out=record.left_out, text=text)
+            self.flush(MOST_UNWRITTEN - 1)
+            self._unwritten.append(self._writer.submit(self._write, step, recorded or (lambda: groups)))
+
+    def _write(self, step: int, recorded: Callable[[], Sequence[Group]]) -> None:
+        left_out = self.run.write_completions(step, recorded(), self.completions_limit)
+        if left_out and not self._has_said_limit:
+            self._has_said_limit = True
+            text = f"completions_limit={self.completions_limit} leaves {left_out} rollouts out of the file of a step"
+            self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
 
     def flush(self, unwritten: int = 0) -> None:
         """Wait until the completions of all steps but so many are written."""
-        self._writer.finish(unwritten)
-        if self._writer.problem:
-            text = f"{self._writer.problem}; what it had not written was written without it, and nothing is lost"
-            self.warned(self._newest, "writer_lost", text)
+        while len(self._unwritten) > unwritten:
+            self._unwritten[0].result()
+            self._unwritten.popleft()
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The score of the weights before the first step."""
@@ -211,5 +195,5 @@ class Recorder:
         try:
             self.flush()
         finally:
-            self._writer.close()
+            self._writer.shutdown()
             self.trackers.close()

@@ -1,10 +1,11 @@
 """Learner: optimizer steps on the rollouts of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import NumericError
 from gruppo.types import Group, Rollout
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from gruppo.model import TransformersModel
     from gruppo.model.transformers_model import Record
-    from gruppo.run.completions import Update
 
 MAX_SKIPPED = 3
 """Optimizer steps in a row whose gradient was not finite before the run stops."""
@@ -98,8 +98,7 @@ class Learner:
 
 
 class TokenRecord:
-    """What the updates of a step saw of each token of its rollouts. It is put together when it is asked for, so that
-    the step does not wait for it."""
+    """What the updates of a step saw of each token of its rollouts."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], Sequence[int], dict[str, Tensor]]] = []
@@ -113,29 +112,27 @@ class TokenRecord:
 
         return note
 
-    def last(self) -> "list[Update]":
-        """What the last update of each rollout saw, on the host. Updates that later ones repeat are left out."""
-        done, found = set[int](), []
+    def given_to(self, groups: Sequence[Group]) -> "Callable[[], list[Group]]":
+        """What gives the groups of the step with what the last update of each rollout saw. The numbers are on the host
+        when this returns; the rest can be done in a thread. What was not scored stays as it is."""
+        done, last = set[int](), []
         for indices, lengths, columns in reversed(self.seen):
-            if not done.issuperset(indices):
+            if not done.issuperset(indices):  # else later updates have seen all of them
                 done.update(indices)
-                found.append((indices, lengths, {name: _on_host(column) for name, column in columns.items()}))
-        return found[::-1]
+                last.append((indices, lengths, {name: _on_host(column) for name, column in columns.items()}))
+        return partial(_with_columns, groups, last[::-1])
 
-    def given_to(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups of the step with what the last update of each rollout saw. What was not scored stays as it is."""
-        rollouts = [rollout for group in groups if group.status == "kept" for rollout in group.rollouts]
-        made = list(rollouts)
-        for indices, lengths, columns in self.last():
-            values = {name: column.tolist() for name, column in columns.items()}
-            for i, length, end in zip(indices, lengths, accumulate(lengths), strict=True):
-                if rollouts[i].num_scored:
-                    seen = {name: tuple(each[end - length : end]) for name, each in values.items()}
-                    made[i] = replace(rollouts[i], **seen)
-        given = iter(made)
-        return [
-            replace(g, rollouts=tuple(next(given) for _ in g.rollouts)) if g.status == "kept" else g for g in groups
-        ]
+
+def _with_columns(groups: Sequence[Group], columns: Sequence[tuple[Any, Any, "dict[str, np.ndarray]"]]) -> list[Group]:
+    rollouts = [rollout for group in groups if group.status == "kept" for rollout in group.rollouts]
+    for indices, lengths, seen in columns:
+        values = {name: column.tolist() for name, column in seen.items()}
+        for i, length, end in zip(indices, lengths, accumulate(lengths), strict=True):
+            if rollouts[i].num_scored:
+                own = {name: tuple(each[end - length : end]) for name, each in values.items()}
+                rollouts[i] = replace(rollouts[i], **own)
+    given = iter(rollouts)
+    return [replace(g, rollouts=tuple(next(given) for _ in g.rollouts)) if g.status == "kept" else g for g in groups]
 
 
 def _on_host(column: "Tensor") -> "np.ndarray":

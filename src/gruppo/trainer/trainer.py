@@ -309,7 +309,7 @@ class GRPOTrainer:
     @property
     def recorded(self) -> list[Group]:
         """The groups of the last step with what its update saw of each token: `step(record=True)` keeps it."""
-        return self.groups if self._tokens is None else self._tokens.given_to(self.groups)
+        return self.groups if self._tokens is None else self._tokens.given_to(self.groups)()
 
     def evaluate(self) -> Evaluation | None:
         """The held-out score of the weights as they are; None without held-out prompts."""
@@ -412,7 +412,7 @@ class GRPOTrainer:
         if self.unfinished is None:
             self.unfinished = self.step(record=recorder.writes_completions(self.step_number + 1))
             with self._timed("write"):
-                recorder.sampled(self.step_number, self.groups, self._tokens and self._tokens.last)
+                recorder.sampled(self.step_number, self.groups, self._tokens and self._tokens.given_to(self.groups))
         metrics, number = dict(self.unfinished), self.step_number
         is_last = number == config.steps
         # A callback has ended the run already where a signal came between that and its evaluation.

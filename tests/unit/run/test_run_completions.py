@@ -9,13 +9,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from gruppo.run.completions import ROWS_LEFT_OUT, SCHEMA, UNTRAINED, completions_table, record_of, record_table
+from gruppo.codec import SCHEMA, UNTRAINED, decode, encode, from_bytes, to_bytes
+from gruppo.run.completions import ROWS_LEFT_OUT, completions_table
 from gruppo.run.directory import RunDirectory
+from gruppo.trainer.learner import TokenRecord
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 PROMPT = Prompt(token_ids=(1, 5), text="1+6=", columns={"answer": "7", "level": 2}, index=4)
@@ -166,8 +168,14 @@ def test_tokens_of_others_hold_no_numbers_and_shift_none() -> None:
 # --- what updates saw -------------------------------------------------------------------------------------------------
 
 
-def seen(**columns: tuple[str, list[float]]) -> dict[str, np.ndarray]:
-    return {name: np.array(values, kind) for name, (kind, values) in columns.items()}
+KINDS = {"policy_logps": torch.float32, "entropies": torch.float32, "rejected": torch.bool, "clipped": torch.int8}
+
+
+def recorded(groups: list[Group], *updates: tuple[list[int], list[int], dict[str, list[float]]]) -> list[Group]:
+    record = TokenRecord()
+    for indices, lengths, columns in updates:
+        record.of(0)(tuple(indices), lengths, {n: torch.tensor(x, dtype=KINDS[n]) for n, x in columns.items()})
+    return record.given_to(groups)()
 
 
 def test_numbers_of_the_last_update_stand_above_those_of_the_rollout() -> None:
@@ -179,21 +187,14 @@ def test_numbers_of_the_last_update_stand_above_those_of_the_rollout() -> None:
         group(left, status="no_signal"),
         group(Rollout(trajectory=trajectory(tokens=(7,), logps=None, entropies=None), advantage=-1.0, clipped=(0,))),
     ]
-    updates = [
-        (
-            [2, 0],
-            [1, 2],
-            seen(policy_logps=("f4", [-1, -2, -3]), rejected=("?", [1, 0, 1]), clipped=("i1", [1, 0, -1])),
-        ),
-        (
-            [1],
-            [2],
-            seen(policy_logps=("f4", [-5, -6])),
-        ),  # masked: what an update saw of it is nothing that it trained on
-        ([2], [1], seen(policy_logps=("f8", [-4.5]), rejected=("?", [0]), entropies=("f4", [0.5]))),
-    ]
+    found = recorded(
+        groups,
+        ([2, 0], [1, 2], {"policy_logps": [-1, -2, -3], "rejected": [1, 0, 1], "clipped": [1, 0, -1]}),
+        ([1], [2], {"policy_logps": [-5, -6]}),  # masked: what an update saw of it is nothing that it trained on
+        ([2], [1], {"policy_logps": [-4.5], "rejected": [0], "clipped": [0], "entropies": [0.5]}),
+    )
     names = ("old_logps", "policy_logps", "entropies", "clipped", "untrained")
-    first, masked, other, last = record_table(record_of(1, groups, None, updates)).to_pylist()
+    first, masked, other, last = rows(*found)
     assert [first[name] for name in names] == [
         None,
         [-2.0, None, -3.0],
@@ -204,18 +205,56 @@ def test_numbers_of_the_last_update_stand_above_those_of_the_rollout() -> None:
     assert [masked[name] for name in names] == [None, None, [0.3, 0.7], None, ["masked"] * 2]
     assert [other[name] for name in names] == [[-9.0, -9.5], None, [0.3, 0.7], None, ["left_out"] * 2]
     assert [last[name] for name in names] == [None, [-4.5], [0.5], [0], [""]]
-    assert [first["policy_logps"], last["policy_logps"]] == [
-        row["policy_logps"] for row in record_table(record_of(1, groups, 3, updates)).to_pylist() if row["policy_logps"]
-    ]
 
 
 def test_rollouts_beyond_the_limit_do_not_shift_what_updates_saw() -> None:
     one = Rollout(trajectory=trajectory(tokens=(7,), logps=None, entropies=None), advantage=1.0)
     groups = [group(one, one, status="no_signal"), group(one, one, one), group(one, one)]
-    updates = [([0, 3, 4, 1], [1] * 4, seen(policy_logps=("f4", [-10, -13, -14, -11])))]
-    whole, limited = (record_table(record_of(1, groups, limit, updates)) for limit in (None, 3))
+    found = recorded(groups, ([0, 3, 4, 1], [1] * 4, {"policy_logps": [-10, -13, -14, -11]}))
+    whole, limited = (completions_table(1, found, limit) for limit in (None, 3))
     assert whole["policy_logps"].to_pylist() == [None, None, [-10.0], [-11.0], None, [-13.0], [-14.0]]
     assert limited["policy_logps"].to_pylist() == [[-10.0], [-11.0], None]
+
+
+# --- back from the table ----------------------------------------------------------------------------------------------
+
+
+def test_what_was_encoded_is_read_back_as_it_was() -> None:
+    """Also turns of others, advantages per token, failures, and the greedy completion; but for entropies of the sampler
+    where an update has seen others, and the marks of what a loss rejected."""
+    spoken = trajectory(tokens=(8, 90, 91, 2), sampled=(True, False, False, True))
+    greedy = Rollout(trajectory=trajectory(entropies=None), reward=1.0, rewards={"f": 1.0, "g": None})
+    waiting = Rollout(trajectory=spoken, reward=0.1 + 0.2, rewards={"f": 0.1 + 0.2, "g": None}, correct=False)
+    failed = Rollout(trajectory=trajectory(stop_reason="length"), rewards={"f": None, "g": None}, errors={"f": "no"})
+    trained = Rollout(
+        trajectory=trajectory(entropies=None),
+        rewards={"f": 2.0, "g": 1.0},
+        extras={"words": 3},
+        shaped=0.75,
+        advantage=(0.5, -0.5),
+        old_logps=(-0.1, -1e-300),
+        ref_logps=(-0.2, -0.3),
+        policy_logps=(-0.4, -0.5),
+        entropies=(0.6, 0.7),
+        clipped=(-1, 1),
+    )
+    masked = Rollout(trajectory=trajectory(), rewards={"f": None, "g": None}, is_masked=True)
+    groups = [
+        group(waiting, failed, status="surplus", greedy=greedy),
+        group(trained, masked, prompt=Prompt(token_ids=(1,), text="two", columns={"answer": None}, index=9)),
+    ]
+    for each in groups[1].rollouts:
+        object.__setattr__(each.trajectory, "prompt", groups[1].prompt)
+    tables = from_bytes(to_bytes(encode(groups, with_greedy=True)) + to_bytes(encode(groups[1:], step=3)))
+    assert decode(tables[0]) == groups and decode(tables[1]) == groups[1:]
+    assert tables[1]["step"].to_pylist() == [3, 3]
+    assert decode(encode(groups)) == [replace(groups[0], greedy=None), groups[1]]
+
+
+def test_prompts_of_the_data_set_stand_in_for_those_of_the_table() -> None:
+    whole = replace(PROMPT, source="as it stood", columns={"answer": object()})
+    ((found,),) = [g.rollouts for g in decode(encode([group(Rollout(trajectory=trajectory()))]), {4: whole})]
+    assert found.trajectory.prompt is whole
 
 
 # --- why a token is not trained on ------------------------------------------------------------------------------------
