@@ -238,11 +238,11 @@ class Gruppo:
         return [{"prompt": prompts[i].source, **prompts[i].columns} for indices in taken for i in indices]
 
     def step(self) -> None:
-        self.trainer.seconds = {}
+        self.trainer.watch.take()
         start = Times()
         metrics = self.trainer.step()
         took = start.passed()
-        stages = {"generation": self.trainer.seconds["sample"], "scoring": self.trainer.seconds["reward"]}
+        stages = {"generation": self.trainer.watch.seconds["sample"], "scoring": self.trainer.watch.seconds["reward"]}
         self.record.add(took, stages | self.watch.take(), metrics["reward/mean"], metrics["completion/len_mean"])
         rollouts = [rollout for group in self.trainer.kept for rollout in group.rollouts]
         self.record.distinct.append(len({(r.trajectory.prompt_ids, r.trajectory.tokens) for r in rollouts}))

@@ -88,6 +88,13 @@ class Trajectory:
         return len(self.tokens) if self.sampled is None else sum(self.sampled)
 
     @property
+    def sampled_tokens(self) -> tuple[int, ...]:
+        """The tokens that the policy sampled."""
+        if self.sampled is None:
+            return self.tokens
+        return tuple(token for token, is_sampled in zip(self.tokens, self.sampled, strict=True) if is_sampled)
+
+    @property
     def policy_version(self) -> int:
         """How many weight updates the newest policy that wrote in it had seen."""
         return self.versions[1]

@@ -258,7 +258,7 @@ def test_recipes_page_lists_every_recipe_with_its_loss_and_advantage():
 
 
 def test_advantages_page_lists_every_number_of_dynamic_sampling():
-    from gruppo.trainer.rollout import dynamic_metrics
+    from gruppo.rollout.source import dynamic_metrics
 
     text = (DOCS / "advantages.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(dynamic/\w+)` \|", text, re.M)

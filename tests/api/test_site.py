@@ -127,9 +127,9 @@ KNOWN = {"gpu_memory_utilization", "enable_thinking", "rows_left_out"}
 def test_options_and_keys_of_a_guide_exist(page):
     """Names in backticks: `stage/key` is a metric, a name with an underscore an option, a loss, a reward, ..."""
     from gruppo.advantage import ADVANTAGES
+    from gruppo.codec import SCHEMA
     from gruppo.loss import LOSSES
     from gruppo.reward.load import BUILTIN
-    from gruppo.codec import SCHEMA
 
     text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.M | re.S)
     names = re.findall(r"`([^`]+)`", text)

@@ -11,7 +11,7 @@ import torch
 
 from gruppo.errors import RewardError
 from gruppo.run.reader import RunReader
-from gruppo.sampler import TorchSampler
+from gruppo.sampler import Sampler, TorchSampler
 from gruppo.task.carries import add_without_carries, carries_rows
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
@@ -115,10 +115,16 @@ def copies(seed: int = 0) -> list[dict[str, str]]:
     return [row if i % 3 == 0 else {"prompt": "47+85=", "answer": "132"} for i, row in enumerate(rows[:600])]
 
 
+def sample_with(trainer: GRPOTrainer, sampler: Sampler) -> None:
+    """Have steps, and not evaluations, sampled by another sampler."""
+    source = trainer.schedule.source
+    trainer.schedule.source = replace(source, driver=replace(source.driver, sampler=sampler))
+
+
 def unsynced(output: Path) -> RunReader:
     """The sampler has a copy of the weights of the start, and no update reaches it."""
     trainer = GRPOTrainer(TrainConfig(**SIZES | {"lr": 1e-3, "steps": 20}, output=str(output)), quiet=True)
-    trainer.source = replace(trainer.source, sampler=TorchSampler(trainer.model.twin()))
+    sample_with(trainer, TorchSampler(trainer.model.twin()))
     trainer.train()
     return RunReader(output)
 
@@ -131,7 +137,7 @@ def other_weights(output: Path) -> RunReader:
         generator = torch.Generator().manual_seed(0)
         for weight in twin.model.parameters():
             weight.mul_(1 + 0.25 * torch.randn(weight.shape, generator=generator))
-    trainer.source = replace(trainer.source, sampler=TorchSampler(twin))
+    sample_with(trainer, TorchSampler(twin))
     trainer.train()
     return RunReader(output)
 

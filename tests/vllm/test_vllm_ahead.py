@@ -38,7 +38,7 @@ def test_a_run_that_is_stopped_while_the_server_samples_is_the_run_that_was_not(
 
     def stop(trainer: GRPOTrainer, step: int, _metrics: Any) -> None:
         if step == 3:
-            while trainer.state.ahead.is_idle:
+            while trainer.schedule.is_idle:
                 pass
             trainer.stop.signal = signal.SIGTERM
 

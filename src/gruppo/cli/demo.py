@@ -17,7 +17,7 @@ from gruppo.run.console import questions_of, visible
 from gruppo.run.reader import at_home
 
 if TYPE_CHECKING:
-    from gruppo.trainer.evaluate import Evaluation
+    from gruppo.rollout.evaluate import Evaluation
     from gruppo.trainer.trainer import GRPOTrainer, TrainResult
     from gruppo.types import Prompt
 

@@ -19,9 +19,9 @@ from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
     from gruppo.reward import RewardScorer
+    from gruppo.rollout.evaluate import Evaluation
     from gruppo.sampler import Sampler
     from gruppo.task.prompts import PromptSet
-    from gruppo.trainer.evaluate import Evaluation
     from gruppo.types import Group
 
 MAX_SAMPLES = 65_536
@@ -92,10 +92,11 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     given = parse(EvalArguments, arguments, "eval")
     config = eval_config(given)
     output = completions_file(given.output) or (given.run / "eval.parquet" if given.run else None)
+    from gruppo.rollout.driver import Driver
+    from gruppo.rollout.evaluate import evaluate
     from gruppo.task import load_prompts
     from gruppo.task.order import EVAL_STREAM, shuffle
     from gruppo.trainer.build import build_rewards, prompt_options, sampling_params
-    from gruppo.trainer.evaluate import evaluate
     from gruppo.trainer.objects import take_objects
     from gruppo.weights.source import load_tokenizer, longest_prompt
 
@@ -113,7 +114,8 @@ def evaluate_model(arguments: Sequence[str]) -> int:
         sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
         params = sampling_params(config)
         try:
-            result = evaluate(prompts, sampler, scorer, params, num_samples=config.eval_samples)
+            driver = Driver(sampler=sampler, scorer=scorer)
+            result = evaluate(prompts, driver, params, num_samples=config.eval_samples)
         finally:
             sampler.close()
     if given.json:
@@ -302,10 +304,10 @@ def sample(arguments: Sequence[str]) -> int:
     from rich.console import Console
     from rich.text import Text
 
+    from gruppo.rollout.driver import Driver
     from gruppo.run.console import visible
     from gruppo.sampler import SamplingParams
     from gruppo.task import load_prompts
-    from gruppo.types import Group, Rollout
     from gruppo.weights.source import load_tokenizer, longest_prompt
 
     params = SamplingParams(
@@ -335,19 +337,18 @@ def sample(arguments: Sequence[str]) -> int:
         raise InputError(f"num_samples={given.num_samples} is more than {MAX_SAMPLES:,}; lower it")
     sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
     try:
-        samples = sampler.draw(prompts, given.num_samples, params)
+        groups, _ = Driver(sampler=sampler, scorer=None).play(prompts, given.num_samples, params, step=0)
     finally:
         sampler.close()
     console = Console(highlight=False)
-    for prompt, drawn in zip(prompts, samples, strict=True):
-        for sequence in drawn:
+    for group in groups:
+        for sequence in (rollout.trajectory for rollout in group.rollouts):
             total = sum(sequence.logps or ())
-            line = Text.assemble(visible(prompt.text), " -> ", (visible(sequence.text, 10_000).plain, "bold"))
-            line.append(f"   log-prob {total:.2f}, {len(sequence.tokens)} tokens, {sequence.stop_reason}")
+            line = Text.assemble(visible(group.prompt.text), " -> ", (visible(sequence.text, 10_000).plain, "bold"))
+            line.append(f"   log-prob {total:.2f}, {sequence.num_sampled} tokens, {sequence.stop_reason}")
             console.print(line, soft_wrap=True)
     if output is not None:
-        rollouts = [tuple(Rollout(trajectory=trajectory) for trajectory in drawn) for drawn in samples]
-        write_completions(output, [Group(prompt=p, rollouts=r) for p, r in zip(prompts, rollouts, strict=True)])
+        write_completions(output, groups)
     return 0
 
 

@@ -49,7 +49,7 @@ class Recorder:
     quiet: bool = False
     advise: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda recent: ()
     """Advice on the lines of the last steps in metrics.jsonl: `gruppo.doctor.advice`."""
-    stage: str = ""
+    stage: Callable[[], str] = lambda: ""
     """What the run does now: the bar shows it."""
     _console: RunConsole | None = None
     _recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
@@ -65,7 +65,7 @@ class Recorder:
         self.run.set_status("running", step)
         self.run.log_event("start", step=step, **facts)
         if not self.quiet:
-            self._console = RunConsole(self.steps, first_step=step, stage=lambda: self.stage)
+            self._console = RunConsole(self.steps, first_step=step, stage=self.stage)
 
     def say(self, text: str) -> None:
         """A sentence for the terminal alone."""

@@ -70,7 +70,7 @@ class AdvantageStage:
 
     def _shaped(self, rollout: Rollout, kl_coef: float) -> float | None:
         sequence = rollout.trajectory
-        reward = self.shape.one(rollout.reward, len(sequence.tokens), sequence.is_truncated)
+        reward = self.shape.one(rollout.reward, sequence.num_sampled, sequence.is_truncated)
         return reward if reward is None or not kl_coef else reward - kl_coef * kl_to_reference(rollout)
 
     def _estimate(
@@ -84,7 +84,7 @@ class AdvantageStage:
         options: dict[str, Any] = {}
         wanted = (*getattr(self.estimate, "needs", ()), *getattr(self.estimate, "uses", ()))
         if "lengths" in wanted:
-            options["lengths"] = [len(rollout.trajectory.tokens) for rollout in rollouts]
+            options["lengths"] = [rollout.trajectory.num_sampled for rollout in rollouts]
         if "greedy_rewards" in wanted:
             options["greedy_rewards"] = [self._greedy(group) for group in groups for _ in group.rollouts]
         if "correct" in wanted and self.correct_by is not None:

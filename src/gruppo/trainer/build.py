@@ -20,25 +20,26 @@ from gruppo.options import DataOptions, ModelOptions, read_pair, read_sampler
 from gruppo.output import shell_word
 from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.reward import RewardScorer, RewardShape, load_reward
+from gruppo.rollout.handover import CopiedModel, HandOver, PublishedWeights
+from gruppo.rollout.schedule import Ahead, Schedule
+from gruppo.rollout.source import RolloutSource, SolvedPrompts
+from gruppo.rollout.stream import Streamed
+from gruppo.sampler import TorchSampler, vLLMSampler
 from gruppo.sampler.base import SamplingParams, check_ids
 from gruppo.task import PromptSet, load_prompts
 from gruppo.task.dataset import first_rows, is_stream
 from gruppo.trainer.advantages import AdvantageStage
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.objects import MARK, Objects
-from gruppo.trainer.origin import prompts_digest
 from gruppo.trainer.plan import replicates
-from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState, SolvedPrompts
+from gruppo.trainer.resume import prompts_digest
+from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
 from gruppo.weights.source import context_length, holds_adapter, longest_prompt, vocabulary_size, weights_digest
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
-    from gruppo.sampler import Sampler
-    from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead
-    from gruppo.trainer.rollout import RolloutSource
-    from gruppo.trainer.stream import StreamedRollouts
 
 
 def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> None:
@@ -321,25 +322,25 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
     return Prompts(train, held_out)
 
 
-def build_sampler(
+def build_hand_over(
     config: TrainConfig, model: "TransformersModel", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
-) -> "tuple[Sampler, WeightStore | CopiedWeights | None]":
-    """The sampler that the config names, and the store of its weights; None if it samples from the trainer's model."""
-    from gruppo.sampler import TorchSampler, vLLMSampler
+) -> HandOver:
+    """The sampler that the config names, with the way on which it gets the weights."""
     from gruppo.sampler.replica import ReplicaSampler, replicas_of_launcher
 
     kind, servers = read_sampler(config.sampler)
     if replicas := replicas_of_launcher():
         options = {"threads": config.threads, "deadline_s": config.sampler_deadline, "poll": poll}
         replicated = ReplicaSampler(config.pinned_model, model, replicas, **options)
-        return replicated, WeightStore(sync_folder, replicated.canary_rows)
-    if kind == "torch" and model.ranks.world > 1:
-        from gruppo.trainer.ahead import CopiedWeights
-
-        weights = CopiedWeights(model, poll)
-        return weights.sampler, weights
+        return PublishedWeights(model, replicated, WeightStore(sync_folder, replicated.canary_rows))
     if kind == "torch":
-        return TorchSampler(model, poll=poll), None
+        if config.max_staleness and model.device.type != "cpu":
+            raise InputError(
+                f"max_staleness={config.max_staleness} samples while it trains, and sampler=torch does both on one "
+                "GPU; use sampler=vllm:start with another GPU, or max_staleness=0"
+            )
+        samples_apart = config.max_staleness or model.ranks.world > 1
+        return CopiedModel(model, poll) if samples_apart else HandOver(model, TorchSampler(model, poll=poll))
     longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
     sampler = vLLMSampler(
         config.pinned_model,
@@ -354,7 +355,7 @@ def build_sampler(
         at_once=2 * (1 + config.max_staleness) * config.prompts_per_step if config.streaming else 1,
         tokenizer=model.tokenizer,
     )
-    return sampler, WeightStore(sync_folder, sampler.canary_rows)
+    return PublishedWeights(model, sampler, WeightStore(sync_folder, sampler.canary_rows))
 
 
 def sampling_params(config: TrainConfig) -> SamplingParams:
@@ -368,34 +369,21 @@ def sampling_params(config: TrainConfig) -> SamplingParams:
     )
 
 
-def build_ahead(
+def build_schedule(
     config: TrainConfig,
-    model: "TransformersModel",
-    source: "RolloutSource",
-    store: "WeightStore | CopiedWeights | None",
+    source: RolloutSource,
+    weights: HandOver,
     poll: Callable[[], None],
     report: Callable[..., None],
-) -> "RolloutsAhead | StreamedRollouts | None":
-    """Rollouts ahead of the training; None without `max_staleness`."""
+) -> Schedule:
+    """When the rollouts of a step are sampled."""
     if not config.max_staleness:
-        return None
-    from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, StoredWeights
-
-    if store is None and model.device.type != "cpu":
-        raise InputError(
-            f"max_staleness={config.max_staleness} samples while it trains, and sampler=torch does both on one GPU; "
-            "use sampler=vllm:start with another GPU, or max_staleness=0"
-        )
-    weights: Any = CopiedWeights(model) if store is None else store
-    if isinstance(store, WeightStore):
-        weights = StoredWeights(model, store, source.sampler)
-    if config.streaming:
-        from gruppo.trainer.stream import StreamedRollouts
-
-        updates = config.epochs_per_batch * config.minibatches
-        bounds = {"staleness": config.max_staleness, "updates": updates, "last": config.steps}
-        return StreamedRollouts(source, weights, **bounds, poll=poll, report=report)
-    return RolloutsAhead(source, weights, staleness=config.max_staleness, last=config.steps, poll=poll)
+        return Schedule(source, weights)
+    bounds: dict[str, Any] = {"staleness": config.max_staleness, "last": config.steps, "poll": poll}
+    if not config.streaming:
+        return Ahead(source, weights, **bounds)
+    updates = config.epochs_per_batch * config.minibatches
+    return Streamed(source, weights, updates=updates, report=report, **bounds)
 
 
 def build_model(

@@ -12,7 +12,7 @@ from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.elsewhere import TRL
 
 if TYPE_CHECKING:
-    from gruppo.trainer.evaluate import Evaluation
+    from gruppo.rollout.evaluate import Evaluation
     from gruppo.trainer.trainer import GRPOTrainer, TrainResult
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 that moves. `Snapshots` saves it with the model in every checkpoint."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
 from pathlib import Path
@@ -12,65 +12,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from gruppo.errors import CheckpointError
+from gruppo.rollout.source import SolvedPrompts, number_of
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.weights.files import Entries
 
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
     from gruppo.model.reference import Reference
-    from gruppo.trainer.ahead import RolloutsAhead
+    from gruppo.rollout.schedule import Schedule
     from gruppo.trainer.config import TrainConfig
-    from gruppo.trainer.stream import StreamedRollouts
 
 FILE = "trainer.json"
 REFERENCE = "reference.safetensors"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, SafetensorError)
 """What a file that is not one of ours raises when it is read."""
-
-
-@dataclass(slots=True)
-class SolvedPrompts:
-    """Prompts that retire once all their completions were right on `after` visits in a row.
-
-    One that is missed starts over. At least `keep` prompts always stay, so that a step can be filled.
-
-    >>> solved = SolvedPrompts(after=2, num_prompts=3, keep=2)
-    >>> for _ in range(2):
-    ...     solved.see([(0, [True, True]), (1, [True, False]), (2, [True, True])])
-    >>> sorted(solved.retired)  # the third would leave fewer than 2
-    [0]
-    """
-
-    after: int = 0
-    """Visits in a row; 0: nothing retires."""
-    num_prompts: int = 0
-    keep: int = 0
-    retired: set[int] = field(default_factory=set)
-    streak: dict[int, int] = field(default_factory=dict)
-    """Solved visits in a row of prompts that are not retired."""
-
-    def see(self, visits: Iterable[tuple[int, Sequence[bool | None]]]) -> None:
-        """Count a step: the index of each prompt, and whether each of its completions was right."""
-        if not self.after:
-            return
-        for index, right in visits:
-            if not all(right):
-                self.streak.pop(index, None)
-                continue
-            self.streak[index] = self.streak.get(index, 0) + 1
-            if self.streak[index] >= self.after and self.num_prompts - len(self.retired) > self.keep:
-                self.retired.add(index)
-                del self.streak[index]
-
-    def state(self) -> dict[str, list]:
-        return {"retired": sorted(self.retired), "streak": sorted(self.streak.items())}
-
-    def load(self, state: dict[str, list]) -> None:
-        retired = {_number(index) for index in state["retired"]}
-        streak = {_number(index): _number(count) for index, count in state["streak"]}
-        if retired and len(retired) >= self.num_prompts:
-            raise ValueError(f"all {self.num_prompts} prompts are retired")
-        self.retired, self.streak = retired, streak
 
 
 @dataclass(slots=True)
@@ -145,10 +100,8 @@ class RunState:
     entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
     reference: "Reference | None" = None
     """Only one that the run moves; else it is the model at the start and needs no saving."""
-    ahead: "RolloutsAhead | StreamedRollouts | None" = None
-    """Rollouts of the steps to come, with `max_staleness`."""
-    loaded: Path | None = None
-    """The checkpoint that the run goes on from."""
+    schedule: "Schedule | None" = None
+    """Rollouts of the steps to come are part of the state, with `max_staleness`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +121,7 @@ class Ending:
         """From JSON; a ValueError for what is none."""
         if facts is None:
             return None
-        found = cls(str(facts["by"]), _number(facts["steps"]), facts["limit"])
+        found = cls(str(facts["by"]), number_of(facts["steps"]), facts["limit"])
         if found.by not in ENDED_BY or not isinstance(found.limit, int | float | None):
             raise ValueError(f"{facts!r:.200} is not what ended a run")
         return found
@@ -193,10 +146,14 @@ ENDED_BY = {"patience": "by patience", "score": "by stop_at_score", "callback": 
 class Position:
     """Where a run goes on: what its checkpoint says of the loop."""
 
-    step: int
+    step: int = 0
     unfinished: dict[str, float] | None = None
     """Metrics of the step, if it was interrupted before their record."""
     ended: Ending | None = None
+    folder: Path | None = None
+    """The checkpoint; None: there is none yet."""
+    is_done: bool = False
+    """The run was done here, and its `model` holds these weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +182,8 @@ class Snapshots:
             (folder / FILE).write_text(json.dumps(facts), encoding="utf-8")
             if state.reference is not None:
                 save_file(state.reference.state(), folder / REFERENCE)
-            if state.ahead is not None:
-                state.ahead.save(folder)
+            if state.schedule is not None:
+                state.schedule.save(folder)
             return entries
 
         self.checkpoints.save(step, write)
@@ -244,7 +201,7 @@ class Snapshots:
         state = self.state
         try:
             facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            step, version, unfinished = _number(facts["step"]), _number(facts["version"]), facts["unfinished"]
+            step, version, unfinished = number_of(facts["step"]), number_of(facts["version"]), facts["unfinished"]
             kl, entropy = float(facts["kl_coefficient"]), float(facts["entropy_coefficient"])
             if folder.name != f"step-{step:06d}":
                 raise ValueError(f"step={step} is not that of its folder")
@@ -253,7 +210,7 @@ class Snapshots:
             values = (unfinished or {}).values()
             if not all(isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) for value in values):
                 raise ValueError(f"unfinished={unfinished!r:.200}")
-            position = Position(step, unfinished, Ending.read(facts["ended"]))
+            position = Position(step, unfinished, Ending.read(facts["ended"]), folder)
             state.solved.load(facts["solved"])
             reference = None if state.reference is None else load_file(folder / REFERENCE)
         except _UNREADABLE as error:
@@ -262,12 +219,4 @@ class Snapshots:
         if state.reference is not None and reference is not None:
             state.reference.load(reference)
         self.model.version, state.kl.coefficient, state.entropy.coefficient = version, kl, entropy
-        state.loaded = folder
         return position
-
-
-def _number(value: Any) -> int:
-    """A step, a version or the index of a prompt; files of a run hold them in 32 bits."""
-    if not isinstance(value, int) or not 0 <= value < 2**31:
-        raise ValueError(f"{value!r:.80} is not a number of a step, of a version or of a prompt")
-    return value

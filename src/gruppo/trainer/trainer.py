@@ -2,14 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
-
-import torch
 
 from gruppo import doctor, faults
 from gruppo.errors import CheckpointError, InputError, NumericError, RankError, RewardError
@@ -17,33 +13,28 @@ from gruppo.keys import held_out_key
 from gruppo.output import printable, shell_word, unhindered
 from gruppo.parallel.ranks import Ranks
 from gruppo.reward import Reward
-from gruppo.run.checkpoints import Checkpoints
-from gruppo.run.directory import RunDirectory
-from gruppo.run.reader import RunReader, at_home, numbered
-from gruppo.run.recorder import Recorder
+from gruppo.rollout.driver import Driver, Stopwatch
+from gruppo.rollout.evaluate import Evaluation, evaluate
+from gruppo.rollout.source import RolloutSource, dead_frac
+from gruppo.run.reader import at_home
 from gruppo.run.signals import Interrupted, StopFlag
-from gruppo.run.trackers import Trackers, check_installed
-from gruppo.trainer import build, origin
 from gruppo.trainer.advantages import shaped_mean, with_kl
-from gruppo.trainer.ahead import CopiedWeights, RolloutsAhead, StopHook
 from gruppo.trainer.callbacks import Callback, StepCallback, read_callbacks, tell
 from gruppo.trainer.config import TrainConfig, refuse_arguments
 from gruppo.trainer.elsewhere import METHODS
-from gruppo.trainer.evaluate import Evaluation, evaluate
-from gruppo.trainer.learner import MAX_SKIPPED, Learner, TokenRecord
+from gruppo.trainer.learner import MAX_SKIPPED, TokenRecord
 from gruppo.trainer.objects import take_objects
-from gruppo.trainer.plan import Plan, disk_needs, make_plan
-from gruppo.trainer.rollout import RolloutSource, dead_frac
-from gruppo.trainer.state import Ending, Position, Snapshots
+from gruppo.trainer.parts import assemble
+from gruppo.trainer.plan import Plan, make_plan
+from gruppo.trainer.state import Ending
 from gruppo.types import Group
-from gruppo.weights import WeightStore
 from gruppo.weights.files import is_free, replacing
-from gruppo.weights.source import check_repository, load_tokenizer, upload
+from gruppo.weights.source import check_repository, upload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from gruppo.trainer.stream import StreamedRollouts
+    from gruppo.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -138,119 +129,49 @@ class GRPOTrainer:
             advantage=advantage,
             metrics=metrics,
         )
-        build.check_ranks(config, objects, ranks)
-        self.config = config = build.fit_context(config, objects)
-        made_from = origin.options_of(config)
-        if resume:
-            origin.check(RunReader(config.output), made_from, accept=accept_changes)
         self.stop = StopFlag()
-        hook = StopHook(self.stop.poll)
-        poll = hook if config.max_staleness else self.stop.poll
         self.step_number = 0
-        self.unfinished: dict[str, float] | None = None
-        """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
-        self.ended: Ending | None = None
-        """Why the run ended before its last step, if it did."""
-        self._saved: int | None = None
-        """Version of the weights that `model/` holds, where that is known."""
-        self.groups: list[Group] = []
-        self._tokens: TokenRecord | None = None
-        """What the last step sampled, with its advantages."""
-        self.seconds: dict[str, float] = {}
-        self.synced: dict[str, float] = {}
-        self._finished_version = self._unrewarded = 0
-        """Version of the weights after the last whole step."""
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        # Cheap checks first: a wrong option, reward or data row must not wait for a model to load.
-        check_installed(config.trackers)
-        loss, estimate, scorer = build.all_of(
-            partial(build.build_loss, config, objects.loss),
-            partial(build.build_advantage, config, objects.advantage),
-            partial(build.build_rewards, config, objects, poll=poll),
+        self.watch = Stopwatch(lambda: self.step_number)
+        parts = assemble(
+            config,
+            objects,
+            stop=self.stop,
+            watch=self.watch,
+            resumes=resume,
+            accept_changes=accept_changes,
+            overwrite=overwrite,
+            quiet=quiet,
+            ranks=ranks,
         )
-        with ExitStack() as stack:
-            self.scorer = stack.enter_context(scorer)
-            tokenizer = objects.tokenizer or load_tokenizer(config.tokenizer_id)
-            self.config, self.prompts = build.count_steps(config, build.build_prompts(config, objects, tokenizer))
-            config = self.config
-            self.scorer.max_steps = config.steps
-            self.scorer.steps_per_epoch = len(self.prompts.train) / config.prompts_per_step
-            build.try_rewards(self.scorer, self.prompts.train.prompts)
-            create = partial(RunDirectory.create, config=config.to_yaml(), overwrite=overwrite)
-            self.run = stack.enter_context((RunDirectory.reopen if resume else create)(config.output))
-            self.stop.parting = lambda: f"left at once; {self.run.saved()}"
-            self.scorer.start()
-            if ranks is not None:
-                ranks.tell({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
-            self.model = build.build_model(config, objects, loss, tokenizer, ranks)
-            if ranks is not None:
-                self.model.shares_signal = self.stop.share  # type: ignore[attr-defined]  # a RankedModel's
-            made_from |= build.build_digests(objects, self.prompts)
-            changes = origin.check(self.run, made_from, accept=accept_changes) if resume else []
-            self.state = build.build_state(config, self.model, len(self.prompts.train))
-            checkpoints = Checkpoints(self.run.checkpoints, keep=config.keep_checkpoints)
-            self.snapshots = Snapshots(checkpoints, self.model, self.state)
-            if resume:
-                self._restore(changes)
-            else:
-                disk_needs(config, self.model).check(config, self.run.path)
-            if changes or not (self.run.path / "origin.json").exists():
-                self.run.write_origin(made_from)
-            if changes or not self.run.held_out.exists():
-                self.run.write_held_out(self.prompts.held_out.prompts)
-            self._finished_version = self.model.version
-            folder = (self.run.path / "sync").resolve()  # a server reads it from another working directory
-            self.sampler, self.store = build.build_sampler(config, self.model, self.prompts, folder, poll)
-            stack.enter_context(closing(self.sampler))
-            if self.store is not None:
-                stack.enter_context(closing(self.store))
-            self.model.measures_gap = not self.sampler.is_exact or loss.reads_sampler or config.max_staleness > 0
-            self.stage = build.build_stage(config, estimate, self.scorer)
-            self.source = RolloutSource(
-                prompts=self.prompts.train.prompts,
-                sampler=self.sampler,
-                scorer=self.scorer,
-                stage=self.stage,
-                solved=self.state.solved,
-                params=build.sampling_params(config),
-                prompts_per_step=config.prompts_per_step,
-                group_size=config.group_size,
-                max_batches=config.dynamic_sampling,
-                shuffled=config.shuffle,
-                timed=self._timed,
-            )
-            report = self.run.log_event
-            ahead = build.build_ahead(config, self.model, self.source, self.store, self.stop.poll, report)
-            if ahead is not None:
-                hook.ahead = ahead
-                stack.enter_context(closing(ahead))  # before the sampler and the rewards end
-                if self.state.loaded is not None:
-                    ahead.load(self.state.loaded, self.prompts.train.prompts)
-            self.state.ahead = ahead
-            self.learner = Learner(
-                model=self.model,
-                epochs=config.epochs_per_batch,
-                minibatches=config.minibatches,
-                max_grad_norm=config.max_grad_norm,
-            )
-            # Last: a board leaves files behind, and a run that cannot begin must not.
-            self.recorder = Recorder(
-                self.run,
-                Trackers(
-                    config.trackers,
-                    self.run.path,
-                    config.model_dump(mode="json"),
-                    deadline_s=config.tracker_deadline,
-                ),
-                steps=config.steps,
-                completions_every=config.completions_every,
-                completions_limit=config.completions_limit,
-                quiet=quiet,
-                advise=partial(doctor.advice, config=config.model_dump(mode="json"), **self.scorer.facts),
-            )
-            stack.enter_context(closing(self.recorder))
-            self._open = stack.pop_all()
+        self.config, self.prompts, self.run, self.recorder = parts.config, parts.prompts, parts.run, parts.recorder
+        self.model, self.weights, self.schedule, self.scorer = parts.model, parts.weights, parts.schedule, parts.scorer
+        self.advantages, self.learner, self.state = parts.advantages, parts.learner, parts.state
+        self.snapshots, self._opened = parts.snapshots, parts.opened
+        self.groups: list[Group] = []
+        """The groups of the last step."""
+        self._tokens: TokenRecord | None = None
+        """What the updates of the last step saw of each token."""
+        self.step_number = parts.place.step
+        self.unfinished = parts.place.unfinished
+        """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
+        self.ended = parts.place.ended
+        """Why the run ended before its last step, if it did."""
+        self._finished_version = self.model.version
+        """Version of the weights after the last whole step."""
+        self._saved = self.model.version if parts.place.is_done else None
+        """Version of the weights that `model/` holds, where that is known."""
+        self._unrewarded = 0
+        """Steps in a row without any reward."""
+
+    @property
+    def sampler(self) -> "Sampler":
+        """The sampler of the run."""
+        return self.weights.sampler
+
+    @property
+    def source(self) -> RolloutSource:
+        """Where the rollouts of a step come from."""
+        return self.schedule.source
 
     # --- one step: the algorithm ----------------------------------------------------------------------------------
 
@@ -261,13 +182,7 @@ class GRPOTrainer:
             record: keep what the last update saw of each token, for `recorded`.
         """
         config, state, number = self.config, self.state, self.step_number + 1
-        if state.ahead is not None:
-            groups, metrics = self._take_ahead(state.ahead, number)
-        else:
-            if self.store is not None:
-                self._sync(self.store)
-            groups, metrics = self.source.next(number)
-        metrics = self.synced | metrics
+        groups, metrics = self._rollouts(number)
         self._unrewarded = 0 if "reward/mean" in metrics else self._unrewarded + 1
         if self._unrewarded:
             text = "every reward function abstained (None) on every completion: the step teaches nothing. Check the "
@@ -280,18 +195,18 @@ class GRPOTrainer:
             text = f"dynamic sampling found no group that teaches something among {len(groups)}: the step changes "
             text += "nothing. Raise group_size, temperature or dynamic_sampling, or take easier or harder prompts"
             self.recorder.warned(number, "no_signal", text)
-        with self._timed("reward"):
+        with self.watch("reward"):
             if config.kl_in_reward:
                 kept, measured = with_kl(kept, self.model)
                 metrics |= measured | {"reward/kl_coef": state.kl.coefficient}
-            kept = self.stage.assign(kept, state.kl.coefficient)
-            if config.kl_in_reward or not self.stage.shape.does_nothing:
+            kept = self.advantages.assign(kept, state.kl.coefficient)
+            if config.kl_in_reward or not self.advantages.shape.does_nothing:
                 metrics |= shaped_mean(kept)
         if config.entropy_target is not None:
             bonus = state.entropy.at(metrics.get("rollout/entropy"))
             self.model.set_loss(self.model.loss.replace(entropy_coef=bonus))
         self._tokens = TokenRecord() if record else None
-        with self._timed("train"):
+        with self.watch("train"):
             kept, learned = self.learner.update(kept, self._tokens)
         trained = iter(kept)
         self.groups = [next(trained) if group.status == "kept" else group for group in groups]
@@ -316,12 +231,11 @@ class GRPOTrainer:
         prompts, num_samples = self.prompts.held_out.prompts, self.config.eval_samples
         if not prompts:
             return None
-        if self.state.ahead is not None:
-            self.state.ahead.drain()  # the sampler has one set of weights
-        if self.store is not None:
-            self._sync(self.store)
-        with self._timed("eval"):
-            return evaluate(prompts, self.sampler, self.scorer, self.source.params, num_samples=num_samples)
+        self.schedule.drain()  # the sampler has one set of weights
+        self.weights.bring(self.watch)
+        with self.watch("eval"):
+            driver = Driver(sampler=self.sampler, scorer=self.scorer)
+            return evaluate(prompts, driver, self.source.params, num_samples=num_samples)
 
     # --- the whole run --------------------------------------------------------------------------------------------
 
@@ -408,10 +322,10 @@ class GRPOTrainer:
     def _take_step(self, result: TrainResult) -> None:
         """A step with its evaluation, record and checkpoint."""
         config, recorder = self.config, self.recorder
-        started, self.seconds = time.monotonic(), {}
+        started, self.watch.seconds = time.monotonic(), {}
         if self.unfinished is None:
             self.unfinished = self.step(record=recorder.writes_completions(self.step_number + 1))
-            with self._timed("write"):
+            with self.watch("write"):
                 recorder.sampled(self.step_number, self.groups, self._tokens and self._tokens.given_to(self.groups))
         metrics, number = dict(self.unfinished), self.step_number
         is_last = number == config.steps
@@ -435,12 +349,12 @@ class GRPOTrainer:
         if faults.PLAN:
             faults.PLAN.reach("recorded", number)
         if number % config.save_every == 0 or is_last or self.ended is not None:
-            with self._timed("checkpoint"):
+            with self.watch("checkpoint"):
                 recorder.flush()
                 self.snapshots.save(number, ended=self.ended)
             recorder.checkpointed(number)
             self._tell("on_save", self, number)
-        recorder.timed(number, self.seconds, time.monotonic() - started)
+        recorder.timed(number, self.watch.seconds, time.monotonic() - started)
         self.stop.poll()
 
     def _evaluate_step(self, result: TrainResult, metrics: dict[str, float]) -> bool:
@@ -524,7 +438,7 @@ class GRPOTrainer:
 
     def close(self) -> None:
         """End the reward workers and the sampler, and give the run directory back."""
-        self._open.close()
+        self._opened.close()
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -550,62 +464,16 @@ class GRPOTrainer:
             state.reference.refresh(config.ref_mix)
         return seen
 
-    def _take_ahead(
-        self, ahead: "RolloutsAhead | StreamedRollouts", number: int
-    ) -> tuple[list[Group], dict[str, float]]:
-        """The groups of a step that were sampled in the background."""
-        with self._timed("wait"):
-            sampled = ahead.take(number)
-        self.seconds |= sampled.seconds
-        self.synced = {
-            name: value for name, value in sampled.metrics.items() if name.startswith("sync/")
-        } or self.synced
-        ages = [self.model.version - r.trajectory.versions[0] for g in sampled.groups for r in g.rollouts]
-        return sampled.groups, sampled.metrics | {"rollout/staleness": float(max(ages, default=0))}
-
-    def _sync(self, store: "WeightStore | CopiedWeights") -> None:
-        """Publish the newest weights and load them into the sampler; its report stays until the next hand-over."""
-        with self._timed("sync"):
-            self.synced = store.hand_over(self.model, self.sampler) or self.synced
-
-    def _restore(self, changes: Sequence[str]) -> None:
-        found = self.snapshots.load_newest()
-        place = found or Position(0)
-        self.step_number, self.unfinished = place.step, place.unfinished
-        was_done, ended = self._was_done()
-        self._saved = self.model.version if was_done else None
-        ended = place.ended or ended
-        if ended is not None and ended.holds(self.config):
-            self.ended = ended
-        if self.config.steps < self.step_number:
-            raise InputError(
-                f"steps={self.config.steps} is behind the run, which is at step {self.step_number}; give a higher one"
-            )
-        if found is None and self.run.model.exists():
-            raise InputError(
-                f"{self.run.path} has a model and no checkpoint to go on from; train on from the model with "
-                f"--model {shell_word(self.run.model)} and another output"
-            )
-        if not self.step_number and self.unfinished is None:
-            logger.warning("%s was not saved after a step; it starts over", self.run.path)
-        num_saved = len(numbered(self.run.checkpoints))
-        needs = disk_needs(self.config, self.model, step=self.step_number, num_saved=num_saved)
-        needs.check(self.config, self.run.path)
-        # The first evaluation is made again too, if there was no step after it.
-        redo_line = self.unfinished is not None or (self.step_number == 0 and self.ended is None)
-        self.run.go_on_after(self.step_number, self.config.to_yaml(), redo_line=redo_line)
-        if changes:
-            logger.warning("the run goes on with changes: %s", "; ".join(changes))
-            self.run.log_event("changes", step=self.step_number, changes=list(changes))
-
-    def _was_done(self) -> tuple[bool, Ending | None]:
-        """Whether the run was done at this step, and how it ended then."""
-        try:
-            status = self.run.status()
-            is_done = (status.get("status"), status.get("step")) == ("done", self.step_number)
-            return is_done, Ending.read(status.get("ended")) if is_done else None
-        except (InputError, ValueError, KeyError, TypeError):
-            return False, None
+    def _rollouts(self, number: int) -> tuple[list[Group], dict[str, float]]:
+        """All groups of a step, and their metrics."""
+        if not self.config.max_staleness:
+            taken = self.schedule.take(number)
+            return taken.groups, taken.metrics
+        with self.watch("wait"):
+            taken = self.schedule.take(number)
+        self.watch.seconds |= taken.seconds
+        ages = [self.model.version - r.trajectory.versions[0] for g in taken.groups for r in g.rollouts]
+        return taken.groups, taken.metrics | {"rollout/staleness": float(max(ages, default=0))}
 
     def _end(self, result: TrainResult) -> None:
         """Fill in the result and tell the callbacks. What they raise must not hide a failure or the code of a stop."""
@@ -690,13 +558,3 @@ class GRPOTrainer:
             with replacing(self.run.best):
                 self.model.save(self.run.best)
             self.recorder.best(number, key, metrics[key])
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        self.recorder.stage, started = name, time.monotonic()
-        try:
-            if faults.PLAN:
-                faults.PLAN.reach(name, self.step_number)
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from gruppo.errors import InputError
+from gruppo.rollout.evaluate import Evaluation
 from gruppo.run.reader import RunReader
 from gruppo.trainer import Callback, GRPOTrainer, TrainConfig
-from gruppo.trainer.evaluate import Evaluation
 from gruppo.trainer.trainer import TrainResult
 
 Make = Callable[..., GRPOTrainer]

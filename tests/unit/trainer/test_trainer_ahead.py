@@ -13,8 +13,8 @@ import torch
 from gruppo import faults
 from gruppo.errors import InputError, RewardError
 from gruppo.faults import Fault, FaultPlan
+from gruppo.rollout.schedule import Ahead
 from gruppo.trainer import GRPOTrainer, TrainConfig
-from gruppo.trainer.ahead import RolloutsAhead
 from gruppo.types import Group, Rollout
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def test_the_background_gives_what_one_step_after_the_other_gives(
     per_step = 4 if "minibatches" in more else 1  # updates
     ages = [row["rollout/staleness"] for row in behind.run.metrics() if "rollout/staleness" in row]
     assert ages == [per_step * min(step, staleness) for step in range(6)]
-    monkeypatch.setattr("gruppo.trainer.ahead.ThreadPoolExecutor", lambda *_, **__: AtOnce())
+    monkeypatch.setattr("gruppo.rollout.schedule.ThreadPoolExecutor", lambda *_, **__: AtOnce())
     in_turn = trained(config(tmp_path / "in_turn", max_staleness=staleness, **more))
     assert all(map(torch.equal, weights(behind), weights(in_turn)))
     assert behind.run.metrics() == in_turn.run.metrics()
@@ -89,11 +89,11 @@ def test_a_step_is_sampled_from_the_weights_of_its_turn(tmp_path: Path) -> None:
 def test_what_waits_is_read_back_as_it_was(tmp_path: Path) -> None:
     trainer = GRPOTrainer(config(tmp_path / "run", max_staleness=2, advantage="remax"), quiet=True)
     trainer.step()
-    ahead = trainer.state.ahead
-    assert ahead is not None
+    ahead = trainer.schedule
+    assert isinstance(ahead, Ahead)
     ahead.save(tmp_path)
-    again = RolloutsAhead(trainer.source, ahead.weights, staleness=2, last=6, poll=lambda: None)
-    again.load(tmp_path, trainer.prompts.train.prompts)
+    again = Ahead(trainer.source, ahead.weights, staleness=2, last=6, poll=lambda: None)
+    again.load(tmp_path)
     assert [number for number, _, _ in again._pending] == [2, 3]
     for (_, mine, _), (_, theirs, _) in zip(again._pending, ahead._pending, strict=True):
         assert mine.result().groups == theirs.result().groups

@@ -9,10 +9,10 @@ from unittest.mock import ANY
 import pytest
 import torch
 
+from gruppo.rollout.source import SolvedPrompts
 from gruppo.task.order import prompt_indices, refill_indices
 from gruppo.trainer import GRPOTrainer
 from gruppo.trainer.learner import minibatch_parts
-from gruppo.trainer.state import SolvedPrompts
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 pytestmark = pytest.mark.slow

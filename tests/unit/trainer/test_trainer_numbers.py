@@ -11,11 +11,12 @@ import pytest
 from transformers import LlamaConfig
 
 from gruppo.parallel.ranks import Ranks
+from gruppo.rollout.driver import Driver
+from gruppo.rollout.evaluate import evaluate, pass_at_k_metrics, wilson_interval
+from gruppo.rollout.source import rollout_metrics
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
-from gruppo.trainer.evaluate import evaluate, pass_at_k_metrics, wilson_interval
 from gruppo.trainer.plan import Plan, make_plan, replicates, whole_state
-from gruppo.trainer.rollout import rollout_metrics, score
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -108,7 +109,12 @@ def test_evaluation_counts_greedy_and_sampled_answers() -> None:
     texts = [["7", "7", "7"], ["7", "x", "7"], ["x", "x", "x"], ["7", "x", "x"]]
     sampler = ScriptedSampler(texts)
     with RewardScorer(["exact_match"]) as scorer:
-        result = evaluate(prompts, sampler, scorer, SamplingParams(temperature=0.6, max_new_tokens=9), num_samples=2)
+        result = evaluate(
+            prompts,
+            Driver(sampler=sampler, scorer=scorer),
+            SamplingParams(temperature=0.6, max_new_tokens=9),
+            num_samples=2,
+        )
     assert result.accuracy == 3 / 4
     assert (result.metrics["eval/accuracy_low"], result.metrics["eval/accuracy_high"]) == wilson_interval(3, 4)
     assert result.metrics["eval/reward"] == 3 / 4
@@ -126,7 +132,7 @@ def test_what_counts_as_correct_is_a_threshold(correct_at: float, accuracy: floa
     reward = load_reward(lambda completions: [1.0 if c == "7" else 0.5 for c in completions], name="f", isolated=False)
     prompts = [Prompt(token_ids=(1,), index=i) for i in range(2)]
     with RewardScorer([reward], correct_at=correct_at) as scorer:
-        result = evaluate(prompts, ScriptedSampler([["7"], ["x"]]), scorer, SamplingParams())
+        result = evaluate(prompts, Driver(sampler=ScriptedSampler([["7"], ["x"]]), scorer=scorer), SamplingParams())
     assert result.accuracy == accuracy
 
 
@@ -143,7 +149,7 @@ def test_the_same_prompt_drawn_twice_is_scored_as_two_groups() -> None:
     with RewardScorer([reward]) as scorer:
         plain = scorer.score
         scorer.score = lambda *args, **kw: seen.append(kw["group_ids"]) or plain(*args, **kw)  # type: ignore
-        groups, _ = score(prompts, responses, scorer, step=0, seed=0)
+        groups, _ = Driver(sampler=ScriptedSampler([]), scorer=scorer).score(prompts, responses, step=0, seed=0)
     assert seen == [[0, 0, 1, 1, 1]]
     assert [[r.reward for r in group.rollouts] for group in groups] == [[1.0, 2.0], [3.0, 4.0, 5.0]]
 
@@ -190,7 +196,7 @@ def test_the_entropy_of_rollouts_is_the_samplers_own_where_it_is_known() -> None
 
 
 def test_masking_a_truncated_rollout_keeps_it_in_the_batch_unscored(make_trainer: Callable[..., Any]) -> None:
-    stage = make_trainer().stage
+    stage = make_trainer().advantages
     for mask_truncated, scored in ((False, [2, 4, 2, 1, 2, 3, 2, 2]), (True, [2, 4, 2, 1, 2, 0, 2, 2])):
         assigned = replace(stage, mask_truncated=mask_truncated).assign(groups())
         rollouts = [r for g in assigned for r in g.rollouts]

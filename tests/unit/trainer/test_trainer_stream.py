@@ -13,12 +13,12 @@ import pytest
 from processes import wait_until
 
 from gruppo.errors import InputError, RewardError
+from gruppo.rollout.handover import CopiedModel
+from gruppo.rollout.stream import Streamed
 from gruppo.run.signals import Interrupted
 from gruppo.sampler import TorchSampler
 from gruppo.sampler.base import SampleRequest, Samples, SamplingParams
 from gruppo.trainer import GRPOTrainer, TrainConfig
-from gruppo.trainer.ahead import CopiedWeights
-from gruppo.trainer.stream import StreamedRollouts
 
 pytestmark = pytest.mark.slow
 
@@ -57,21 +57,21 @@ class Engine(TorchSampler):
         return drawn.result()
 
 
-class EngineWeights(CopiedWeights):
+class EngineWeights(CopiedModel):
     """A copy of the model in such an engine."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, poll: Any) -> None:
+        super().__init__(model, poll)
         self.sampler = Engine(self.twin)
 
-    def load(self, published: Any) -> dict[str, float]:
+    def load(self, published: Any) -> None:
         with self.sampler.lock:
-            return super().load(published)
+            super().load(published)
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gruppo.trainer.ahead.CopiedWeights", EngineWeights)
+    monkeypatch.setattr("gruppo.trainer.build.CopiedModel", EngineWeights)
 
 
 class Ages:
@@ -165,18 +165,18 @@ def test_a_stopped_run_keeps_complete_groups_and_samples_the_others_again(
 
     def stop(trainer: GRPOTrainer, step: int, _metrics: Any) -> None:
         if step == 4:
-            wait_until(trainer.state.ahead._returned.qsize, seconds=60.0)  # something is complete
+            wait_until(trainer.schedule._returned.qsize, seconds=60.0)  # something is complete
             trainer.stop.signal = signal.SIGTERM
 
     options = {"max_staleness": 8, "streaming": True, "steps": 8, "prompts_per_step": PER_STEP}
     first = make_trainer(**options, callbacks=[stop])
     assert first.train().status == "stopped"
     is_stopped.set()
-    left = first.state.ahead
-    assert isinstance(left, StreamedRollouts) and left._ready and left._flying
+    left = first.schedule
+    assert isinstance(left, Streamed) and left._ready and left._flying
     again = make_trainer(**options, resume=True)
-    read = again.state.ahead
-    assert isinstance(read, StreamedRollouts)
+    read = again.schedule
+    assert isinstance(read, Streamed)
     assert [flight.group for flight in read._ready] == [flight.group for flight in left._ready]
     in_flight = [flight.prompt.index for flight in left._flying]
     assert [prompt.index for _, prompt in read._next][: len(in_flight)] == in_flight
@@ -192,7 +192,7 @@ def test_a_step_that_is_stopped_while_it_waits_loses_no_group(
     monkeypatch.setattr(Engine, "held", staticmethod(lambda sampled, now: True))
     monkeypatch.setitem(globals(), "is_long", lambda index: index % 4 != 0)  # too few short ones for a step
     trainer = make_trainer(max_staleness=8, streaming=True, steps=8, prompts_per_step=PER_STEP)
-    ahead = trainer.state.ahead
+    ahead = trainer.schedule
 
     def poll() -> None:
         if ahead._flying and all(is_long(flight.prompt.index) for flight in ahead._flying):

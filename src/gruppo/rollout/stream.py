@@ -1,31 +1,31 @@
-"""Streamed rollouts: groups in flight, of which a step takes those that are complete.
+"""Streamed rollouts: a schedule in which groups overtake each other, and a step takes those that are complete.
 
 A step starts when it has enough groups. Longer ones stay in flight while it trains, and the sampler gets the newer
 weights meanwhile. No token is trained on that is older than `max_staleness` steps: a group that gets older is dropped,
 and its prompt is sampled again. Which groups a step gets depends on the clock, so a run is not repeated bit for bit.
 """
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from gruppo import faults
 from gruppo.reward import RewardResult
 from gruppo.reward.scorer import merged_metrics
+from gruppo.rollout.driver import Stopwatch, greedy
+from gruppo.rollout.handover import HandOver
+from gruppo.rollout.schedule import WAIT, Background, StepRollouts, reading, write
+from gruppo.rollout.source import RolloutSource, dynamic_metrics, rollout_metrics
 from gruppo.sampler.base import Samples
-from gruppo.trainer.ahead import WAIT, WORKER, Sampled, Weights, facts_of, reading, write
-from gruppo.trainer.rollout import RolloutSource, dynamic_metrics, greedy, rollout_metrics, score
 from gruppo.types import Group, Prompt
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlight:
     """A group from its prompt to its rewards."""
 
     prompt: Prompt
@@ -48,61 +48,53 @@ class Flight:
         return min(rollout.trajectory.versions[0] for rollout in rollouts)
 
 
-class StreamedRollouts:
+class Streamed(Background):
     """Groups in flight: those of the next two steps, and longer ones that these have overtaken.
 
-    The caller's thread draws prompts and takes groups. A worker loads weights, submits and scores, one thing at a time.
+    The caller's thread draws prompts and takes groups. The worker loads weights, submits and scores, one thing at a
+    time.
 
     Args:
         staleness: steps that may lie between the weights that sampled the oldest token and those that train.
         updates: weight updates per step.
-        last: the last step of the run.
-        poll: called while groups are awaited; raises to stop.
         report: called with the kind of an event, its step and its facts.
     """
-
-    is_idle = True
-    """What is in flight when a run is stopped is given up."""
 
     def __init__(
         self,
         source: RolloutSource,
-        weights: Weights,
+        weights: HandOver,
         *,
         staleness: int,
         updates: int,
-        last: int,
-        poll: Callable[[], None],
         report: Callable[..., None],
+        **options: Any,
     ) -> None:
-        self.source, self.weights, self.staleness, self.last = source, weights, staleness, last
+        super().__init__(source, weights, **options)
+        self.staleness, self.report = staleness, report
         self.bound = staleness * updates
         """Oldest age of a token that is trained on, in updates."""
-        self.poll, self.report = poll, report
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix=WORKER)
         self._number = 1
         """The step that is being filled."""
         self._drawn = 0
         """Steps whose prompts were drawn."""
         self._next: deque[tuple[int, Prompt]] = deque()
         """Prompts to sample, each with the step it was drawn for."""
-        self._flying: list[Flight] = []
-        self._ready: list[Flight] = []
-        self._returned: SimpleQueue[Flight | BaseException] = SimpleQueue()
-        """From the worker: complete flights, and errors."""
+        self._flying: list[InFlight] = []
+        self._ready: list[InFlight] = []
+        self._returned: SimpleQueue[InFlight | BaseException] = SimpleQueue()
+        """From the worker: complete groups, and errors."""
         self._error: BaseException | None = None
-        self._loading: tuple[Any, Future[dict[str, float]]] | None = None
+        self._loading: tuple[Any, Future[None]] | None = None
         self._sampled_by: int | None = None
         """Version that the sampler has or is about to load."""
         self._loaded = 0
         """Version that the sampler has; the worker's own."""
-        self._seconds: dict[str, float] = {}
-        self._reported: dict[str, float] = {}
-        """Metrics of the last hand-over."""
+        self.watch = Stopwatch(lambda: self._number - 1, "ahead/")
         self._resumed: list[int] = []
         """Prompts that were in flight when the run was saved."""
 
-    def take(self, number: int) -> Sampled:
+    def take(self, number: int) -> StepRollouts:
         """The groups of the next step: those that are complete, the oldest first."""
         self._number, size, batches = number, self.source.prompts_per_step, self.source.max_batches
         if self._resumed:
@@ -115,7 +107,7 @@ class StreamedRollouts:
         dropped = [flight for flight in self._flying if self._is_stale(flight.version)]
         for flight in dropped:
             self._give_up(flight)
-        taken: list[Flight] = []
+        taken: list[InFlight] = []
         groups: list[Group] = []
         num_kept, most = 0, size * max(batches, 1)
         while num_kept < size and len(groups) < most:
@@ -128,19 +120,18 @@ class StreamedRollouts:
             drawn = [flight.group for flight in taken[len(groups) :] if flight.group is not None]
             teaches = [True] * len(drawn)
             if batches:  # some estimators judge a group by the others of its step
-                teaches = self.source.stage.has_signal([*groups, *drawn])[len(groups) :]
+                teaches = self.source.has_signal([*groups, *drawn])[len(groups) :]
             groups += [replace(g, status="kept" if t else "no_signal") for g, t in zip(drawn, teaches, strict=True)]
             num_kept += sum(teaches)
         if dropped:
             self.report("rollouts_dropped", step=number, prompts=[flight.prompt.index for flight in dropped])
         metrics = (
-            self._reported
+            self.weights.reported
             | merged_metrics([flight.result for flight in taken if flight.result is not None])
             | rollout_metrics(groups)
         )
         metrics |= dynamic_metrics(groups, -(-len(groups) // size)) if batches else {}
-        seconds, self._seconds = self._seconds, {}
-        return Sampled(groups, metrics | {"rollout/dropped": float(len(dropped))}, seconds)
+        return StepRollouts(groups, metrics | {"rollout/dropped": float(len(dropped))}, self.watch.take())
 
     def drain(self) -> None:
         """Wait until nothing is in flight: the sampler and the rewards are free."""
@@ -153,32 +144,29 @@ class StreamedRollouts:
         for flight in self._flying:
             for future in flight.futures:
                 future.cancel()
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self.worker.shutdown(wait=True, cancel_futures=True)
 
     # --- the caller's thread ----------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         """Have the sampler load the weights as they are. What is in flight goes on with them."""
         self._finish_loading()
-        if self._sampled_by != self.weights.version:
-            self._sampled_by, published = self.weights.version, self.weights.publish()
-            self._loading = published, self._worker.submit(self._load, published, self._sampled_by)
+        if self._sampled_by != self.weights.model.version:
+            self._sampled_by, published = self.weights.model.version, self.weights.publish()
+            self._loading = published, self.worker.submit(self._load, published, self._sampled_by)
 
     def _finish_loading(self) -> None:
         if self._loading is None:
             return
         published, future = self._loading
-        while not future.done():
-            self.poll()
-            wait([future], timeout=WAIT)
-        self._reported = future.result() or self._reported
+        self.wait_for(future)
         self._loading = None
         self.weights.release(published)
 
     def _is_stale(self, version: int | None) -> bool:
-        return version is not None and self.weights.version - version > self.bound
+        return version is not None and self.weights.model.version - version > self.bound
 
-    def _give_up(self, flight: Flight) -> None:
+    def _give_up(self, flight: InFlight) -> None:
         """Stop sampling a group, and put its prompt back."""
         for future in flight.futures:
             future.cancel()
@@ -199,10 +187,10 @@ class StreamedRollouts:
                 self._next += [(self._drawn + 1, p) for p in self.source.draw(self._drawn, set(), is_first=True)]
                 self._drawn += 1
             step, prompt = self._next.popleft()
-            self._flying.append(Flight(prompt, step, sent=self._number))
-            self._worker.submit(self._begin, self._flying[-1])
+            self._flying.append(InFlight(prompt, step, sent=self._number))
+            self.worker.submit(self._begin, self._flying[-1])
 
-    def _take_fresh(self, num_taken: int, dropped: list[Flight]) -> Flight:
+    def _take_fresh(self, num_taken: int, dropped: list[InFlight]) -> InFlight:
         """The next complete group, the oldest before others. One that is too old goes to `dropped`, its prompt back."""
         while True:
             self._fill(num_taken)
@@ -236,34 +224,20 @@ class StreamedRollouts:
 
     # --- the worker -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        if faults.PLAN:
-            faults.PLAN.reach(name, self._number - 1)
-        yield
-        self._seconds[f"ahead/{name}"] = self._seconds.get(f"ahead/{name}", 0.0) + time.monotonic() - started
-
-    def _load(self, published: Any, version: int) -> dict[str, float]:
-        with self._timed("sync"):
-            reported = self.weights.load(published)
+    def _load(self, published: Any, version: int) -> None:
+        with self.watch("sync"):
+            self.weights.load(published)
         self._loaded = version
-        return reported
 
-    def _begin(self, flight: Flight) -> None:
+    def _begin(self, flight: InFlight) -> None:
         """Submit the requests of a group. A sampler in this process has answered them then."""
         try:
-            version, sampler, source = self._loaded, self.weights.sampler, self.source
-            sampled = replace(source.params, step=flight.step)
-            kinds = [(source.group_size, sampled)]
-            if "greedy_rewards" in getattr(source.stage.estimate, "needs", ()):
+            version, source = self._loaded, self.source
+            driver = replace(source.driver, watch=self.watch)
+            kinds = [(source.group_size, replace(source.params, step=flight.step))]
+            if source.needs_greedy:
                 kinds.append((1, greedy(source.params)))
-            with self._timed("sample"):
-                flight.futures = [
-                    future
-                    for num, params in kinds
-                    for future in sampler.submit(sampler.requests([flight.prompt], num, params), params)
-                ]
+            flight.futures = [future for num, params in kinds for future in driver.submit(flight.prompt, num, params)]
             flight.version = version
         except BaseException as error:
             self._returned.put(error)
@@ -274,21 +248,20 @@ class StreamedRollouts:
         for future in flight.futures:
             future.add_done_callback(lambda _: self._arrived(flight))
 
-    def _arrived(self, flight: Flight) -> None:
+    def _arrived(self, flight: InFlight) -> None:
         if all(future.done() for future in flight.futures):
             with suppress(RuntimeError):  # closed
-                self._worker.submit(self._finish, flight)
+                self.worker.submit(self._finish, flight)
 
-    def _finish(self, flight: Flight) -> None:
+    def _finish(self, flight: InFlight) -> None:
         """Score a group whose completions are there."""
         if flight.group is not None or any(future.cancelled() for future in flight.futures):
             return
-        source, scored = self.source, []
+        driver, scored = replace(self.source.driver, watch=self.watch), []
         try:
             for future in flight.futures:
-                with self._timed("reward"):
-                    samples, seed = [future.result()], source.params.seed
-                    scored.append(score([flight.prompt], samples, source.scorer, step=self._number - 1, seed=seed))
+                samples, seed = [future.result()], self.source.params.seed
+                scored.append(driver.score([flight.prompt], samples, step=self._number - 1, seed=seed))
         except BaseException as error:
             self._returned.put(error)
             return
@@ -301,36 +274,30 @@ class StreamedRollouts:
     def save(self, folder: Path) -> None:
         """Write the groups that are complete, and the prompts of those that are not."""
         self._collect()
-        groups = [flight.group for flight in self._ready if flight.group is not None]
+        ready = [flight for flight in self._ready if flight.group is not None and flight.result is not None]
         facts = {
             "drawn": self._drawn,
             "in_flight": [(flight.step, flight.prompt.index) for flight in self._flying],
             "next": [(step, prompt.index) for step, prompt in self._next],
-            "ready": [
-                {"step": flight.step, "metrics": flight.result.metrics, "group": facts_of(flight.group)}
-                for flight in self._ready
-                if flight.group is not None and flight.result is not None
-            ],
+            "ready": [{"step": flight.step, "metrics": flight.result.metrics} for flight in ready if flight.result],
         }
-        write(folder, facts, groups)
+        write(folder, facts, [[flight.group] for flight in ready if flight.group is not None])
 
-    def load(self, folder: Path, prompts: Sequence[Prompt]) -> None:
+    def load(self, folder: Path) -> None:
         """Read what `save` wrote; what was in flight is sampled again."""
-        by_index = {prompt.index: prompt for prompt in prompts}
-        with reading(folder, prompts) as (facts, group_of):
-            if not isinstance(facts, dict):  # saved without streaming
+        by_index = {prompt.index: prompt for prompt in self.source.prompts}
+        with reading(folder, self.source.prompts) as (facts, groups):
+            if not isinstance(facts, dict):  # saved under another schedule
                 return
             self._drawn = int(facts["drawn"])
             self._resumed = [index for _, index in facts["in_flight"]]
             self._next += [(step, by_index[index]) for step, index in (*facts["in_flight"], *facts["next"])]
-            for each in facts["ready"]:
-                group = group_of(each["group"])
+            for ready, (group,) in zip(facts["ready"], groups, strict=True):
                 rollouts = group.rollouts
                 result = RewardResult(
                     totals=[r.reward for r in rollouts],
                     values={name: [r.rewards[name] for r in rollouts] for name in rollouts[0].rewards},
                     correct=[r.correct for r in rollouts],
-                    metrics=each["metrics"],
+                    metrics=ready["metrics"],
                 )
-                flight = Flight(group.prompt, each["step"], group=group, result=result)
-                self._ready.append(flight)
+                self._ready.append(InFlight(group.prompt, ready["step"], group=group, result=result))

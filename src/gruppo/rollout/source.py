@@ -1,24 +1,66 @@
-"""Rollouts of a step: which prompts, sampled and scored, and which groups are trained on.
+"""Source of rollouts: the prompts of a step, and which of its groups are trained on.
 
 With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) a group without signal is left out, and further prompts are
 sampled until the step is full or the bound is reached. Nothing here is drawn from a generator: the further prompts are
 a function of the step, as the first ones are.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gruppo.advantage import Groups
-from gruppo.reward import RewardResult, RewardScorer
+from gruppo.reward import RewardResult
 from gruppo.reward.scorer import merged_metrics
-from gruppo.sampler.base import Sampler, Samples, SamplingParams
+from gruppo.rollout.driver import Driver, greedy
+from gruppo.sampler.base import SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices
-from gruppo.trainer.advantages import AdvantageStage
-from gruppo.trainer.state import SolvedPrompts
-from gruppo.types import Group, Prompt, Rollout
+from gruppo.types import Group, Prompt
 
-Timed = Callable[[str], AbstractContextManager[None]]
+
+@dataclass(slots=True)
+class SolvedPrompts:
+    """Prompts that retire once all their completions were right on `after` visits in a row.
+
+    One that is missed starts over. At least `keep` prompts always stay, so that a step can be filled.
+
+    >>> solved = SolvedPrompts(after=2, num_prompts=3, keep=2)
+    >>> for _ in range(2):
+    ...     solved.see([(0, [True, True]), (1, [True, False]), (2, [True, True])])
+    >>> sorted(solved.retired)  # the third would leave fewer than 2
+    [0]
+    """
+
+    after: int = 0
+    """Visits in a row; 0: nothing retires."""
+    num_prompts: int = 0
+    keep: int = 0
+    retired: set[int] = field(default_factory=set)
+    streak: dict[int, int] = field(default_factory=dict)
+    """Solved visits in a row of prompts that are not retired."""
+
+    def see(self, visits: Iterable[tuple[int, Sequence[bool | None]]]) -> None:
+        """Count a step: the index of each prompt, and whether each of its completions was right."""
+        if not self.after:
+            return
+        for index, right in visits:
+            if not all(right):
+                self.streak.pop(index, None)
+                continue
+            self.streak[index] = self.streak.get(index, 0) + 1
+            if self.streak[index] >= self.after and self.num_prompts - len(self.retired) > self.keep:
+                self.retired.add(index)
+                del self.streak[index]
+
+    def state(self) -> dict[str, list]:
+        return {"retired": sorted(self.retired), "streak": sorted(self.streak.items())}
+
+    def load(self, state: dict[str, list]) -> None:
+        retired = {number_of(index) for index in state["retired"]}
+        streak = {number_of(index): number_of(count) for index, count in state["streak"]}
+        if retired and len(retired) >= self.num_prompts:
+            raise ValueError(f"all {self.num_prompts} prompts are retired")
+        self.retired, self.streak = retired, streak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +68,7 @@ class RolloutSource:
     """Samples and scores the groups of one step after the other."""
 
     prompts: Sequence[Prompt]
-    sampler: Sampler
-    scorer: RewardScorer
-    stage: AdvantageStage
-    """Which groups teach something, and whether they need a greedy completion."""
+    driver: Driver
     solved: SolvedPrompts
     params: SamplingParams
     prompts_per_step: int
@@ -38,7 +77,10 @@ class RolloutSource:
     """Batches of prompts per step with dynamic sampling; 0: one batch, and nothing is left out."""
     shuffled: bool
     """The prompts come in a random order, not in their own."""
-    timed: Timed
+    has_signal: Callable[[Sequence[Group]], list[bool]]
+    """Whether each of some groups teaches something."""
+    needs_greedy: bool
+    """The estimator compares with a greedy completion of each prompt."""
 
     def next(self, number: int) -> tuple[list[Group], dict[str, float]]:
         """All groups of step `number`, counted from 1, in the order in which they were drawn, and their metrics."""
@@ -50,12 +92,13 @@ class RolloutSource:
             prompts = self.draw(number - 1, used, is_first=not results)
             if not prompts:
                 break
-            drawn, result = self._sample(prompts, self.group_size, number, replace(self.params, step=number))
-            if "greedy_rewards" in getattr(self.stage.estimate, "needs", ()):
-                alone, _ = self._sample(prompts, 1, number, greedy(self.params))
+            params = replace(self.params, step=number)
+            drawn, result = self.driver.play(prompts, self.group_size, params, step=number - 1)
+            if self.needs_greedy:
+                alone, _ = self.driver.play(prompts, 1, greedy(self.params), step=number - 1)
                 drawn = [replace(g, greedy=a.rollouts[0]) for g, a in zip(drawn, alone, strict=True)]
             results.append(result)
-            teaches = self.stage.has_signal(drawn) if self.max_batches else [True] * len(drawn)
+            teaches = self.has_signal(drawn) if self.max_batches else [True] * len(drawn)
             for group, has_signal in zip(drawn, teaches, strict=True):
                 is_full = num_kept == self.prompts_per_step
                 status = "no_signal" if not has_signal else "surplus" if is_full else "kept"
@@ -64,14 +107,6 @@ class RolloutSource:
         # Of everything that was sampled: what was kept is a selection.
         metrics = merged_metrics(results) | rollout_metrics(groups)
         return groups, metrics | (dynamic_metrics(groups, len(results)) if self.max_batches else {})
-
-    def _sample(
-        self, prompts: list[Prompt], num_samples: int, number: int, params: SamplingParams
-    ) -> tuple[list[Group], RewardResult]:
-        with self.timed("sample"):
-            samples = self.sampler.draw(prompts, num_samples, params)
-        with self.timed("reward"):
-            return score(prompts, samples, self.scorer, step=number - 1, seed=self.params.seed)
 
     def draw(self, step: int, used: set[int], *, is_first: bool) -> list[Prompt]:
         """The next batch of prompts, without solved ones and without those that this step has had."""
@@ -92,53 +127,13 @@ class RolloutSource:
         return [self.prompts[i] for i in chosen]
 
 
-def greedy(params: SamplingParams) -> SamplingParams:
-    """The same limits, and always the likeliest token."""
-    return SamplingParams(temperature=0.0, max_new_tokens=params.max_new_tokens, stop=params.stop)
-
-
-def score(
-    prompts: Sequence[Prompt], samples: Sequence[Samples], scorer: RewardScorer, *, step: int, seed: int
-) -> tuple[list[Group], RewardResult]:
-    """The completions of each prompt as a group of scored rollouts, and what the reward functions gave."""
-    owners = [prompt for prompt, drawn in zip(prompts, samples, strict=True) for _ in drawn]
-    sequences = [trajectory for drawn in samples for trajectory in drawn]
-    names = sorted({name for p in prompts for name in p.columns})
-    result = scorer.score(
-        [p.source for p in owners],
-        [s.text for s in sequences],
-        completion_ids=[s.tokens for s in sequences],
-        prompt_texts=[p.text for p in owners],
-        columns={name: [p.columns.get(name) for p in owners] for name in names},
-        step=step,
-        rng_seed=seed,
-        group_ids=[i for i, drawn in enumerate(samples) for _ in drawn],
-    )
-    rollouts = iter([
-        Rollout(
-            trajectory=trajectory,
-            reward=result.totals[i],
-            rewards={name: values[i] for name, values in result.values.items()},
-            correct=result.correct[i],
-            extras={name: values[i] for name, values in result.extras.items()},
-            errors={name: reasons[i] for name, reasons in result.failures.items() if i in reasons},
-        )
-        for i, trajectory in enumerate(sequences)
-    ])  # fmt: skip
-    groups = [
-        Group(prompt=prompt, rollouts=tuple(next(rollouts) for _ in drawn))
-        for prompt, drawn in zip(prompts, samples, strict=True)
-    ]
-    return groups, result
-
-
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Groups without signal, lengths and entropy, over all of these groups. Rewards are the scorer's to report."""
     rollouts = [r for g in groups for r in g.rollouts]
     if not rollouts:
         return {}
     sequences = [r.trajectory for r in rollouts]
-    lengths = sorted(len(s.tokens) for s in sequences)
+    lengths = sorted(s.num_sampled for s in sequences)
     ids = [i for i, g in enumerate(groups) for _ in g.rollouts]
     has_spread = Groups.read([r.reward for r in rollouts], 1, ids, "group").has_spread().tolist()
     right = [[r.correct for r in g.rollouts] for g in groups]
@@ -181,3 +176,10 @@ def dead_frac(groups: Sequence[Group]) -> float:
         for group in groups
     ]
     return sum(dead) / len(dead) if dead else 1.0
+
+
+def number_of(value: Any) -> int:
+    """A step, a version or the index of a prompt out of a file; those of a run fit into 32 bits."""
+    if not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ValueError(f"{value!r:.80} is not a number of a step, of a version or of a prompt")
+    return value

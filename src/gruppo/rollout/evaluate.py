@@ -8,9 +8,8 @@ from statistics import fmean, stdev
 from gruppo.errors import InputError
 from gruppo.keys import HELD_OUT_SCORES, held_out_key, held_out_name
 from gruppo.metric import pass_at_k
-from gruppo.reward import RewardScorer
-from gruppo.sampler import Sampler, SamplingParams
-from gruppo.trainer.rollout import greedy, score
+from gruppo.rollout.driver import Driver, greedy
+from gruppo.sampler import SamplingParams
 from gruppo.types import Group, Prompt, Rollout
 
 Z95 = 1.959963984540054
@@ -51,18 +50,17 @@ class Evaluation:
         return None if key is None else self.metrics[key]
 
 
-def evaluate(
-    prompts: Sequence[Prompt], sampler: Sampler, scorer: RewardScorer, params: SamplingParams, *, num_samples: int = 0
-) -> Evaluation:
+def evaluate(prompts: Sequence[Prompt], driver: Driver, params: SamplingParams, *, num_samples: int = 0) -> Evaluation:
     """Greedy completions of all prompts; with `num_samples` also sampled ones at the params' temperature.
 
     An answer is right where the scorer marks it correct. One that it leaves open counts as wrong. Where no reward
     decides what is right, there is no accuracy.
     """
+    scorer, step = driver.scorer, params.step or 0
+    assert scorer is not None, "an evaluation needs rewards"
     if num_samples and scorer.correct_by is None:
         raise InputError(f"num_samples={num_samples} is for pass@k, and {scorer.verdict}")
-    samples = sampler.draw(prompts, 1, greedy(params))
-    groups, _ = score(prompts, samples, scorer, step=params.step or 0, seed=params.seed)
+    groups, _ = driver.play(prompts, 1, greedy(params), step=step)
     rollouts = [group.rollouts[0] for group in groups]
     metrics = {}
     if scorer.correct_by is not None:
@@ -77,8 +75,7 @@ def evaluate(
             metrics |= {"eval/reward_low": mean - half, "eval/reward_high": mean + half}
     sampled: list[Group] = []
     if num_samples:
-        samples = sampler.draw(prompts, num_samples, params)
-        sampled, _ = score(prompts, samples, scorer, step=params.step or 0, seed=params.seed)
+        sampled, _ = driver.play(prompts, num_samples, params, step=step)
         counts = [sum(rollout.correct is True for rollout in group.rollouts) for group in sampled]
         metrics |= pass_at_k_metrics(counts, num_samples)
     return Evaluation(metrics, tuple(rollouts), tuple(sampled))

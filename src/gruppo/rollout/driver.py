@@ -1,0 +1,113 @@
+"""Driver: completions of prompts with their rewards. The only caller of the sampler and of the reward functions."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from gruppo import faults
+from gruppo.reward import RewardResult, RewardScorer
+from gruppo.sampler.base import Sampler, Samples, SamplingParams
+from gruppo.types import Group, Prompt, Rollout
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds of each stage of a step, and the stage that runs now."""
+
+    step: Callable[[], int] = lambda: 0
+    """Steps that are complete."""
+    prefix: str = ""
+    """Before the name of each stage."""
+    stage: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self.stage, started = stage, time.monotonic()
+        try:
+            if faults.PLAN:
+                faults.PLAN.reach(stage, self.step())
+            yield
+        finally:
+            name = self.prefix + stage
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def take(self) -> dict[str, float]:
+        """The seconds so far; it counts from 0 again."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """Plays prompts with a sampler, and scores what comes of them."""
+
+    sampler: Sampler
+    scorer: RewardScorer | None
+    """None: completions get no rewards."""
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def play(
+        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, *, step: int
+    ) -> tuple[list[Group], RewardResult]:
+        """A group of scored completions for each prompt, and what the reward functions gave.
+
+        Args:
+            step: steps that are complete, for reward functions.
+        """
+        with self.watch("sample"):
+            samples = self.sampler.draw(prompts, num_samples, params)
+        return self.score(prompts, samples, step=step, seed=params.seed)
+
+    def submit(self, prompt: Prompt, num_samples: int, params: SamplingParams) -> list[Future[Samples]]:
+        """Start the completions of a prompt; `score` takes what the futures give."""
+        with self.watch("sample"):
+            return self.sampler.submit(self.sampler.requests([prompt], num_samples, params), params)
+
+    def score(
+        self, prompts: Sequence[Prompt], samples: Sequence[Samples], *, step: int, seed: int
+    ) -> tuple[list[Group], RewardResult]:
+        """The completions of each prompt as a group of scored rollouts, and what the reward functions gave."""
+        if self.scorer is None:
+            groups = [
+                Group(prompt=p, rollouts=tuple(Rollout(trajectory=t) for t in drawn))
+                for p, drawn in zip(prompts, samples, strict=True)
+            ]
+            return groups, RewardResult(totals=[], values={}, correct=[], metrics={})
+        owners = [prompt for prompt, drawn in zip(prompts, samples, strict=True) for _ in drawn]
+        sequences = [trajectory for drawn in samples for trajectory in drawn]
+        names = sorted({name for prompt in prompts for name in prompt.columns})
+        with self.watch("reward"):
+            result = self.scorer.score(
+                [prompt.source for prompt in owners],
+                [sequence.text for sequence in sequences],
+                completion_ids=[sequence.sampled_tokens for sequence in sequences],
+                prompt_texts=[prompt.text for prompt in owners],
+                columns={name: [prompt.columns.get(name) for prompt in owners] for name in names},
+                step=step,
+                rng_seed=seed,
+                group_ids=[i for i, drawn in enumerate(samples) for _ in drawn],
+            )
+        rollouts = iter([
+            Rollout(
+                trajectory=trajectory,
+                reward=result.totals[i],
+                rewards={name: values[i] for name, values in result.values.items()},
+                correct=result.correct[i],
+                extras={name: values[i] for name, values in result.extras.items()},
+                errors={name: reasons[i] for name, reasons in result.failures.items() if i in reasons},
+            )
+            for i, trajectory in enumerate(sequences)
+        ])  # fmt: skip
+        groups = [
+            Group(prompt=prompt, rollouts=tuple(next(rollouts) for _ in drawn))
+            for prompt, drawn in zip(prompts, samples, strict=True)
+        ]
+        return groups, result
+
+
+def greedy(params: SamplingParams) -> SamplingParams:
+    """The same limits, and always the likeliest token."""
+    return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
