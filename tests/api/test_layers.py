@@ -8,8 +8,9 @@ import gruppo
 ROOT = Path(gruppo.__file__).parent
 
 ORDER = ("errors", "faults", "types", "codec", "output", "child", "imports", "keys", "options", "batch", "random",
-         "kernel", "loss", "advantage", "parallel", "metric", "reward", "task", "weights", "model", "sampler", "rollout",
-         "run", "doctor", "trainer", "replay", "convert", "recipes", "report", "tutorial", "cli", "__main__")  # fmt: skip
+         "kernel", "loss", "advantage", "parallel", "metric", "reward", "task", "weights", "model", "sampler",
+         "rollout", "run", "doctor", "trainer", "replay", "convert", "recipes", "report", "tutorial", "cli",
+         "__main__")  # fmt: skip
 
 
 def imported(path: Path) -> set[str]:
