@@ -89,8 +89,8 @@ def test_no_layout_is_further_from_float32_than_padded_rows():
             off = float((gradient - exact_gradient).norm() / exact_gradient.norm())
             far[layout, compiled] = float(gap.mean()), off
             print(
-                f"{layout:7} compiled {compiled!s:5}: log-probs {gap.mean():.4f} on average, {gap.quantile(0.99):.3f} at "
-                f"the 99th percentile, {gap.max():.3f} at most; gradient {off:.4f} of its norm",
+                f"{layout:7} compiled {compiled!s:5}: log-probs {gap.mean():.4f} on average, {gap.quantile(0.99):.3f} "
+                f"at the 99th percentile, {gap.max():.3f} at most; gradient {off:.4f} of its norm",
                 flush=True,
             )
     logps, gradient = far["padded", False]
