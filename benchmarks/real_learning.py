@@ -102,6 +102,7 @@ class Judge:
     def __init__(self, folder: str, task: str, device: str, num: int) -> None:
         rows, self.reward = TASKS[task][0](True)[:num], TASKS[task][1]
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
         texts = [
             self.tokenizer.apply_chat_template(
@@ -170,6 +171,7 @@ def trl_steps(
     folder: str, task: str, seed: int, steps: int, device: str, at: Callable[[int, float, Any], None]
 ) -> dict[str, list[float]]:
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -209,7 +211,7 @@ def trl_steps(
             model=folder,
             reward_funcs=TASKS[task][1],
             args=config,
-            train_dataset=Dataset.from_list(rows),
+            train_dataset=Dataset(InMemoryTable.from_pylist(rows), fingerprint=f"{task}-{seed}"),  # hashes nothing
             processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
             callbacks=[Clock()],
         )

@@ -51,7 +51,7 @@ class MasterWeights:
                 continue
             master = parameter
             if parameter.element_size() < 4 or name in halved:
-                master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+                master = nn.Parameter(parameter.detach().float())
                 if name in halved:
                     parameter.data = parameter.data.to(compute)
                 self._halves.append((parameter, master))

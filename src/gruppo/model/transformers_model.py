@@ -74,6 +74,7 @@ class TransformersModel:
             model that scores otherwise in the layout than in padded rows runs padded, with a warning that says so.
         head: "walk" over windows of tokens without holding all logits, "dense" for all at once, or "auto" by size.
         attn_implementation, revision: handed to transformers.
+        trains: False for a model that samples or scores alone: its weights need no float32 masters.
         process_group: ranks that share each step. All of them call the same methods with the whole step; its
             micro-batches are dealt out.
     """
@@ -97,6 +98,7 @@ class TransformersModel:
         attn_implementation: str | None = None,
         revision: str | None = None,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
+        trains: bool = True,
         process_group: "ProcessGroup | None" = None,
     ) -> None:
         if dtype not in ("auto", *DTYPES):
@@ -119,7 +121,11 @@ class TransformersModel:
         # Weights that are sharded over ranks get their precision from what shards them.
         is_auto = dtype == "auto" and has_bf16 and process_group is None
         compute = torch.bfloat16 if is_auto else DTYPES.get(dtype)
-        loaded = compute or torch.float32
+        # Masters are what the files hold: rounded, they would lie amid the steps of bfloat16, where a small update
+        # changes no weight that the model computes with.
+        has_masters = trains and lora is None and quantize is None
+        has_masters = has_masters and not (isinstance(model_id, str) and source.holds_adapter(model_id))
+        loaded = torch.float32 if compute is None or has_masters else compute
         self.quantized = {} if quantize is None else {"quantize": quantize, "dtype": str(loaded).removeprefix("torch.")}
         """How the base was quantised here, and from which dtype: a folder with its adapter notes it. {}: not at all."""
         self._base: dict[str, str] = {}

@@ -79,7 +79,7 @@ class TorchSampler(Sampler):
         if isinstance(model, str):
             from gruppo.model import TransformersModel  # only here: a sampler of its own needs no trainer
 
-            model = TransformersModel(model, **options)
+            model = TransformersModel(model, trains=False, **options)
         elif options:
             raise InputError(f"options {sorted(options)} go with a model id, not with a model")
         super().__init__(model.tokenizer, vocabulary_size(model.model))

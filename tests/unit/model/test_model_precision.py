@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import actor, random_features, tiny_model
 
 from gruppo.errors import InputError
 from gruppo.model import LoraSpec, TransformersModel
 from gruppo.model.checkpoint import load_training_state, save_training_state
 from gruppo.model.precision import in_precision
+from gruppo.sampler import TorchSampler
+from gruppo.task.builtin import builtin_tokenizer
 
 FEATURES = random_features(num=6, seed=3)
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0]
@@ -104,6 +107,26 @@ def test_float32_weights_become_masters_of_what_computes_in_bfloat16(lora: LoraS
         fresh.load(tmp_path / "adapter")
         for name, master in fresh.weights.named().items():
             assert torch.equal(master, exact[name] + 1e-6)
+
+
+def test_masters_are_the_float32_weights_of_a_folder_so_that_small_updates_reach_some_weights(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    builtin_tokenizer().save_pretrained(tmp_path)
+    exact = load_file(tmp_path / "model.safetensors")
+    model = TransformersModel(str(tmp_path), dtype="bfloat16", device="cpu")
+    moved, count = 0, 0
+    before = {name: p.detach().clone() for name, p in model.model.named_parameters()}
+    for name, master in model.weights.named().items():
+        assert torch.equal(master, exact[name])
+        # A tenth of the step between neighbours in bfloat16: from the middle between two, where a rounded weight lies,
+        # it reaches neither.
+        master.data.mul_(1 + 2.0**-7 / 20)
+        assert torch.equal(before[name], before[name].float().mul(1 + 2.0**-7 / 20).bfloat16())
+    model.weights.write_back()
+    for name, p in model.model.named_parameters():
+        moved, count = moved + int((p != before[name]).sum()), count + p.numel()
+    assert 0.04 < moved / count < 0.12  # 0.05 to 0.1 of a step, by where in its binade a weight lies
+    assert TorchSampler(str(tmp_path), dtype="bfloat16", device="cpu").model._weights is None  # type: ignore[attr-defined]
 
 
 def test_a_checkpoint_holds_the_masters_and_restores_them_to_the_bit(tmp_path: Path) -> None:
