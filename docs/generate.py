@@ -5,7 +5,7 @@ docs/config.md    every option of a run with its type, default and sentence
 docs/cli.md       every verb with its help and options
 docs/loss_list.md every named loss with its formula
 and tables between `<!-- NAME -->` and `<!-- end -->`: the keys of docs/metrics.md, the exit codes of
-docs/run_directory.md, the names of TRL's options in docs/from_trl.md
+docs/run_directory.md, the names of other trainers' options in docs/coming_from.md
 """
 
 import ast
@@ -25,8 +25,8 @@ from gruppo.cli.main import VERBS
 from gruppo.cli.train import STOPPED, TRAIN_HELP
 from gruppo.keys import KEYS, Key
 from gruppo.loss import LOSSES
+from gruppo.peer_names import ABSENT, OPEN_INSTRUCT, REFUSED, TRL, TRL_TRAINER, TWINKLE, UNSLOTH, VERL
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.elsewhere import REFUSED, TRL, TRL_TRAINER, UNSLOTH
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gruppo"
@@ -287,12 +287,22 @@ def run_directory_page() -> str:
     return filled((DOCS / "run_directory.md").read_text(encoding="utf-8"), "exit codes", table("code | meaning", rows))
 
 
-def from_trl_page() -> str:
-    names = TRL_TRAINER | TRL | UNSLOTH
-    rows = [f"`{name}` | `{own.partition(': ')[0]}` | {own.partition(': ')[2]}" for name, own in names.items()]
-    rows += [f"{', '.join(f'`{name}`' for name in REFUSED)} | refused in training | use `temperature`"]
-    text = (DOCS / "from_trl.md").read_text(encoding="utf-8")
-    return filled(text, "elsewhere", table("TRL, Unsloth | here | note", rows))
+def coming_from_page() -> str:
+    text = (DOCS / "coming_from.md").read_text(encoding="utf-8")
+    peers = {"TRL": TRL_TRAINER | TRL | UNSLOTH, "Open Instruct": OPEN_INSTRUCT, "Twinkle": TWINKLE, "verl": VERL}
+    for peer, names in peers.items():
+        theirs: dict[str, list[str]] = {}  # by what they are here
+        for name, own in names.items():
+            theirs.setdefault(own, []).append(f"`{name}`")
+        cells = ((", ".join(named), *own.partition(": ")[::2]) for own, named in theirs.items())
+        head = "TRL, Unsloth" if peer == "TRL" else peer
+        rows = (f"{named} | `{own}` | {note}" for named, own, note in cells)
+        text = filled(text, f"names: {peer}", table(f"{head} | here | note", rows))
+    reasons: dict[str, list[str]] = {}
+    for name, reason in (ABSENT | REFUSED).items():
+        reasons.setdefault(reason.why, []).append(f"`{name}`")
+    rows = (f"{', '.join(names)} | {cell(why)}" for why, names in reasons.items())
+    return filled(text, "names: absent", table("option | why", rows))
 
 
 PAGES = {
@@ -302,7 +312,7 @@ PAGES = {
     "cli.md": cli_page,
     "loss_list.md": loss_page,
     "run_directory.md": run_directory_page,
-    "from_trl.md": from_trl_page,
+    "coming_from.md": coming_from_page,
 }
 
 if __name__ == "__main__":

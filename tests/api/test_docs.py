@@ -20,7 +20,6 @@ DOCS = ROOT / "docs"
 ALL = sorted(path.name for path in DOCS.glob("*.md"))
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
 PAGES = [name for name in ALL if PYTHON_BLOCK.search((DOCS / name).read_text(encoding="utf-8"))]
-PAGES.remove("from_trl.md")  # whole scripts, run by test_from_trl.py
 OUTPUT_BLOCK = re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S)
 
 

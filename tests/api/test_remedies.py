@@ -21,8 +21,8 @@ import gruppo
 from gruppo.cli.main import VERBS
 from gruppo.cli.options import OF_THE_VERB
 from gruppo.cli.ray import RayOptions
+from gruppo.peer_names import ABSENT, ELSEWHERE, REFUSED
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED
 
 SOURCE = Path(gruppo.__file__).parent
 ROOT = Path(__file__).parents[2]

@@ -68,7 +68,7 @@ def test_formulas_are_mathml_and_no_tex_is_left(site):
 
 @pytest.mark.slow
 def test_the_two_columns_of_the_trl_page_are_code_in_a_table(site):
-    page = (site / "from_trl.html").read_text(encoding="utf-8")
+    page = (site / "coming_from.html").read_text(encoding="utf-8")
     cells = re.findall(r"<td>(?:(?!</td>).)*?class=\"highlight\"(?:(?!</td>).)*</td>", page, re.S)
     assert len(cells) == 4
     # Side by side they would not fit: the second script of each table was out of sight at 1280 pixels.

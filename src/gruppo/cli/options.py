@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import tyro
 
 from gruppo.errors import InputError
+from gruppo.peer_names import REFUSED, answer
 from gruppo.run.reader import at_home, read_yaml
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.elsewhere import REFUSED, answer
 
 T = TypeVar("T")
 

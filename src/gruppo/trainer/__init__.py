@@ -9,9 +9,9 @@ from gruppo.errors import require_train
 
 require_train("gruppo.trainer", "pydantic")
 
+from gruppo.peer_names import CLASSES  # noqa: E402
 from gruppo.trainer.callbacks import Callback  # noqa: E402
 from gruppo.trainer.config import TrainConfig  # noqa: E402
-from gruppo.trainer.elsewhere import CLASSES  # noqa: E402
 
 if TYPE_CHECKING:
     from gruppo.trainer.trainer import GRPOTrainer

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from gruppo.errors import InputError
 from gruppo.imports import did_you_mean
 from gruppo.keys import held_out_key
+from gruppo.peer_names import TRL
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.elsewhere import TRL
 
 if TYPE_CHECKING:
     from gruppo.rollout.evaluate import Evaluation
@@ -209,6 +209,6 @@ class _Arguments:
         if own not in TrainConfig.model_fields:
             raise AttributeError(
                 f"args.{name} does not exist here: args has the options of gruppo's TrainConfig, also by their "
-                "names in docs/from_trl.md"
+                "names in docs/coming_from.md"
             )
         return getattr(self.config, own)

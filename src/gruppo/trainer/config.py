@@ -11,8 +11,8 @@ from pydantic import ValidationError, model_validator
 from gruppo import options
 from gruppo.errors import InputError
 from gruppo.output import shell_word
+from gruppo.peer_names import ABSENT, ELSEWHERE, REFUSED, TRL, answer
 from gruppo.run.reader import RunReader, read_yaml
-from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED, TRL, answer
 
 _WHERE = " where"
 """Key of the name that errors begin with; no option can be called so."""

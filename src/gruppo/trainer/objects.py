@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
+from gruppo.peer_names import DROPOUT
 from gruppo.reward import Reward, load_reward
 from gruppo.reward.load import is_under_guard, sendable
 from gruppo.task.dataset import is_stream
 from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.elsewhere import DROPOUT
 from gruppo.weights.source import pin
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from gruppo.errors import CheckpointError, InputError, NumericError, RankError, 
 from gruppo.keys import held_out_key
 from gruppo.output import printable, shell_word, unhindered
 from gruppo.parallel.ranks import Ranks
+from gruppo.peer_names import METHODS
 from gruppo.reward import Reward
 from gruppo.rollout.driver import Driver, Stopwatch
 from gruppo.rollout.evaluate import Evaluation, evaluate
@@ -21,7 +22,6 @@ from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.callbacks import Callback, StepCallback, read_callbacks, tell
 from gruppo.trainer.config import TrainConfig, refuse_arguments
-from gruppo.trainer.elsewhere import METHODS
 from gruppo.trainer.learner import MAX_SKIPPED, TokenRecord
 from gruppo.trainer.objects import take_objects
 from gruppo.trainer.parts import assemble

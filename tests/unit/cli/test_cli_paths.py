@@ -26,7 +26,7 @@ NOBODY = "~nosuchuser/x"
         ["doctor", NOBODY],
         ["replay", NOBODY, "--step", "1"],
         ["convert", "trl", f"{NOBODY}.yaml"],
-        ["convert", "open_instruct", f"{NOBODY}.sh"],
+        ["convert", "open_instruct", f"{NOBODY}.json"],
         ["sample", "1+1=", "--run", NOBODY],
         ["sample", "1+1=", "--output", f"{NOBODY}.parquet"],
         ["export", str(builtin_model_path()), NOBODY],

@@ -13,9 +13,9 @@ from gruppo.cli.main import run
 from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.loss import DAPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
+from gruppo.peer_names import ELSEWHERE
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.build import LOSSES, build_loss
-from gruppo.trainer.elsewhere import ELSEWHERE
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,7 @@
-#!/bin/bash
-EXP_NAME="${EXP_NAME:-qwen3_4b_base_dapo}"
-RUN_NAME="${RUN_NAME:-${EXP_NAME}_1}"
-NUM_GPUS="${NUM_GPUS:-8}"
-uv run mason.py \
-    --task_name ${EXP_NAME} \
-    --cluster ai2/jupiter \
-    --gpus $NUM_GPUS \
-    -- \
+# Active sampling, rollouts ahead, four learners and four engines.
 uv run open_instruct/grpo_fast.py \
-    --run_name "${RUN_NAME}" \
-    --exp_name "${EXP_NAME}" \
+    --run_name qwen3_4b_base_dapo_1 \
+    --exp_name qwen3_4b_base_dapo \
     --eval_pass_at_k 32 \
     --vllm_top_p 1.0 \
     --beta 0.0 \
@@ -47,4 +39,4 @@ uv run open_instruct/grpo_fast.py \
     --mask_truncated_completions False \
     --load_ref_policy False \
     --keep_last_n_checkpoints -1 \
-    --push_to_hub False "$@"
+    --push_to_hub False

@@ -1,9 +1,7 @@
 # Standard normalisation, a moving reference, two minibatches, and the estimator by its older name.
-model_path=allenai/Llama-3.1-Tulu-3-8B-DPO
-dataset_list="allenai/RLVR-MATH 1.0 allenai/RLVR-GSM 0.5"
 python open_instruct/grpo_fast.py \
-    --dataset_mixer_list ${dataset_list} \
-    --model_name_or_path ${model_path} \
+    --dataset_mixer_list allenai/RLVR-MATH 1.0 allenai/RLVR-GSM 0.5 \
+    --model_name_or_path allenai/Llama-3.1-Tulu-3-8B-DPO \
     --beta 0.01 --kl_estimator kl3 \
     --ref_policy_update_freq 50 --alpha 0.5 \
     --advantage_normalization_type standard \

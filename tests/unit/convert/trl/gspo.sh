@@ -1,8 +1,5 @@
-#!/bin/bash
-MODEL=${MODEL:-Qwen/Qwen3-8B}
-OUT="runs/gspo"
 accelerate launch --config_file fsdp2.yaml --num_processes 4 examples/grpo.py \
-    --model_name_or_path $MODEL \
+    --model_name_or_path Qwen/Qwen3-8B \
     --dataset_name trl-lib/DeepMath-103K \
     --reward_funcs my.rewards.solved \
     --importance_sampling_level sequence \
@@ -19,4 +16,4 @@ accelerate launch --config_file fsdp2.yaml --num_processes 4 examples/grpo.py \
     --lr_scheduler_type constant \
     --use_vllm --vllm_mode server --vllm_server_host 10.0.0.7 \
     --vllm_importance_sampling_mode token_truncate \
-    --output_dir "$OUT"
+    --output_dir runs/gspo

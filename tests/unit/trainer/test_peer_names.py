@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-import gruppo
+from gruppo import convert
 from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
+from gruppo.peer_names import ABSENT, ELSEWHERE, REFUSED, answer
 from gruppo.trainer import GRPOTrainer, TrainConfig
-from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED, answer
 
 # The fields of trl.GRPOConfig and trl.RLOOConfig 1.16.0 that are not transformers' own, deprecated ones included.
 TRL_OWN = """
@@ -187,12 +187,11 @@ def test_methods_that_scripts_call_on_a_trainer_of_transformers_are_answered(
 def reasons() -> dict[str, str]:
     """Every sentence that denies an option, with the names that would make it false: of the table, and of `convert`."""
     found = {reason.why: reason.until for reason in (*ABSENT.values(), *REFUSED.values())}
-    for path in Path(gruppo.__file__).parent.joinpath("convert").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Reason":
-                why, until = node.args
-                assert isinstance(until, ast.Constant), ast.unparse(node)
-                found[ast.unparse(why)] = until.value
+    for node in ast.walk(ast.parse(Path(convert.__file__).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Reason":
+            why, until = node.args
+            assert isinstance(until, ast.Constant), ast.unparse(node)
+            found[ast.unparse(why)] = until.value
     return found
 
 

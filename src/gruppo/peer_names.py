@@ -1,6 +1,7 @@
-"""Options of other trainers: the name of each here, or the reason why it has none. Errors and `gruppo convert` read it.
+"""Names of other trainers' options: the name of each here, or the reason why it has none.
 
-A name is alone where the value means the same, or has a note after a colon.
+The one table that error messages, `gruppo convert` and docs/coming_from.md read. A name stands alone where the value
+means the same; otherwise a note follows after a colon.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ DROPOUT = Reason(
     "be 1. Leave it out",
     "lora_dropout dropout",
 )
-REFUSED = {"top_p": _FILTER, "top_k": _FILTER, "min_p": _FILTER, "lora_dropout": DROPOUT}
+REFUSED = dict.fromkeys(("top_p", "top_k", "min_p", "vllm_top_p"), _FILTER) | {"lora_dropout": DROPOUT}
 """Options that other trainers have and this one refuses, with the reason."""
 
 TRL = {
@@ -67,7 +68,7 @@ TRL = {
     "multi_objective_aggregation": "advantage: gdpo normalizes each reward, then adds them up",
     "mask_truncated_completions": "mask_truncated",
     "use_bias_correction_kl": "kl_estimator: ratio_k3",
-    "sync_ref_model": "ref_every",
+    "sync_ref_model": "ref_every: 0 keeps the reference",
     "ref_model_sync_steps": "ref_every",
     "ref_model_mixup_alpha": "ref_mix",
     "use_adaptive_entropy": "entropy_target: a number switches it on",
@@ -167,13 +168,13 @@ VERL = {
     _ACTOR + "clip_ratio_high": "clip_range: its second number",
     _ACTOR + "use_kl_loss": "beta: 0 is without",
     _ACTOR + "kl_loss_coef": "beta",
-    _ACTOR + "kl_loss_type": "kl_estimator",
+    _ACTOR + "kl_loss_type": "kl_estimator: 2 is its default, which is k3",
     _ACTOR + "entropy_coeff": "entropy_coef",
     _ACTOR + "loss_agg_mode": "loss: it names the aggregation too",
     _ACTOR + "policy_loss.loss_mode": "loss",
     "algorithm.adv_estimator": "advantage",
-    "algorithm.norm_adv_by_std_in_grpo": "normalization",
-    "algorithm.filter_groups.enable": "dynamic_sampling",
+    "algorithm.norm_adv_by_std_in_grpo": "normalization: true is standard, false is centered",
+    "algorithm.filter_groups.enable": "dynamic_sampling: the most batches of a step",
     "algorithm.kl_ctrl.kl_coef": "kl_in_reward",
     "algorithm.use_kl_in_reward": "kl_in_reward: 0 is without",
     "custom_reward_function.path": "rewards: module:function",
@@ -218,6 +219,10 @@ OPEN_INSTRUCT = {
     "checkpoint_state_freq": "save_every",
     "keep_last_n_checkpoints": "keep_checkpoints",
     "eval_pass_at_k": "eval_samples",
+    "loss_denominator": "loss: drgrpo divides by sequences x max_new_tokens",
+    "use_vllm_logprobs": "loss: prime and its kin take the ratio over the sampler",
+    "no_resampling_pass_rate": "retire_solved: by visits, not by a rate",
+    **dict.fromkeys(("non_stop_penalty", "non_stop_penalty_value"), "truncated_factor: 0 takes the reward away"),
     "with_tracking": "wandb",
     "model_dtype": "dtype",
     "verification_reward": "reward_weights",
@@ -230,7 +235,34 @@ OPEN_INSTRUCT = {
 }
 """Flags of Open Instruct's grpo_fast.py."""
 
-ELSEWHERE = TRL | UNSLOTH | OPEN_INSTRUCT | VERL
+TWINKLE = {
+    "model_id": "model",
+    "tokenizer_id": "tokenizer",
+    "use_lora": "lora",
+    "dataset_id": "data: hf://name/config:split",
+    **dict.fromkeys(("subset_name", "split"), "data: hf://name/config:split"),
+    "max_length": "max_prompt_tokens: for prompts alone; max_new_tokens limits completions",
+    "enable_thinking": "chat_template_kwargs: enable_thinking",
+    "default_system": "system",
+    "batch_size": "prompts_per_step",
+    "mini_batch_size": "minibatches: prompts_per_step x group_size divided by it",
+    "micro_batch_size": "tokens_per_microbatch: which affects memory only",
+    "eval_interval": "eval_every",
+    "num_warmup_steps": "warmup_steps",
+    "scheduler_cls": "lr_schedule: constant, linear or cosine",
+    "loss_cls": "loss",
+    "advantage_type": "advantage",
+    "advantage_scale": "normalization: none is centered; batch is scale batch",
+    "reward_fns": "rewards",
+    "sampler_type": "sampler: vllm or torch",
+    **dict.fromkeys(("tensor_parallel_size", "enforce_eager"), "vllm_options: under the same name"),
+    "max_tokens": "max_new_tokens",
+    "num_samples": "group_size",
+    **dict.fromkeys(("tau_pos", "tau_neg"), "tau: a pair, the first for positive advantages"),
+}  # fmt: skip
+"""Twinkle's, where TRL has none of the same name."""
+
+ELSEWHERE = TRL | UNSLOTH | OPEN_INSTRUCT | TWINKLE | VERL
 
 
 def _each(why: str, until: str, names: str) -> dict[str, Reason]:
@@ -240,21 +272,22 @@ def _each(why: str, until: str, names: str) -> dict[str, Reason]:
 
 ABSENT = {
     **_each(
-        "ranks are processes: start the run with `torchrun --nproc-per-node N -m gruppo train` (docs/distributed.md)",
+        "each rank is a process: start a run with `torchrun --nproc-per-node N -m gruppo train` (docs/distributed.md)",
         "num_ranks ranks",
         "num_nodes num_learners_per_node num_processes num_machines machine_rank local_rank main_process_port "
-        "config_file ddp_find_unused_parameters ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
-        "ignore_bias_buffers accelerator_config gather_whole_model ds3_gather_for_generation trainer.n_gpus_per_node "
+        "config_file nproc_per_node nnodes world_size ddp_find_unused_parameters ddp_backend ddp_bucket_cap_mb "
+        "ddp_broadcast_buffers ddp_static_graph ignore_bias_buffers accelerator_config gather_whole_model "
+        "ds3_gather_for_generation trainer.n_gpus_per_node "
         "trainer.nnodes",
     ),
     **_each(
         "there is no sequence, tensor or pipeline parallelism in training",
         "sequence_parallel context_parallel pipeline_parallel tensor_parallel",
-        "sequence_parallel_size parallelism_config",
+        "sequence_parallel_size parallelism_config tp_size pp_size cp_size ep_size ulysses_size",
     ),
     **_each("weights and optimizer stay on the device of their rank", "offload_optimizer offload_params",
             "deepspeed_offload_param deepspeed_offload_optimizer"),
-    **_each("weights go to vLLM as files, and each hand-over is proven", "sync_backend",
+    **_each("weights go to vLLM as files, and each transfer is checked", "sync_backend",
             "vllm_sync_backend vllm_group_port"),
     **_each(
         "a run uploads nothing: call trainer.push_to_hub after training, or take the folder of `gruppo export`",
@@ -311,7 +344,7 @@ ABSENT = {
         "remap_verifier",
     ),
     **_each("rewards are added up, each with its weight; advantage gdpo compares each by itself", "",
-            "reward_aggregator"),
+            "reward_aggregator additive_format_reward"),
     **_each("clip inside the reward function", "reward_clip", "reward_clip_range"),
     **_each("the tokenizer of a reward model is its own", "reward_tokenizer", "reward_processing_classes"),
     **_each(
@@ -328,7 +361,7 @@ ABSENT = {
             "init_lora_weights"),
     **_each("the model is what its folder holds: revision, dtype and quantize say how it is loaded", "",
             "model_init_kwargs quantization_config rope_scaling device_map resize_model_vocab token"),
-    **_each("attention goes with the layout", "attention", "attn_implementation"),
+    **_each("`layout` decides which attention kernel runs", "attention", "attn_implementation"),
     **_each("the balance loss of a mixture of experts is not added", "aux_loss_coef", "router_aux_loss_coef"),
     **_each("batches are padded, packed or shared: layout", "", "pad_to_multiple_of"),
     **_each("batches are cut by tokens_per_microbatch, in an evaluation by the sampler", "eval_batch_size",
@@ -337,6 +370,7 @@ ABSENT = {
             "", "metric_for_best_model greater_is_better"),
     **_each("an evaluation is made before the first step and after the last, and every eval_every steps between", "",
             "eval_on_start eval_delay do_eval do_predict"),
+    **_each("the evaluation is greedy, and pass@k draws from the whole vocabulary", "eval_temperature", "eval_top_p"),
     **_each("`gruppo train` trains", "", "do_train"),
     **_each("a run goes on with `gruppo resume RUN`, in Python with GRPOTrainer(config, resume=True)", "",
             "resume resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint save_only_model "
@@ -351,7 +385,7 @@ ABSENT = {
             "include_for_metrics batch_eval_metrics eval_do_concat_batches eval_use_gather_object"),
     **_each("a step divides by the totals over all ranks in any case", "", "average_tokens_across_devices"),
     **_each("a run takes the GPU where there is one; CUDA_VISIBLE_DEVICES= hides it", "device", "use_cpu no_cuda"),
-    **_each("with sampler torch a run repeats bit for bit on as many threads", "deterministic", "full_determinism"),
+    **_each("with sampler torch a run repeats bit for bit on the same threads", "deterministic", "full_determinism"),
     **_each("the cache of the allocator is never emptied", "", "torch_empty_cache_steps"),
     **_each("`compile` compiles the decoder blocks and has no options", "", "torch_compile_backend "
             "torch_compile_mode"),
@@ -363,7 +397,7 @@ ABSENT = {
     **_each("checkpointing has no options but offload", "", "gradient_checkpointing_kwargs"),
     **_each("it would draw from another distribution than the one that is scored", "",
             "repetition_penalty vllm_structured_outputs_regex vllm_guided_decoding_regex"),
-    **_each("temperature, max_new_tokens and stop are all that shapes a completion", "sampling_options",
+    **_each("only temperature, max_new_tokens and stop shape a completion", "sampling_options",
             "generation_kwargs"),
     **_each("it follows from the longest prompt and max_new_tokens", "max_model_len",
             "vllm_max_model_length vllm_max_model_len"),

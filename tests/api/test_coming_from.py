@@ -1,4 +1,4 @@
-"""Scripts of TRL: the columns of docs/from_trl.md differ in imports and construction alone, and the right one runs."""
+"""Scripts of TRL: the columns of docs/coming_from.md differ in imports and construction alone; the right one runs."""
 
 import ast
 import importlib.util
@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r"^```python.*?\n(.*?)^```$", re.M | re.S)
-QUICK_TRL, QUICK, SHARED, GSM8K_TRL, GSM8K, _, OPTIONS = (block[1] for block in BLOCK.finditer(PAGE))
+PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```python title=.*?\n(.*?)^```$", re.M | re.S)
+QUICK_TRL, QUICK, SHARED, GSM8K_TRL, GSM8K, OPTIONS = (block[1] for block in BLOCK.finditer(PAGE))
 
 QUESTIONS = [
     {"question": f"Ann has {n} pens and buys {n % 7 + 2} more. How many?", "answer": f"{n}+...\n#### {n + n % 7 + 2}"}
@@ -87,7 +87,7 @@ def test_the_gsm8k_script_trains_a_local_model_folder(folder):
     run(SHARED + small, folder)
     lines = [json.loads(line) for line in (folder / "runs/gsm8k/metrics.jsonl").read_text().splitlines()]
     rewards = re.findall(r"^def (\w+_func)", SHARED, re.M)
-    assert len(rewards) == 5
+    assert len(rewards) == 2
     assert all(f"reward/{name}/mean" in lines[-1] for name in rewards)
     config = yaml.safe_load((folder / "runs/gsm8k/config.yaml").read_text())
     assert config["rewards"] == [f"object:{name}" for name in rewards]
@@ -119,14 +119,9 @@ def test_the_quick_start_trains_with_its_defaults_made_small(folder):
 @pytest.mark.commands
 @pytest.mark.slow
 def test_a_script_with_options_trains_with_those_of_the_command_that_started_it(folder):
-    (folder / "maxrl.sh").write_text(
-        "accelerate launch --config_file zero3.yaml examples/scripts/maxrl.py --model_name_or_path models/qwen "
-        "--output_dir runs/maxrl --learning_rate 3e-6 --use_peft --lora_target_modules 'q_proj', 'v_proj' "
-        "--max_completion_length 4 --num_generations 4 --reward_weights 0.5 1 --max_steps 1 --log_completions\n"
-    )
-    command = re.search(r"^gruppo convert trl maxrl.sh (.*) > maxrl.yaml$", PAGE, re.M)[1].split()
+    command = re.search(r"^(gruppo convert trl accelerate .*?) > maxrl.yaml$", PAGE, re.M | re.S)[1].replace("\\\n", "")
     made = subprocess.run(
-        [sys.executable, "-m", "gruppo", "convert", "trl", "maxrl.sh", *command],
+        [sys.executable, "-m", *command.split()],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     (folder / "maxrl.yaml").write_text(made.stdout)
@@ -142,17 +137,17 @@ def test_a_script_with_options_trains_with_those_of_the_command_that_started_it(
     assert (folder / "runs/maxrl/model/adapter_config.json").is_file()
 
 
-def test_the_five_rewards_give_what_the_demo_gives():
-    """By hand: a perfect answer earns 4 tags of 0.125, three times 0.5, and 2."""
+def test_the_rewards_give_what_the_demo_gives():
+    """By hand: the layout earns 0.5, and the right answer 2; without tags the whole text is read as the answer."""
     namespace: dict = {}
     exec(SHARED, namespace)
     answer = "<reasoning>\n3+4\n</reasoning>\n<answer>\n7\n</answer>\n"
     cases = {
-        answer: [0.5, 0.5, 0.5, 0.5, 2.0],
-        answer.replace("7", "8"): [0.5, 0.5, 0.5, 0.5, 0.0],
-        "<reasoning>3+4</reasoning> <answer>7</answer>": [0.0, 0.5, 0.0, 0.5, 2.0],
-        "7": [0.0, 0.0, 0.0, 0.5, 2.0],  # without tags the whole text is read as the answer
-        "seven": [0.0, 0.0, 0.0, 0.0, 0.0],
+        answer: [0.5, 2.0],
+        answer.replace("7", "8"): [0.5, 0.0],
+        "<reasoning>3+4</reasoning> <answer>7</answer>": [0.5, 2.0],
+        "7": [0.0, 2.0],
+        "seven": [0.0, 0.0],
     }
     completions = [[{"role": "assistant", "content": text}] for text in cases]
     given = [f(prompts=[[]] * 5, completions=completions, answer=["7"] * 5) for f in namespace["rewards"]]
@@ -160,7 +155,19 @@ def test_the_five_rewards_give_what_the_demo_gives():
     assert namespace["to_chat"](QUESTIONS[0])["answer"] == "1008"
 
 
+def test_the_example_of_convert_is_what_it_prints():
+    """Each line of the example is one of the file that a configuration with these options becomes."""
+    from gruppo.convert import convert
+
+    shown = re.search(r"^```yaml\n(# From TRL.*?)^```$", PAGE, re.M | re.S)[1].splitlines()
+    words = """--model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --max_prompt_length 512 --per_device_train_batch_size 16
+        --gradient_accumulation_steps 4 --num_processes 8 --num_generations 16 --loss_type dapo --save_strategy epoch
+        --push_to_hub"""
+    printed = convert("trl", words.split()).text().splitlines()
+    assert [line for line in shown if line not in printed] == []
+
+
 def test_the_page_denies_nothing_that_the_program_has():
-    rows = dict(re.findall(r"^\| ([\w, ]+) \| .*? \| (.*) \|$", PAGE.split("## What is different")[1], re.M))
+    rows = dict(re.findall(r"^\| ([\w, ]+) \| .*? \| (.*) \|$", PAGE.split("### TRL: what is different")[1], re.M))
     assert "`torchrun -m gruppo train`" in rows["several GPUs"] and rows["tools, turns, images"].startswith("[no]")
     assert "longer than `reward_deadline` is\n  given up" in PAGE
