@@ -3,9 +3,9 @@
 docs/map.md       every module with the first sentence of its docstring
 docs/config.md    every option of a run with its type, default and sentence
 docs/cli.md       every verb with its help and options
-docs/loss_list.md every named loss with its formula
-and tables between `<!-- NAME -->` and `<!-- end -->`: the keys of docs/metrics.md, the exit codes of
-docs/run_directory.md, the names of other trainers' options in docs/coming_from.md
+and what stands between `<!-- NAME -->` and `<!-- end -->`: the keys of docs/metrics.md, the formulas of docs/losses.md,
+the exit codes of docs/run_directory.md, the names of other trainers' options in
+docs/coming_from.md
 """
 
 import ast
@@ -32,10 +32,35 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gruppo"
 DOCS = ROOT / "docs"
 
-HEADER = """# Map of the source
+HEADER = """# Source map
 
-Generated from the modules' docstrings by `make docs`; a test holds it to them. The pipeline is the tree: prompts →
-rollouts → rewards → advantages → packed batch → log-probs → loss → step → metrics.
+Generated from the modules' docstrings by `make docs`. The packages follow the pipeline: prompts → rollouts → rewards →
+advantages → packed batch → log-probs → loss → step → metrics.
+
+| package | what it does |
+|---|---|
+| `gruppo.types` | the records that travel: Prompt, Trajectory, Rollout, Group |
+| `gruppo.task` | turns rows of a file or hub into tokenised prompts |
+| `gruppo.sampler` | turns prompts into groups of sampled completions |
+| `gruppo.weights` | finds a model's weights, and hands trained ones to the sampler |
+| `gruppo.reward` | scores completions, in processes that can be killed |
+| `gruppo.advantage` | turns rewards into credit within a group |
+| `gruppo.batch` | packs rollouts into flat tensors; the one shift by one is here |
+| `gruppo.kernel` | computes log-probs and gradients without a [tokens, vocabulary] tensor |
+| `gruppo.loss` | builds losses from level, surrogate, weights, terms and aggregation; 26 by name |
+| `gruppo.metric` | measures what the policy did, exactly, for any split of a step |
+| `gruppo.model` | scores tokens with a transformers model, plans a step and takes it |
+| `gruppo.parallel` | connects the ranks that share a step |
+| `gruppo.rollout` | drives sampler and rewards, and decides when the rollouts of a step are sampled |
+| `gruppo.options`, `gruppo.trainer` | every option of a run; the training loop |
+| `gruppo.run` | writes and reads the run directory: completions, checkpoints, trackers, terminal |
+| `gruppo.doctor` | names what is probably wrong with a run |
+| `gruppo.replay` | computes other losses on the rollouts of a step |
+| `gruppo.report` | renders a run as an HTML page, and the live view |
+| `gruppo.recipes` | holds configurations from papers |
+| `gruppo.convert` | translates configurations of TRL, Open Instruct and Twinkle |
+| `gruppo.cli` | is the command line |
+| `gruppo.tutorial` | has the functions of a well-known blog post, corrected |
 """
 
 
@@ -81,7 +106,7 @@ def metrics_page() -> str:
 
 
 def filled(text: str, name: str, made: str) -> str:
-    """A page with a generated table at its place."""
+    """The page with its generated part filled in."""
     text, found = re.subn(
         rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{made}\n{m[2]}", text, flags=re.S
     )
@@ -259,19 +284,11 @@ def flag(option: Option) -> str:
     return f"`{option.name.upper()}`" if is_place else f"`--{option.name.replace('_', '-')}`"
 
 
-LOSS_HEADER = """# Losses, one by one
-
-Generated from the code by `make docs`: what `gruppo losses NAME` prints, with the default options of each.
-[Losses](losses.md) has the formulas in print, where peers differ, and which options go together.
-"""
-
-
-def loss_page() -> str:
-    parts = [LOSS_HEADER]
+def losses_page() -> str:
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
     for name, cls in LOSSES.items():
-        said = cell(inspect.cleandoc(cls.__doc__ or "").replace("\n\n", " "))
-        parts.append(f"\n## {name}\n\n{said}\n\n```text\n{cls()!r}\n```\n")
-    return "".join(parts)
+        text = filled(text, f"formula: {name}", f"```text\n{cls()!r}\n```\n")
+    return text
 
 
 def run_directory_page() -> str:
@@ -310,7 +327,7 @@ PAGES = {
     "metrics.md": metrics_page,
     "config.md": config_page,
     "cli.md": cli_page,
-    "loss_list.md": loss_page,
+    "losses.md": losses_page,
     "run_directory.md": run_directory_page,
     "coming_from.md": coming_from_page,
 }

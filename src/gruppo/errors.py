@@ -1,7 +1,7 @@
-"""Errors that name what was expected, what came, where, and what to do.
+"""Errors of gruppo. A message names the field, the value, and what to do.
 
-Every class is also the standard exception a caller would expect, so `except ValueError` keeps working. What a
-class means for the command line is its `exit_code`.
+Each class also derives from the standard exception a caller would expect, so `except ValueError` works. `exit_code` is
+the exit code of the command line.
 """
 
 import signal
@@ -15,44 +15,44 @@ class GruppoError(Exception):
 
 
 class InputError(GruppoError, ValueError):
-    """A value handed to gruppo (an argument, a tensor, a data row, a config field) cannot be used."""
+    """A value given to gruppo (an argument, a tensor, a data row, an option) cannot be used."""
 
     exit_code = 2
 
 
 class MissingExtraError(GruppoError, ImportError):
-    """An optional dependency is needed and absent; the text names the command that installs it."""
+    """An optional dependency is missing; the message names the command that installs it."""
 
     exit_code = 2
 
 
 class NumericError(GruppoError, ArithmeticError):
-    """Training produced non-finite numbers and was stopped before they reached the weights."""
+    """Training produced numbers that are not finite and was stopped before they reached the weights."""
 
     exit_code = 3
 
 
 class RewardError(GruppoError, RuntimeError):
-    """A reward function failed more often than its budget allows, returned something unusable, or no function gave a
-    value in ten steps."""
+    """A reward function failed more often than its budget allows or returned something unusable, or ten steps had no
+    reward."""
 
     exit_code = 4
 
 
 class SamplerError(GruppoError, RuntimeError):
-    """The sampler is lost, or answered with something that is not what was asked for."""
+    """The sampler is gone, or its answer does not match the request."""
 
     exit_code = 5
 
 
 class CheckpointError(GruppoError, RuntimeError):
-    """A checkpoint cannot be written, or is damaged, incomplete or not one of ours."""
+    """A checkpoint cannot be written, or is damaged, incomplete or not from gruppo."""
 
     exit_code = 6
 
 
 class RankError(GruppoError, RuntimeError):
-    """Another process of the run has ended or hangs; it has a report of its own."""
+    """Another process of the run ended or hangs; that process reports the cause."""
 
     exit_code = 7
 
@@ -68,12 +68,12 @@ class Terminated(SystemExit):
 
 
 def require(extra: str, module: str, what_for: str) -> MissingExtraError:
-    """The error to raise when `module` of an optional `extra` is absent: it says what to install."""
+    """Error for a missing `module` of an optional `extra`, with the command to install it."""
     return MissingExtraError(f"{what_for} needs {module!r}, which is not installed; pip install 'gruppo[{extra}]'")
 
 
 def require_train(what_for: str, *modules: str) -> None:
-    """Raises where a package of the extra `train` is absent: `pip install gruppo` alone brings the losses."""
+    """Raise if a package of the extra `train` is missing: `pip install gruppo` alone brings only the losses."""
     for module in modules:
         try:
             import_module(module)

@@ -106,7 +106,7 @@ KEYS = (
         "sampled",
         expect="below 0.05",
         healthy=(0.0, 0.05),
-        remedy="mend the function; the first traceback is in events.jsonl, all of them in the completions of a step",
+        remedy="fix the function; the first traceback is in events.jsonl, all of them in the completions of a step",
     ),
     Key("reward/<name>/timeout_frac", "share for which it was killed at its deadline", "sampled"),
     Key("reward/<name>/<metric>", "what the function itself logged with `log_metric`", "sampled"),

@@ -1,12 +1,12 @@
-"""Randomness as a function: SplitMix64 of the integers that say where a number is used.
+"""Random numbers without a generator: SplitMix64 of the integers that identify a draw.
 
     rollouts   (seed, step, prompt, sample, position)                   row_keys, row_uniforms: numpy
     losses     (seed, step, sequence of the step, token of it, label)   token_places, token_uniforms: torch
 
-A number does not depend on what else is in the batch, on layout or device, nor on what was drawn before. So any rollout
-can be repeated from five integers, no split into micro-batches shows, and resuming a run needs no saved generator.
+A number does not depend on the rest of the batch, the layout, the device or earlier draws. So five integers repeat any
+rollout, results do not depend on micro-batches, and resuming needs no saved generator.
 
-Both work on int64, whose products wrap around in numpy and torch alike.
+Both compute in int64, whose products wrap around in numpy and torch.
 """
 
 from typing import TYPE_CHECKING, TypeVar
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    import numpy as np  # the losses need torch alone
+    import numpy as np  # the losses need only torch
 
     from gruppo.batch.segments import Segments
 
@@ -35,14 +35,14 @@ def row_keys(
 
 
 def row_uniforms(keys: "np.ndarray", position: "int | np.ndarray") -> "np.ndarray":
-    """A number in [0, 1) per key for the token at `position`, `[N]` float64; of `[N, 1]` keys for several positions."""
+    """Number in [0, 1) per key for the token at `position`, `[N]` float64; `[N, 1]` keys take several positions."""
     place = (position + 1) * _GOLDEN
     bits = _mix(keys.view("int64") + (_signed(place) if isinstance(place, int) else place))
     return _shift(bits, 11).astype("float64") * 2.0**-53
 
 
 def token_places(sequence_ids_S: Tensor, segments: "Segments") -> Tensor:
-    """A 64-bit key of each scored token's place in the step, `[T]`; slots that are not scored hold anything."""
+    """64-bit key of each scored token's place in the step, `[T]`; unscored slots hold anything."""
     scored_T = segments.mask.to(torch.int64)
     before_T = scored_T.cumsum(0) - scored_T  # scored slots before this one, in this batch
     starts = torch.cat([before_T, scored_T.sum()[None]])[segments.offsets[:-1]]
@@ -51,13 +51,13 @@ def token_places(sequence_ids_S: Tensor, segments: "Segments") -> Tensor:
 
 
 def token_uniforms(places_T: Tensor, labels_T: Tensor, seed: int, step: int) -> Tensor:
-    """A number in [0, 1) per token, `[T]` float64, another in each step."""
+    """Number in [0, 1) per token, `[T]` float64, different in each step."""
     stream = ((seed + 1) * 0x5851F42D4C957F2D + step * 0x14057B7EF767814F) % 2**62
     return _shift(_mix(places_T ^ _mix(labels_T + stream)), 11).to(torch.float64) * 2.0**-53
 
 
 def _signed(x: int) -> int:
-    """The int64 with the same lowest 64 bits."""
+    """Int64 with the same lowest 64 bits."""
     return (x + 2**63) % 2**64 - 2**63
 
 
@@ -65,12 +65,12 @@ _GOLDEN, _FIRST, _SECOND = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1
 
 
 def _mix(x: "Int64") -> "Int64":
-    """The finaliser of SplitMix64: every input bit reaches every output bit."""
+    """SplitMix64's finaliser: every input bit affects every output bit."""
     x = (x ^ _shift(x, 30)) * _FIRST
     x = (x ^ _shift(x, 27)) * _SECOND
     return x ^ _shift(x, 31)
 
 
 def _shift(x: "Int64", bits: int) -> "Int64":
-    """Shift right and fill with zeros; `>>` alone fills with the sign."""
+    """Logical shift right; plain `>>` would fill with the sign."""
     return (x >> bits) & (2 ** (64 - bits) - 1)

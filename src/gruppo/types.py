@@ -1,7 +1,7 @@
-"""Records that cross a stage. No torch here: these are plain values that print, pickle and compare.
+"""Records that pass between stages: plain values without torch, which print, pickle and compare.
 
-One record travels from the sampler to the loss: a Rollout holds its Trajectory, a Group its Rollouts; stage by stage in
-`docs/dataflow.md`. Example, a group of two for the prompt "1+1=":
+A Rollout holds its Trajectory, a Group its Rollouts, all the way from the sampler to the loss (`docs/dataflow.md`).
+Example: a group of two for the prompt "1+1=".
 
     >>> prompt = Prompt(token_ids=(5, 6, 5, 7), text="1+1=")
     >>> good = Trajectory(prompt=prompt, tokens=(8, 2), logps=(-0.5, -0.1), text="2", stop_reason="stop")
@@ -22,8 +22,7 @@ StopReason = Literal["stop", "length"]
 """`stop`: the model ended the sequence (end token or stop string). `length`: the token limit cut it off."""
 
 GroupStatus = Literal["kept", "no_signal", "surplus"]
-"""`kept`: trained on. Dynamic sampling leaves out the others: `no_signal` teaches nothing, `surplus` is more than a
-step takes."""
+"""`kept`: trained on. Dynamic sampling drops the others: `no_signal` teaches nothing, `surplus` exceeds the step."""
 
 
 class Message(TypedDict):
@@ -35,14 +34,14 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A row of the data set, ready to sample from."""
+    """Row of the data set, ready to sample from."""
 
     token_ids: tuple[int, ...]
-    """What the model sees, special tokens and chat template included."""
+    """Tokens the model sees, including special tokens and chat template."""
     text: str = ""
-    """The same as text."""
+    """The same tokens as text."""
     source: str | Sequence[Message] = ""
-    """The row's `prompt` as it stood in the data set; rewards receive this."""
+    """The row's `prompt` as in the data set; rewards receive this."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All other columns of the row; rewards receive them by name."""
     index: int = 0
@@ -51,7 +50,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """What was written after a prompt, by the policy and maybe by others (a tool, a user).
+    """Text after a prompt, written by the policy and possibly by others (a tool, a user).
 
     Tokens and log-probs are the sampler's own and are never re-tokenised or recomputed.
     """
@@ -60,13 +59,13 @@ class Trajectory:
     tokens: tuple[int, ...]
     """All tokens after the prompt."""
     sampled: tuple[bool, ...] | None = None
-    """Which of them the policy sampled; None: all."""
+    """True for tokens that the policy sampled; None if it sampled all."""
     logps: tuple[float, ...] | None = None
-    """Log-prob of each sampled token under the sampling policy, at the sampling temperature; None: not known."""
+    """Log-prob of each sampled token under the sampling policy, at the sampling temperature; None if unknown."""
     entropies: tuple[float, ...] | None = None
-    """Entropy of the sampling policy at each sampled token, where the sampler reports it."""
+    """Entropy of the sampling policy at each sampled token, if the sampler reports it."""
     versions: tuple[int, int] = (0, 0)
-    """Oldest and newest policy that wrote in it: how many weight updates each had seen."""
+    """Oldest and newest policy that wrote tokens here, as the number of weight updates each had seen."""
     text: str = ""
     stop_reason: StopReason = "stop"
 
@@ -96,7 +95,7 @@ class Trajectory:
 
     @property
     def policy_version(self) -> int:
-        """How many weight updates the newest policy that wrote in it had seen."""
+        """Number of weight updates that the newest policy in it had seen."""
         return self.versions[1]
 
     @property
@@ -105,7 +104,7 @@ class Trajectory:
 
     @property
     def new_input_feature(self) -> "InputFeature":
-        """The sequence as the model takes it by hand, with the sampling log-probs as `old_logps`."""
+        """The sequence as an `InputFeature`, with the sampling log-probs as `old_logps`."""
         return InputFeature(
             prompt_ids=self.prompt_ids,
             completion_ids=self.tokens,
@@ -116,7 +115,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A trajectory with what it earned, and what it is trained with."""
+    """Trajectory with its rewards, and the numbers it is trained with."""
 
     trajectory: Trajectory
     reward: float | None = None
@@ -124,30 +123,30 @@ class Rollout:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """Each reward function's own value."""
     correct: bool | None = None
-    """Whether the answer is right, by the one reward that decides it; None when that one abstained. A fact about the
-    answer: weights, length penalties and KL do not change it."""
+    """True if the answer is right, by the one reward that decides; None if that abstained. Weights, penalties and KL do
+    not change it."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Columns that reward functions logged with `log_extra`."""
     errors: Mapping[str, str] = field(default_factory=dict)
     """Traceback or reason of each reward function that failed on this completion."""
     shaped: float | None = None
-    """The reward as the estimator compared it: with length penalties, less the KL to the reference."""
+    """Reward as the estimator compared it: with length penalties, minus the KL to the reference."""
     advantage: float | tuple[float, ...] = 0.0
-    """One number, or one per sampled token."""
+    """A number, or one per sampled token."""
     is_masked: bool = False
-    """Counted as a sequence of the step, while none of its tokens is trained on."""
+    """True if it counts as a sequence of the step but none of its tokens is trained on."""
     old_logps: tuple[float, ...] | None = None
     """Log-probs of the sampled tokens under the trainer's weights before the step's first update."""
     ref_logps: tuple[float, ...] | None = None
     """Log-probs of the sampled tokens under the reference policy."""
     policy_logps: tuple[float, ...] | None = None
-    """Log-probs of the sampled tokens in the last update that trained on them, where they were recorded."""
+    """Log-probs of the sampled tokens in the last update that trained on them, if recorded."""
     entropies: tuple[float, ...] | None = None
     """Entropies at the sampled tokens in that update."""
     rejected: tuple[bool, ...] | None = None
-    """Which sampled tokens the loss left out of its policy term in that update."""
+    """True for sampled tokens that the loss left out of its policy term in that update."""
     clipped: tuple[int, ...] | None = None
-    """Which sampled tokens the loss clipped in that update: -1 low, 1 high, 0 not; None: it clips nothing."""
+    """Clipping of each sampled token in that update: -1 low, 1 high, 0 none; None if the loss clips nothing."""
 
     def __post_init__(self) -> None:
         for name in ("advantage", "old_logps", "ref_logps", "policy_logps", "entropies", "rejected", "clipped"):
@@ -162,19 +161,19 @@ class Rollout:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether there is an advantage other than 0 on any of its tokens."""
+        """True if any of its tokens has a nonzero advantage."""
         return any(self.advantage) if isinstance(self.advantage, tuple) else self.advantage != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The rollouts of one prompt: the unit in which credit is given."""
+    """Rollouts of one prompt, which credit is shared among."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     status: GroupStatus = "kept"
     greedy: Rollout | None = None
-    """The greedy completion of the prompt, for estimators that compare with it."""
+    """Greedy completion of the prompt, for estimators that compare with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +185,7 @@ class SampleResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFeature:
-    """A sequence for training, given by hand: the prompt, then the completion.
+    """Sequence to train on by hand: the prompt, then the completion.
 
     `completion_mask` has one 0/1 per completion token: 1 for tokens that the policy sampled and that are scored, 0 for
     others (a tool's answer). `None` means all 1. Log-probs have one value per completion token with mask 1.

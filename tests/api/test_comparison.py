@@ -37,7 +37,7 @@ def test_the_versions_of_the_head_are_those_that_benchmarks_measure():
 
 
 def test_the_numbers_of_gruppo_are_those_of_the_code():
-    assert ROWS["named losses"][0] == f"[{len(LOSSES)}](loss_list.md)"
+    assert ROWS["named losses"][0] == f"[{len(LOSSES)}](losses.md#the-variants)"
     assert ROWS["advantages by name"][0] == str(len(ADVANTAGES))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{len(LOSSES)} losses by name and {len(ADVANTAGES)} advantages" in readme

@@ -4,7 +4,7 @@ peers.json.xz holds inputs and results, numbers only. They were recorded by call
 Twinkle (twinkle-kit 0.5.1), Open Instruct (commit e6c3044) and TRL (1.16.0), with torch 2.13.0 and numpy 2.4.6. A case
 has the peer's function and keywords, in the peer's names; gradients are d loss / d logps of the recorded loss. What is
 not finite is a string. Cases tagged `do_not_match`, `trap:*` or `peer_bug:*` are what gruppo deliberately does
-otherwise; docs/losses.md has a line on each tag, and `test_tagged_cases_are_documented` holds it to that.
+otherwise; docs/comparison.md has a line on each tag, and `test_tagged_cases_are_documented` holds it to that.
 """
 
 import json
@@ -530,7 +530,7 @@ def test_count_per_peer(capsys):
 
 
 def test_tagged_cases_are_documented():
-    text = (ROOT / "docs" / "losses.md").read_text()
+    text = (ROOT / "docs" / "comparison.md").read_text()
     tags = {t for c in CASES for t in c.get("tags", []) if t.startswith(("trap:", "peer_bug:"))}
     missing = sorted(t for t in tags if t not in text)
     assert not missing

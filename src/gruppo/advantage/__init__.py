@@ -1,8 +1,8 @@
 """Advantages: rewards become credit within a group.
 
-Statistics are taken in float64. A group whose rewards are all equal gets exactly 0 unless the formula compares with
-something outside the group. To add an estimator, write a subclass of `Estimator` whose `estimate` returns
-`groups.result(...)`. A class of your own with the call of `Advantage` will do as well.
+Statistics are float64. A group with equal rewards gets exactly 0, unless the formula compares with something outside
+the group. To add an estimator, subclass `Estimator` and return `groups.result(...)` from `estimate`. Any class with the
+call of `Advantage` works too.
 """
 
 from gruppo.advantage import baseline, estimator, success

@@ -1,4 +1,4 @@
-"""Estimator and Groups: rewards in groups with exact statistics, which the formula of an estimator computes with."""
+"""Estimator and Groups: rewards in groups, with the exact statistics that estimators compute with."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Groups:
 
     @classmethod
     def read(cls, rewards: Rewards, num_generations: int, group_ids: GroupIds, scale: str) -> "Groups":
-        """Check the arguments of an advantage call and bring them to one form."""
+        """Check the arguments of an advantage call and convert them to one form."""
         dtype, device = torch.float32, torch.device("cpu")
         if isinstance(rewards, Tensor):
             if rewards.dim() not in (1, 2):
@@ -99,7 +99,7 @@ class Groups:
         return cls(summed, valid, group, len(numbered), dtype, device, table)
 
     def columns(self) -> "list[Groups]":
-        """The same groups with the rewards of each function by itself."""
+        """The same groups, once per reward function."""
         return [replace(self, rewards=column.nan_to_num(0), valid=~column.isnan()) for column in self.table.unbind(1)]
 
     def count(self) -> Tensor:
@@ -122,9 +122,9 @@ class Groups:
         return (squares / (self.sum(self.valid) - ddof).clamp(min=1)).sqrt()[self.group]
 
     def has_spread(self, tolerance: float = 0.0) -> Tensor:
-        """Whether a group holds different rewards, `[P]` bool, by max - min: a float std of equal values may not be 0.
+        """True for groups with different rewards, `[P]` bool, by max - min: the float std of equal values may not be 0.
 
-        Differences that rounding explains, or of at most `tolerance`, are none.
+        Differences within rounding or `tolerance` do not count.
         """
         both = torch.stack([self.rewards, -self.rewards]).masked_fill(~self.valid, -torch.inf)
         empty = torch.full((2, self.num_groups), -torch.inf, dtype=torch.float64)
@@ -160,7 +160,7 @@ class Groups:
         return replace(self, rewards=torch.where(self.valid, rewards, 0))
 
     def judged(self, correct: Tensor | None, correct_at: float) -> "tuple[Groups, Tensor]":
-        """Groups of the sequences that can be judged, and which of them are right, `[N]` bool.
+        """Groups of the sequences that can be judged, and True for the right ones, `[N]` bool.
 
         Without `correct` a reward of at least `correct_at` is right.
         """
@@ -192,16 +192,16 @@ class Estimator:
     """
 
     scale: ClassVar[Scale] = "group"
-    """The standard deviation in its formula, which a call may name and not change."""
+    """Standard deviation in its formula; a call may name it but not change it."""
     takes_scale: ClassVar[bool] = False
-    """A call may choose the scale; `estimate` gets it, too."""
+    """True if a call may choose the scale, which `estimate` then gets."""
     needs: ClassVar[tuple[str, ...]] = ()
     uses: ClassVar[tuple[str, ...]] = ()
-    """Keywords that a run passes to the call; it can do without those in `uses`."""
+    """Keywords that a run passes to the call; those in `uses` are optional."""
     per_reward: ClassVar[bool] = False
-    """It takes the rewards of several functions apart instead of their sum."""
+    """True if it takes the rewards of several functions separately instead of their sum."""
     judges_answers: ClassVar[bool] = False
-    """It looks at which answers are right and at nothing else of a reward. A run adds penalties after its formula."""
+    """True if it only looks at which answers are right. A run then adds penalties after its formula."""
 
     estimate: Callable[..., Tensor]
 
@@ -214,7 +214,7 @@ class Estimator:
             ADVANTAGES[name] = cls
 
     def __post_init__(self) -> None:
-        """Check the options that several estimators have; one with others adds to it."""
+        """Check options that several estimators share; subclasses add their own checks."""
         normalization, ddof, eps = (getattr(self, name, None) for name in ("normalization", "ddof", "eps"))
         if normalization not in ("centered", "standard", None):
             raise InputError(f"normalization must be 'centered' or 'standard', got {normalization!r}")

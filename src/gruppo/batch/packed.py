@@ -1,6 +1,6 @@
 """PackedBatch: rollouts as flat tensors; and Totals: the numbers that a whole step divides by.
 
-The only shift by one of a run is in `pack`: `labels[t]` is token t + 1 of the same sequence when that token is scored,
+The one shift by one of a run is in `pack`: `labels[t]` is token t + 1 of the same sequence when that token is scored,
 else -100. The last token of a sequence predicts nothing and gets no slot: n tokens make n - 1 slots. (A one-token
 sequence keeps its slot, unscored, so that no sequence vanishes from the layout.)
 """
@@ -80,7 +80,7 @@ class SharedPrompts(_Tensors):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch(_Tensors):
-    """Sequences laid one after the other, without padding, and what the loss needs of each token.
+    """Sequences one after the other, without padding, with everything the loss needs per token.
 
     `T` slots, `S` sequences, `N` scored slots. `pack` has an example.
     """
@@ -207,7 +207,7 @@ def tensor_of(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tens
 
 
 def as_rollouts(inputs: Sequence[Any]) -> list[Rollout]:
-    """Sequences in either form as rollouts."""
+    """Rollouts of sequences in either form."""
     for i, each in enumerate(inputs):
         if not isinstance(each, Rollout | InputFeature):
             raise InputError(f"inputs[{i}] must be a Rollout or an InputFeature, got {type(each).__name__}")
@@ -215,7 +215,7 @@ def as_rollouts(inputs: Sequence[Any]) -> list[Rollout]:
 
 
 def with_given(inputs: Sequence[Any], given: dict[str, PerSequence | None]) -> list[Rollout]:
-    """Rollouts of sequences whose advantages and log-probs were given beside them."""
+    """Rollouts of sequences whose advantages and log-probs were given separately."""
     rollouts = as_rollouts(inputs)
     columns: dict[str, list[Any]] = {}
     for name, values in given.items():
@@ -304,7 +304,7 @@ def pad_tokens(values_T: Tensor, cu_seqlens: Tensor, fill: int | float, *, round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Counts of one optimizer step, over all micro-batches and all ranks, made before its first forward.
+    """Counts of one optimizer step, over all micro-batches and ranks, made before the first forward.
 
     >>> Totals.over([Totals(sequences=2, tokens=5), Totals(sequences=1, tokens=4)])
     Totals(sequences=3, tokens=9, local_tokens=9, local_share=1.0, step=0, survey=None)
@@ -317,16 +317,16 @@ class Totals:
     local_share: float = 1.0
     """Share of that batch in the step, 1 / (number of local batches), for the same."""
     step: int = 0
-    """Number of the optimizer step, so that a loss that draws tokens draws others in each."""
+    """Number of the optimizer step, so that a loss that draws tokens draws different ones each step."""
     survey: Mapping[str, Tensor] | None = None
-    """Further numbers of the whole step that a loss reads; `loss.survey(...)` makes them."""
+    """More numbers of the whole step that a loss reads, from `loss.survey(...)`."""
 
     def __post_init__(self) -> None:
         if self.local_tokens is None:
             object.__setattr__(self, "local_tokens", self.tokens)
 
     def number(self, name: str) -> Tensor:
-        """A number of the survey, `[]`."""
+        """Number from the survey, `[]`."""
         if self.survey is None or name not in self.survey:
             raise InputError(
                 f"totals hold no {name!r}: this loss looks at the whole step. Make the totals of a step with "
@@ -336,16 +336,16 @@ class Totals:
 
     @classmethod
     def of_step(cls, rollouts: Sequence[Rollout], step: int = 0) -> "Totals":
-        """The totals of a step with these rollouts."""
+        """Totals of a step with these rollouts."""
         return cls(sequences=len(rollouts), tokens=sum(r.num_scored for r in rollouts), step=step)
 
     @classmethod
     def of(cls, segments: Segments) -> "Totals":
-        """The totals when this batch is the whole step."""
+        """Totals if this batch is the whole step."""
         return cls(sequences=segments.num_sequences, tokens=segments.length.sum())
 
     @classmethod
     def over(cls, parts: Iterable["Totals"]) -> "Totals":
-        """The totals of a step made of several micro-batches on one rank."""
+        """Totals of a step of several micro-batches on one rank."""
         parts = list(parts)
         return cls(sequences=sum(p.sequences for p in parts), tokens=sum(p.tokens for p in parts))

@@ -1,8 +1,8 @@
 """Segments: the slots of each sequence, and sums over a sequence.
 
-Inside the losses and metrics everything per token is a flat `[T]` tensor over *slots*; a slot is scored or not
-(padding, prompt), and slots of one sequence are neighbours. Padded input is the special case in which all
-sequences own the same number of slots.
+In losses and metrics every per-token value is a flat `[T]` tensor over *slots*. A slot is scored or not (padding,
+prompt), and the slots of a sequence are neighbours. Padded input is the special case of equally many slots per
+sequence.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from torch import Tensor
 from gruppo.errors import InputError
 
 IGNORE_INDEX = -100
-"""The label of a slot that is not scored."""
+"""Label of an unscored slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Segments:
     @classmethod
     def from_offsets(cls, mask_T: Tensor, offsets: Tensor) -> "Segments":
         """Sequences of any length, one after the other (`offsets` is what attention kernels call cu_seqlens)."""
-        if not offsets.is_cuda:  # on a GPU reading the values would make the host wait
+        if not offsets.is_cuda:  # reading the values would make the host wait for a GPU
             ends, num_slots = offsets.tolist(), len(mask_T)
             if len(ends) < 1 or ends[0] != 0 or ends[-1] != num_slots or any(a > b for a, b in pairwise(ends)):
                 raise InputError(
@@ -85,7 +85,7 @@ class Segments:
         return replace(self, bits=bits_T, length=self.sum(keep_T.to(torch.float64)).to(torch.int64))
 
     def keep(self, values_T: Tensor) -> Tensor:
-        """The values of scored slots and exactly 0 elsewhere, whatever stood there (NaN too); gradients likewise.
+        """Values of scored slots, and exactly 0 elsewhere whatever was there (even NaN); gradients likewise.
 
         An AND over the bits of the values takes a tenth of the time of `torch.where` on a CPU.
         """
@@ -139,7 +139,7 @@ class _Keep(torch.autograd.Function):
 
 
 def is_packed(position_ids: Tensor) -> bool:
-    """Whether these positions hold several sequences in one row.
+    """True if these positions hold several sequences in one row.
 
     A batch of several rows is padded: one sequence per row. Zeros before the first sequence are padding on the left.
 

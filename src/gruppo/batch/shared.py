@@ -1,7 +1,7 @@
-"""Shared prompts: the rows that the body of a model runs on when a prompt is computed once per group.
+"""Shared prompts: rows for the body of a model in which each prompt is computed once per group.
 
-`PackedBatch` keeps one slot per token of every sequence; losses, metrics and the head see nothing else. These rows are
-for the *body* alone; `slot_of` maps each slot of the batch to the computed slot with its hidden state.
+`PackedBatch` keeps one slot per token of every sequence, and losses, metrics and the head see only that. These rows are
+for the *body*; `slot_of` maps each slot of the batch to the computed slot that has its hidden state.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def prompt_groups(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def own_slots(trajectory: Trajectory) -> int:
-    """Slots that a sequence needs beside its prompt's: its completion but the last token."""
+    """Slots that a sequence needs besides its prompt's: its completion except the last token."""
     return max(len(trajectory.tokens) - 1, 0)
 
 
@@ -90,7 +90,7 @@ class _Row:
         ranges = [(0, 0, 0)] * len(prompts)  # of a segment: position of its first slot, start and stop of its prompt
         readers: dict[int, list[int]] = {}  # where the completions of a group start and stop
         self.places = [(0, 0)] * len(trajectories)
-        for i in sorted(range(len(trajectories)), key=groups.__getitem__):  # a group's completions stand together
+        for i in sorted(range(len(trajectories)), key=groups.__getitem__):  # a group's completions are neighbours
             group, trajectory = groups[i], trajectories[i]
             start, prompt = first[group], len(prompts[group])
             self.places[i] = start, len(tokens)

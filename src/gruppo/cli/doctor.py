@@ -65,9 +65,7 @@ def check_run(path: Path, console: Console, *, as_json: bool = False) -> int:
             console.print(Text(f"  evidence  {printable(each.evidence)}\n  remedy    {each.remedy}"))
         if not found:
             ok = state.name not in ("stalled", "collapsed")
-            console.print(
-                Text("nothing stands out" if ok else "no rule names a cause; docs/debugging.md goes by symptom")
-            )
+            console.print(Text("nothing stands out" if ok else "no rule names a cause; docs/doctor.md goes by symptom"))
     return int(any(each.severity == "problem" for each in found))
 
 

@@ -1,8 +1,8 @@
-"""Diagnosis of a run: what its records point to, the evidence, and the option to change.
+"""Diagnosis of a run: the likely fault, the evidence, and the option to change.
 
-A rule is a function of a `Table`, the numbers of a run, that gives `Finding`s. The trainer prints the same findings
-while a run goes on (`advice`) and at its end (`summary`). To add a rule: a function in `metric_rules.py` or
-`completion_rules.py` with its thresholds above it, its name in `RULES`, a run with the fault in
+A rule is a function that takes a `Table`, the numbers of a run, and yields `Finding`s. The trainer prints the same
+findings during a run (`advice`) and at its end (`summary`). To add a rule, write a function in `metric_rules.py` or
+`completion_rules.py` with its thresholds above it, list it in `RULES`, and add a run with the fault to
 `tests/doctor/real_runs.py`. Reading a run needs no torch.
 """
 

@@ -1,4 +1,4 @@
-"""Rules over completions: each looks for one fault in what was sampled. Thresholds stand above their rule."""
+"""Rules over completions: each finds one fault in the sampled text. Thresholds are above the rule that uses them."""
 
 import json
 from collections import defaultdict
@@ -11,10 +11,10 @@ from gruppo.doctor.table import Points, Rollouts, Table
 from gruppo.output import printable
 
 FEWEST_GROUPS = 10
-"""Groups that must have what a rule compares within groups: fewer are noise."""
+"""Fewest groups for a comparison within groups; fewer are noise."""
 CONTRADICTED = 0.5
-"""Share of groups with right and wrong answers in which wrong ones earn more. A reward that has nothing to do with
-correctness reaches a half; one that serves it stays near 0."""
+"""Share of mixed groups in which wrong answers earn more. A reward unrelated to correctness reaches a half; a useful
+one stays near 0."""
 
 
 def contradicted_reward(table: Table) -> Iterator[Finding]:
@@ -32,16 +32,16 @@ def contradicted_reward(table: Table) -> Iterator[Finding]:
             rule="contradicted_reward",
             severity="problem",
             step=table.rollouts[0].step,
-            text="the sum of the rewards pays wrong answers more than right ones",
-            evidence=f"in {against} of {len(differences)} groups with right and wrong answers the wrong ones earn "
-            f"more, by {-sum(differences) / len(differences):.3g} on average over all of them",
-            remedy="mend the rewards, or their reward_weights; correct_by names the one that decides what is right",
+            text="wrong answers earn more than right ones in total",
+            evidence=f"wrong answers earn more in {against} of {len(differences)} groups that have both kinds, by "
+            f"{-sum(differences) / len(differences):.3g} on average over all of them",
+            remedy="fix the rewards or reward_weights; set correct_by to the reward that decides what is right",
             metric=CORRECT,
         )
 
 
 def _groups(rollouts: Rollouts) -> Iterator[np.ndarray]:
-    """Rows of each group whose rewards are known."""
+    """Indices of each group's completions that have a reward."""
     for number in np.unique(rollouts.group_N):
         rows = np.flatnonzero((rollouts.group_N == number) & np.isfinite(rollouts.reward_N))
         if len(rows) > 1:
@@ -49,15 +49,15 @@ def _groups(rollouts: Rollouts) -> Iterator[np.ndarray]:
 
 
 LONGER = 1.5
-"""Growth of the mean length that is worth a look."""
+"""Growth of the mean length that deserves attention."""
 PAID_BY_LENGTH = 0.8
-"""Correlation of reward and length within groups at which the reward is little else than the length."""
+"""Correlation of reward and length within groups above which the reward is mostly length."""
 FAVOURED_LENGTH = 0.3
-"""Correlation at which longer completions clearly earn more."""
+"""Correlation above which longer completions clearly earn more."""
 
 
 def length_exploitation(table: Table) -> Iterator[Finding]:
-    """Completions grow because length pays, and not because answers get better."""
+    """Completions grow because length pays, not because answers improve."""
     length, correct = (Change.of(table.series(name)) for name in (LENGTH, CORRECT))
     if length is None or not length.rises((LONGER - 1) * length.first):
         return
@@ -72,14 +72,14 @@ def length_exploitation(table: Table) -> Iterator[Finding]:
         step=departure(table.series(LENGTH), LONGER * length.first, above=True),
         text="completions grow because length pays",
         evidence=f"{LENGTH} {length}, correlation of length and reward within groups {correlation:.2f}{answers}",
-        remedy="take length out of the rewards, penalise it with overlong_cache, or lower max_new_tokens; with a "
-        "reward that has no part in it, loss=drgrpo",
+        remedy="take length out of the rewards, penalise it with overlong_cache, or lower max_new_tokens; if no "
+        "reward looks at length, use loss=drgrpo",
         metric=LENGTH,
     )
 
 
 def _length_correlation(all_rollouts: Sequence[Rollouts]) -> float | None:
-    """Correlation of length and reward, both centred in their groups; None where too few groups have both."""
+    """Correlation of length and reward, both centred in their groups; None if too few groups vary in both."""
     lengths, rewards = [], []
     for rollouts in all_rollouts:
         for rows in _groups(rollouts):
@@ -94,9 +94,9 @@ def _length_correlation(all_rollouts: Sequence[Rollouts]) -> float | None:
 
 
 REPEATS = 0.5
-"""Distinct pieces of 4 tokens over all of them. Prose is above 0.9, long derivations above 0.7."""
+"""Share of distinct 4-token pieces. Prose is above 0.9, long derivations above 0.7."""
 LONG = 16
-"""Tokens below which a text is too short to tell."""
+"""Tokens below which a text is too short to judge."""
 MANY = 0.25
 """Share of completions that repeat themselves."""
 
@@ -114,21 +114,21 @@ def repetition(table: Table) -> Iterator[Finding]:
             severity="problem",
             step=found.begin,
             text="completions repeat themselves",
-            evidence=f"{found.worst:.0%} of the completions have at least {LONG} tokens, and more than half of their "
-            f"4-token pieces come again, {found.when}",
-            remedy="lower lr, lower max_new_tokens, raise beta, or a stop text; look whether a reward pays for length",
+            evidence=f"{found.worst:.0%} of the completions have at least {LONG} tokens and repeat more than half of "
+            f"their 4-token pieces, {found.when}",
+            remedy="lower lr or max_new_tokens, raise beta, or add a stop text; check whether a reward pays for length",
             metric=LENGTH,
         )
 
 
 DOMINATES = 0.25
-"""Share of all credit that one prompt may have."""
+"""Largest healthy share of the credit for one prompt."""
 UNFAIR = 5.0
-"""Times an equal share, for data of few prompts."""
+"""Multiple of an equal share, for data with few prompts."""
 
 
 def dominating_prompt(table: Table) -> Iterator[Finding]:
-    """One prompt has much of the credit: its row is there many times, or its rewards are far off."""
+    """One prompt has much of the credit: its row is duplicated, or its rewards are outliers."""
     credit: dict[str, float] = defaultdict(float)
     groups: dict[str, int] = defaultdict(int)
     for rollouts in table.rollouts:
@@ -149,27 +149,27 @@ def dominating_prompt(table: Table) -> Iterator[Finding]:
             text=f"one prompt dominates: {printable(prompt[:80])!r}",
             evidence=f"it has {share:.0%} of the credit (|advantage| x tokens) with {groups[prompt]} of "
             f"{sum(groups.values())} groups; there are {len(credit)} prompts",
-            remedy="take its copies out of data, or mend the reward if its values are far from the others'; "
-            "`gruppo data check` counts equal rows",
+            remedy="remove duplicates from the data (`gruppo data check` counts them), or fix the reward if this "
+            "prompt's values are outliers",
             metric=None,
         )
 
 
 MANY_LEAKED = 0.05
-"""Share of held-out prompts among the training prompts above which the score is not to be trusted."""
+"""Share of leaked held-out prompts above which the score cannot be trusted."""
 
 
 def _is_rendered(texts: Sequence[str], frame: tuple[str, str], prompt: str) -> bool:
-    """Whether a prompt is these messages, one after the other, in a chat template.
+    """True if a prompt is exactly these messages in a chat template.
 
-    Before the first and after the last message stands what all prompts have there: more would be another message.
+    `frame` is what every prompt begins and ends with; anything more would be another message.
 
     >>> frame = ("<user>", "<end>")
     >>> _is_rendered(["Is 15 even?"], frame, "<user>Is 15 even?<end>"), _is_rendered(["1"], frame, "<user>15<end>")
     (True, False)
     """
     place = 0
-    for i, text in enumerate(map(str.strip, texts)):  # templates strip them
+    for i, text in enumerate(map(str.strip, texts)):  # templates strip whitespace
         found = prompt.find(text, place)
         if found < 0 or (i == 0 and not frame[0].startswith(prompt[:found])):
             return False
@@ -178,17 +178,17 @@ def _is_rendered(texts: Sequence[str], frame: tuple[str, str], prompt: str) -> b
 
 
 def _common_start(texts: Set[str]) -> str:
-    """What all texts begin with.
+    """Longest common prefix.
 
     >>> _common_start({"<user>1", "<user>23", "<user>2"})
     '<user>'
     """
-    first, last = min(texts, default=""), max(texts, default="")  # all others are between them
+    first, last = min(texts, default=""), max(texts, default="")  # all others sort between them
     return first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
 
 
 def leaking_evaluation(table: Table) -> Iterator[Finding]:
-    """Held-out prompts are among those that were trained on."""
+    """Held-out prompts were trained on."""
     seen: dict[str, set[str]] = defaultdict(set)
     for rollouts in table.rollouts:
         for prompt, columns in zip(rollouts.prompts, rollouts.columns, strict=True):
@@ -214,8 +214,8 @@ def leaking_evaluation(table: Table) -> Iterator[Finding]:
             severity="problem" if share > MANY_LEAKED else "warning",
             step=None,
             text="the evaluation leaks: held-out prompts were trained on",
-            evidence=f"{len(leaked)} of {len(table.held_out)} held-out prompts are among the training prompts that the "
-            f"completions show, such as {printable(leaked[0][:80])!r}",
-            remedy="take equal rows out of data and eval_data; `gruppo data check` counts them",
+            evidence=f"{len(leaked)} of {len(table.held_out)} held-out prompts are among the completions on disk, "
+            f"such as {printable(leaked[0][:80])!r}",
+            remedy="remove rows that data and eval_data share; `gruppo data check` counts them",
             metric="eval/accuracy",
         )

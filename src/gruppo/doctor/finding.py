@@ -1,4 +1,4 @@
-"""Finding: a likely fault of a run; and the windows over its steps by which one is found."""
+"""Finding: a likely fault of a run; and the windows of steps that rules look at."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,9 +8,9 @@ import numpy as np
 from gruppo.doctor.table import Points
 
 FEWEST_STEPS = 5
-"""Steps below which nothing is judged: fewer are noise."""
+"""Fewest steps to judge a run by; fewer are noise."""
 WINDOW = 20
-"""Steps over which a number is averaged before it is judged: one bad step is no fault."""
+"""Steps that a number is averaged over before it is judged: one bad step is not a fault."""
 
 REWARD, CORRECT, LENGTH = "reward/mean", "reward/correct_frac", "completion/len_mean"
 ENTROPY, NORM, SKIPPED, DEAD_FRAC = "rollout/entropy", "optim/grad_norm", "optim/skipped", "group/dead_frac"
@@ -24,15 +24,15 @@ class Finding:
 
     rule: str
     severity: Severity
-    """`problem`: the run does not learn what it should; `warning`: it may, at a price."""
+    """`problem`: the run does not learn what it should. `warning`: it may, at a cost."""
     step: int | None
-    """Where it began; None: it holds for the whole run."""
+    """The step it began at; None for the whole run."""
     text: str
-    """What is likely wrong."""
+    """The likely fault, in words."""
     evidence: str
     remedy: str
     metric: str | None = None
-    """Key of the chart that shows it."""
+    """Metric whose chart shows it."""
 
     def __str__(self) -> str:
         return f"{self.evidence}: {self.remedy}"
@@ -43,16 +43,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Steps in which the mean of a window was beyond a bound."""
+    """Steps whose window mean was beyond a bound."""
 
     begin: int
     last: int
     worst: float
-    """The mean that is farthest from the bound."""
+    """Mean farthest from the bound."""
     mean: float
-    """Over all these steps."""
+    """Mean over all of these steps."""
     is_now: bool
-    """Whether the last window is among them."""
+    """True if the last window is one of them."""
 
     @property
     def when(self) -> str:
@@ -60,7 +60,7 @@ class Stretch:
 
 
 def _means(points: Points) -> tuple[int, list[float]]:
-    """Length of the windows, and the mean of each; none for too few points."""
+    """Length of a window, and the mean of each window; no means for too few points."""
     width = min(WINDOW, len(points))
     if len(points) < FEWEST_STEPS:
         return width, []
@@ -69,7 +69,7 @@ def _means(points: Points) -> tuple[int, list[float]]:
 
 
 def beyond(points: Points, bound: float, *, above: bool = True) -> Stretch | None:
-    """The last windows in a row whose mean is above (or below) a bound; None if there are none."""
+    """Latest run of windows whose mean is above (or below) a bound; None if there is none."""
     width, means = _means(points)
     sign = 1 if above else -1
     is_out = [sign * mean > sign * bound for mean in means]
@@ -85,12 +85,12 @@ def beyond(points: Points, bound: float, *, above: bool = True) -> Stretch | Non
 
 
 SURE = 2.0
-"""Standard errors that a change must have to be one."""
+"""Standard errors that a change needs to count as one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value at both ends of a run: means over the first and the last window, which share no step."""
+    """A value at both ends of a run: means over the first and last window, which do not overlap."""
 
     first: float
     last: float
@@ -99,7 +99,7 @@ class Change:
 
     @classmethod
     def of(cls, points: Points) -> "Change | None":
-        """None for fewer points than two windows of `FEWEST_STEPS`.
+        """The change of a series; None with too few points for two windows of `FEWEST_STEPS`.
 
         >>> Change.of([(step, float(step > 5)) for step in range(1, 11)])
         Change(first=0.0, last=1.0, error=0.0)
@@ -123,7 +123,7 @@ class Change:
 
 
 def departure(points: Points, bound: float, *, above: bool = False) -> int | None:
-    """The step after which a value stayed beyond a bound."""
+    """Step from which a value stayed beyond a bound."""
     last = None
     for step, value in points:
         is_out = value > bound if above else value < bound

@@ -1,4 +1,4 @@
-"""Rules over metrics: each looks for one fault in the numbers of the steps. Thresholds stand above their rule."""
+"""Rules over metrics: each finds one fault. Thresholds are defined above the rule that uses them."""
 
 from collections.abc import Iterator, Mapping
 
@@ -27,18 +27,18 @@ from gruppo.output import printable
 # --- ranges of the registry -------------------------------------------------------------------------------------------
 
 RANGES = {
-    "live/approx_kl": ("kl_blow_up", "the policy leaves the one that sampled within a step"),
-    "policy/kl": ("kl_blow_up", "the policy has left the reference"),
-    "reward/<name>/error_frac": ("reward_fails", "a reward function fails"),
+    "live/approx_kl": ("kl_blow_up", "the policy moves too far within a step"),
+    "policy/kl": ("kl_blow_up", "the policy has moved far from the reference"),
+    "reward/<name>/error_frac": ("reward_fails", "a reward function keeps failing"),
     "completion/truncated_frac": ("truncation", "most completions are cut off before they end"),
     "completion/empty_frac": ("empty_completions", "most completions are blank"),
 }
-"""Name and cause of a number that leaves its healthy range of `gruppo.keys`, which has the bounds and remedies;
-causes before what follows from them."""
+"""Rule and cause for each key outside its healthy range; `gruppo.keys` has the bounds and remedies. Causes come before
+their consequences."""
 
 
 def out_of_range(table: Table) -> Iterator[Finding]:
-    """Keys whose mean leaves the healthy range of the registry."""
+    """Keys whose mean is outside their healthy range."""
     keys = [(name, key) for name in table.keys if (key := find(name)) is not None and key.name in RANGES]
     for name, key in sorted(keys, key=lambda pair: list(RANGES).index(pair[1].name)):
         assert key.healthy is not None
@@ -60,7 +60,7 @@ def out_of_range(table: Table) -> Iterator[Finding]:
 
 
 def _failure(table: Table, name: str) -> str:
-    """The first failure of a reward function, from the completions."""
+    """First failure of a reward function, as recorded in the completions."""
     reward = name.split("/")[1]
     texts = [rollouts.errors[reward] for rollouts in table.rollouts if reward in rollouts.errors]
     last_line = printable(texts[0].rstrip().rpartition("\n")[2])[:200] if texts else ""
@@ -70,35 +70,35 @@ def _failure(table: Table, name: str) -> str:
 # --- sampler and precision --------------------------------------------------------------------------------------------
 
 MEAN_GAP = 0.1
-"""Mean distance of log-probs, in nats. bf16 engines of the same weights stay below 0.02, with experts below 0.05."""
+"""Limit of the mean log-prob gap, in nats. bf16 engines with equal weights stay below 0.02, with experts below 0.05."""
 GAPS = ("sampler/logp_gap_mean", "sampler/logp_gap_max")
 GROWTH = 3.0
-"""A gap that grew by this factor came with the updates; one that was there from the start did not."""
+"""Growth of the gap that shows that updates do not arrive; with less, it was there from the start."""
 
 
 def gap_bound(name: str) -> float:
-    """The largest healthy value of a key of `GAPS`."""
+    """Largest healthy value of a key of `GAPS`."""
     key = find(name)
     assert key is not None
     return key.healthy[1] if key.healthy else MEAN_GAP
 
 
 def sampler_gap(metrics: Mapping[str, float]) -> str | None:
-    """What is beyond its bound in a step whose completions the weights that train have sampled."""
+    """Warning about the gap of an on-policy step; None if it is healthy."""
     if metrics.get("rollout/staleness"):  # older weights have other log-probs
         return None
     for name in GAPS:
         if metrics.get(name, 0.0) > gap_bound(name):
             return (
-                f"{name} is {metrics[name]:.3g}, above {gap_bound(name):g}: the sampler reports other log-probs than "
-                "the trainer computes for the same tokens. See that it has the same model in the same number format "
+                f"{name} is {metrics[name]:.3g}, above {gap_bound(name):g}: sampler and trainer disagree about "
+                "the log-probs of the same tokens. Check that both have the same model in the same number format "
                 "(dtype), and that a server runs with --logprobs-mode processed_logprobs"
             )
     return None
 
 
 def stale_sampler(table: Table) -> Iterator[Finding]:
-    """Completions were not sampled from the weights that train."""
+    """The sampler does not have the trainer's weights."""
     key = find("sampler/logp_gap_max")
     assert key is not None
     for name in GAPS:
@@ -109,14 +109,14 @@ def stale_sampler(table: Table) -> Iterator[Finding]:
             continue
         grew = points[0][1] * GROWTH < points[-1][1]
         is_meant = bool(table.config.get("max_staleness"))
-        text = "the sampler does not have the weights that train: " + (
-            "the gap grows with the updates, so new weights do not arrive"
+        text = "the sampler does not have the trainer's weights: " + (
+            "the gap grows with every update, so new weights do not arrive"
             if grew
-            else "the gap is there from the start, so it has another model, chat template or number format"
+            else "the gap exists from the start, so its model, chat template or number format differs"
         )
         remedy = key.remedy
         if is_meant:
-            text, remedy = "rollouts are too old for the weights that train on them", "lower max_staleness, or lr"
+            text, remedy = "rollouts are too old for the weights they train", "lower max_staleness, or lr"
         yield Finding(
             rule="stale_sampler",
             severity="warning" if is_meant else "problem",
@@ -130,17 +130,17 @@ def stale_sampler(table: Table) -> Iterator[Finding]:
 
 
 LOST = 0.5
-"""Share of updates that change nothing. Rounding to the nearest number loses an update of less than half the distance
-to it; up to half of them is what rows with a gradient near 0 make in sound runs."""
+"""Share of updates that change nothing: those below half the distance to the next number round away. Healthy runs lose
+up to half, at weights whose gradient is near 0."""
 
 
 def precision_lost(table: Table) -> Iterator[Finding]:
-    """Updates are too small for the numbers that hold the weights."""
+    """Updates are too small for the number format of the weights."""
     updates = table.updates
     if updates is None or not len(updates.spacing):
         return
     spacing = np.sort(updates.spacing)
-    # Weights and updates are not paired in a checkpoint, so each update is compared with all weights.
+    # A checkpoint does not pair weights with updates, so each update is compared with all weights.
     below = 1 - np.searchsorted(spacing, 2 * updates.update, side="right") / len(spacing)
     below[updates.update == 0] = 0.0  # without a gradient there is nothing to round
     lost = float(below.mean()) if len(below) else 0.0
@@ -149,10 +149,10 @@ def precision_lost(table: Table) -> Iterator[Finding]:
             rule="precision_lost",
             severity="problem",
             step=None,
-            text="updates are smaller than what the weights can hold, so most of them are rounded away",
-            evidence=f"{lost:.0%} of the updates of step {updates.step} are, at the highest lr of the run, less than "
-            f"half the distance to the next float32 number: medians {np.median(updates.update):.1g} and "
-            f"{np.median(spacing) / 2:.1g}",
+            text="most updates are too small for the weights' number format and round to nothing",
+            evidence=f"at the highest lr of the run, {lost:.0%} of the updates in step {updates.step} are below half "
+            f"the distance to the next float32 number (medians: {np.median(updates.update):.1g} and "
+            f"{np.median(spacing) / 2:.1g})",
             remedy="raise lr",
             metric="optim/lr",
         )
@@ -161,15 +161,15 @@ def precision_lost(table: Table) -> Iterator[Finding]:
 # --- groups and rewards -----------------------------------------------------------------------------------------------
 
 DEAD = 0.8
-"""Share of groups without signal: above it four of five samples are wasted."""
+"""Share of groups without signal above which four of five samples are wasted."""
 ALL_DEAD = 0.95
-"""Share at which nothing is learned at all."""
+"""Share above which nothing is learned."""
 MOSTLY = 0.5
-"""Share of all groups that must be all right, or all wrong, for that to be the cause."""
+"""Share of groups that must be all right, or all wrong, to name that as the cause."""
 
 
 def dead_groups(table: Table) -> Iterator[Finding]:
-    """Completions of a group all earn the same: the task is too easy, too hard, or the policy is too sure."""
+    """Most groups earn one reward: the task is too easy or too hard, or the policy too certain."""
     found = beyond(table.series(DEAD_FRAC), DEAD)
     if found is None or not found.is_now or _is_constant(table) or not table.series(REWARD) or Fall.of(table):
         return
@@ -184,20 +184,19 @@ def dead_groups(table: Table) -> Iterator[Finding]:
         yield _dead(
             "too_hard",
             found,
-            "no completion earns anything, so nothing can be learned",
-            f"all groups are dead at reward {reward:g}, {found.when}",
-            "the task is too hard as it is, or the reward does not read the form of the completions: try `gruppo "
-            "reward check`",
+            "no completion earns a reward, so there is nothing to learn from",
+            f"all groups are dead with a reward of {reward:g}, {found.when}",
+            "run `gruppo reward check`, in case the reward does not read this format; if it does, make the task easier",
         )
     elif right is not None and right >= MOSTLY:
         began = table.steps[0] == 1 and found.begin == 1
-        if began:  # later, it is what learning comes to
+        if began:  # later on, a successful run looks like this
             yield _dead(
                 "too_easy",
                 found,
                 "the task is too easy: most groups are all right from the start",
                 f"{share}, {right:.0%} all right",
-                "harder prompts, retire_solved, or dynamic_sampling to fill steps with other groups",
+                "use harder prompts, retire_solved, or dynamic_sampling, which fills steps with other groups",
             )
     elif wrong is not None and wrong >= MOSTLY and not _is_never_right(table):
         yield _dead(
@@ -205,14 +204,14 @@ def dead_groups(table: Table) -> Iterator[Finding]:
             found,
             "the task is too hard: most groups are all wrong",
             f"{share}, {wrong:.0%} all wrong",
-            "read completions that earn nothing: if some are right, mend the reward or the answers of the data; else "
-            "easier prompts, a larger group_size, or dynamic_sampling",
+            "read completions that earn nothing: if some are right, fix the reward or the answers in the data; if not, "
+            "use easier prompts, a larger group_size, or dynamic_sampling",
         )
-    elif (progress := Progress.of(table)).is_judged or progress.direction != "up":  # else it is what learning comes to
+    elif (progress := Progress.of(table)).is_judged or progress.direction != "up":  # else a successful run
         yield _dead(
             "no_signal",
             found,
-            "most groups have no signal: their completions all earn the same",
+            "most groups have no signal: all of their completions earn the same",
             share,
             "raise group_size or temperature",
         )
@@ -227,19 +226,19 @@ def _dead(rule: str, found: Stretch, text: str, evidence: str, remedy: str) -> F
 
 
 def _mean_since(step: int, points: Points) -> float | None:
-    """Mean of the values from a step on."""
+    """Mean from this step on."""
     values = [value for at, value in points if at >= step]
     return sum(values) / len(values) if values else None
 
 
 def _is_never_right(table: Table) -> bool:
-    """Whether no answer of the run counts as right, although the reward rises: it is not told what is right."""
+    """True if the reward rises but no answer ever counts as right."""
     change, correct = Change.of(table.series(REWARD)), table.series(CORRECT)
     return change is not None and change.rises() and bool(correct) and not any(value for _, value in correct)
 
 
 def never_right(table: Table) -> Iterator[Finding]:
-    """No answer ever counts as right: none of training, or, though those earn something, none on held-out prompts."""
+    """No answer ever counts as right, in training or on held-out prompts."""
     held_out, some = table.series("eval/accuracy"), any(spread > 0 for _, spread in table.series("reward/std"))
     rises, none_held_out = (
         _is_never_right(table),
@@ -248,22 +247,22 @@ def never_right(table: Table) -> Iterator[Finding]:
     if not rises and not none_held_out:
         return
     evidence = f"{CORRECT} is 0 in all {len(table.steps)} steps, {REWARD} {Change.of(table.series(REWARD))}"
-    remedy = "lower correct_at to what a right answer earns, or name the reward that decides in correct_by"
+    remedy = "set correct_at to what a right answer earns, or correct_by to the reward that decides"
     yield Finding(
         rule="never_right",
         severity="warning",
         step=None,
-        text="no answer counts as right, although the reward rises" if rises else "no held-out answer is ever right",
+        text="the reward rises, but no answer counts as right" if rises else "no held-out answer is ever right",
         evidence=evidence if rises else f"eval/accuracy is 0 in all {len(held_out)} evaluations",
         remedy=remedy
         if rises
-        else f"try `gruppo reward check` on a right answer; if it counts, easier prompts; {remedy}",
+        else f"try `gruppo reward check` with a right answer; if it counts, use easier prompts; if not, {remedy}",
         metric=CORRECT if rises else "eval/accuracy",
     )
 
 
 def collapse(table: Table) -> Iterator[Finding]:
-    """The policy has lost what it could."""
+    """The policy lost what it could do."""
     fall, reward = Fall.of(table), _gain(table)
     if fall is not None and reward is not None:
         if fall.key not in (REWARD, CORRECT) and not any(reward_hacking(table)):
@@ -271,9 +270,9 @@ def collapse(table: Table) -> Iterator[Finding]:
                 rule="collapse",
                 severity="problem",
                 step=fall.step,
-                text="training prompts are learned by heart, and what was right on held-out prompts is lost",
-                evidence=f"{fall.key} fell from {fall.best:.3g} to {fall.last:.3g}, and {REWARD} rose, {reward}",
-                remedy="more prompts, fewer steps or a lower lr; keep_best keeps the model of the best evaluation",
+                text="the policy memorises the training prompts and gets held-out ones wrong",
+                evidence=f"{fall.key} fell from {fall.best:.3g} to {fall.last:.3g} while {REWARD} rose, {reward}",
+                remedy="use more prompts, fewer steps or a lower lr; keep_best keeps the model of the best evaluation",
                 metric=fall.key,
             )
     elif fall is not None:
@@ -287,8 +286,7 @@ def collapse(table: Table) -> Iterator[Finding]:
             step=fall.step,
             text="the policy has collapsed" + (f" within the first steps{lr}" if early else ""),
             evidence=f"{fall.key} fell from {fall.best:.3g} {since} to {fall.last:.3g}",
-            remedy=f"lower lr, by ten times to begin with{_forces(table)}; what else is found here follows from the "
-            "collapse"
+            remedy=f"lower lr to a tenth{_forces(table)}; the other findings follow from the collapse"
             if early
             else f"lower lr, clip_range or max_grad_norm{_forces(table)}, or raise beta or warmup_steps; keep_best "
             "keeps the model of the best evaluation",
@@ -297,7 +295,7 @@ def collapse(table: Table) -> Iterator[Finding]:
 
 
 def decline(table: Table) -> Iterator[Finding]:
-    """Held-out prompts are answered worse than by the model of the start, by less than a collapse."""
+    """Held-out answers got worse than at the start, but short of a collapse."""
     if Progress.of(table).held_out != "down" or Fall.of(table) is not None or any(reward_hacking(table)):
         return
     first, *_, last = held_out_scores(table)
@@ -306,24 +304,23 @@ def decline(table: Table) -> Iterator[Finding]:
         rule="decline",
         severity="problem",
         step=None,
-        text="held-out prompts are answered worse than before the first step",
+        text="held-out answers are worse than before the first step",
         evidence=f"{first.key} {first.value:.3g} -> {last.value:.3g}"
         + ("" if reward is None else f", {REWARD} {reward}"),
-        remedy=f"lower lr{_forces(table)}" if reward is None else "more prompts, fewer steps or a lower lr",
+        remedy=f"lower lr{_forces(table)}" if reward is None else "use more prompts, fewer steps or a lower lr",
         metric=first.key,
     )
 
 
 def _gain(table: Table, by: float = 0.0) -> Change | None:
-    """Change of a reward that rises, also above that of the first step: a policy that collapsed there may recover a
-    little."""
+    """Change of a rising reward that ends above the first step, in which a policy may collapse to recover a little."""
     rewards = table.series(REWARD)
     change = Change.of(rewards)
     return change if change is not None and change.rises(by) and change.last > rewards[0][1] else None
 
 
 def _forces(table: Table) -> str:
-    """Options of a run, other than lr, that may have driven the policy away from what it could."""
+    """Options other than lr that may have broken the policy, as part of a remedy."""
     found = [(name, table.config.get(name)) for name in ("entropy_coef", "max_staleness")]
     return "".join(f", or {name}, which is {value:g}" for name, value in found if _is_positive(value))
 
@@ -335,13 +332,13 @@ def _is_positive(value: object) -> bool:
 SURE_FROM_THE_START = 0.05
 """Entropy per token, in nats, of a policy that draws the same completion nearly every time."""
 LOW_TEMPERATURE = 0.5
-"""Below it, it is the temperature that makes a policy so sure."""
+"""Temperature below which it is the cause of such certainty."""
 
 
 def _is_sure_from_the_start(table: Table) -> bool:
-    """Whether the policy had nothing to choose in the first step, and was not right by that.
+    """True if the policy had no choice in the first step, and was not right.
 
-    Where hardly anything earns anything, only a low temperature tells it from a task that is too hard.
+    If hardly anything earns a reward, only a low temperature tells this from a task that is too hard.
     """
     entropy, right = table.series(ENTROPY)[:1], table.series(CORRECT)[:1]
     is_sure = bool(entropy) and entropy[0][0] == 1 and entropy[0][1] < SURE_FROM_THE_START
@@ -352,7 +349,7 @@ def _is_sure_from_the_start(table: Table) -> bool:
 
 
 def no_exploration(table: Table) -> Iterator[Finding]:
-    """The policy draws the same completion of a prompt again and again, from the first step on."""
+    """From the first step, the policy draws the same completion of a prompt again and again."""
     found = beyond(table.series(DEAD_FRAC), DEAD)
     if not _is_sure_from_the_start(table) or found is None or not found.is_now or found.begin > FEWEST_STEPS:
         return
@@ -363,8 +360,8 @@ def no_exploration(table: Table) -> Iterator[Finding]:
         rule="no_exploration",
         severity="problem",
         step=found.begin,
-        text="completions of a prompt are all alike from the first step, so there is nothing to compare",
-        evidence=f"{ENTROPY} is {table.series(ENTROPY)[0][1]:.2g} nats in step 1, and {found.mean:.0%} of all groups "
+        text="from the first step, a prompt's completions are all alike, so there is nothing to compare",
+        evidence=f"{ENTROPY} is {table.series(ENTROPY)[0][1]:.2g} nats in step 1, and {found.mean:.0%} of the groups "
         "are dead",
         remedy=f"raise temperature{given}{usual}",
         metric=ENTROPY,
@@ -372,7 +369,7 @@ def no_exploration(table: Table) -> Iterator[Finding]:
 
 
 def _is_constant(table: Table) -> bool:
-    """Whether all completions of all steps earned one value other than 0, which is a task that is too hard."""
+    """True if all completions earned the same nonzero reward. A constant 0 means a task that is too hard."""
     spread, mean = table.series("reward/std"), table.series(REWARD)
     return (
         len(spread) >= FEWEST_STEPS
@@ -383,15 +380,15 @@ def _is_constant(table: Table) -> bool:
 
 
 def constant_reward(table: Table) -> Iterator[Finding]:
-    """The reward does not depend on the completion, or there is none."""
+    """The reward is the same for every completion, or missing."""
     if not table.series(REWARD):
         yield Finding(
             rule="no_reward",
             severity="problem",
             step=table.steps[0],
             text="no completion has a reward",
-            evidence="no reward function has scored a completion",
-            remedy="all of them abstain (None); check their columns with `gruppo reward check`",
+            evidence="no reward function scored any completion",
+            remedy="they all abstain (None); check their columns with `gruppo reward check`",
             metric=REWARD,
         )
     elif _is_constant(table):
@@ -400,19 +397,19 @@ def constant_reward(table: Table) -> Iterator[Finding]:
             rule="constant_reward",
             severity="problem",
             step=table.steps[0],
-            text="the reward gives every completion the same, so there is nothing to compare",
+            text="every completion earns the same, so there is nothing to compare",
             evidence=f"all completions of {len(table.steps)} steps earned {value:g}",
-            remedy="mend the function in rewards: try `gruppo reward check`; if all answers are right, harder prompts",
+            remedy="fix the reward function: try `gruppo reward check`; if all answers are right, use harder prompts",
             metric="reward/std",
         )
 
 
 REWARD_RISES = 0.1
-"""Rise of the reward that counts, in spreads of the reward at the start."""
+"""Smallest rise that counts, in multiples of the reward's spread at the start."""
 
 
 def reward_hacking(table: Table) -> Iterator[Finding]:
-    """The sum of the rewards rises and right answers do not: one part is earned without them."""
+    """The total reward rises without more right answers: one part is earned without them."""
     progress = Progress.of(table)
     correct, spread = (Change.of(table.series(name)) for name in (CORRECT, "reward/std"))
     if not progress.is_judged or progress.direction == "up" or correct is None or spread is None:
@@ -432,18 +429,18 @@ def reward_hacking(table: Table) -> Iterator[Finding]:
         rule="reward_hacking",
         severity="problem",
         step=departure(table.series(CORRECT), correct.first - LEAST_RISE) if falls else None,
-        text=f"reward {printable(part)!r} is exploited: it rises while fewer "
+        text=f"reward {printable(part)!r} is being exploited: it rises while fewer "
         f"{'' if progress.held_out is None else 'held-out '}answers are right"
         if falls
-        else f"reward {printable(part)!r} rises alone: answers do not become right more often",
+        else f"reward {printable(part)!r} rises, but answers do not get better",
         evidence=f"{REWARD} {total}, {CORRECT} {correct}{ends}, {printable(metric)} {rises[part]}",
-        remedy="give it less weight in reward_weights, or none; read the completions that it pays",
+        remedy="lower or drop its weight in reward_weights; read the completions it rewards",
         metric=metric,
     )
 
 
 def _side_rewards(table: Table) -> dict[str, Change]:
-    """Change of each reward that does not decide what is right, times its weight, where there are several rewards."""
+    """Weighted change of each reward that does not decide correctness, if there are several rewards."""
     ends = "/abstain_frac"
     names = [key.split("/")[1] for key in table.keys if key.startswith("reward/") and key.endswith(ends)]
     found = {}
@@ -458,14 +455,14 @@ def _side_rewards(table: Table) -> dict[str, Change]:
 # --- policy -----------------------------------------------------------------------------------------------------------
 
 ENTROPY_LEFT = 0.2
-"""Share of the entropy at the start below which a policy has stopped to explore."""
+"""Share of the initial entropy below which a policy no longer explores."""
 
 
 def entropy_collapse(table: Table) -> Iterator[Finding]:
-    """The policy is sure of its answers, and they are not right."""
+    """The policy is certain of answers that are wrong."""
     points = table.series(ENTROPY)
     entropy, correct, dead = (Change.of(series) for series in (points, table.series(CORRECT), table.series(DEAD_FRAC)))
-    # A language model that has found a form for its answers has little entropy, and may still differ in what counts.
+    # A language model that settled on a format has little entropy and may still vary where it matters.
     if entropy is None or (dead is not None and dead.last <= DEAD):
         return
     start = max(entropy.first, points[0][1])  # a fast collapse is over within the first window
@@ -478,30 +475,30 @@ def entropy_collapse(table: Table) -> Iterator[Finding]:
         rule="entropy_collapse",
         severity="problem",
         step=departure(points, ENTROPY_LEFT * start),
-        text="the policy has stopped to explore before its answers are right",
+        text="the policy stopped exploring before its answers were right",
         evidence=f"{ENTROPY} {start:.3g} -> {entropy.last:.3g}{right}",
-        remedy="lower lr, widen clip_range above (0.2 0.28), or set entropy_target",
+        remedy="lower lr, widen the upper side of clip_range (0.2 0.28), or set entropy_target",
         metric=ENTROPY,
     )
 
 
 SPIKE = 20.0
-"""Gradient norm over the median that is no ordinary noise: norms of sound runs stay within a factor of 12. Steps whose
-answers are nearly all right are left out: most of their norms are near 0, and a rare wrong answer is a surprise."""
+"""Multiple of the median gradient norm that is a spike; healthy runs stay within 12. Steps with nearly all answers
+right are left out: their norms are near 0, so a rare wrong answer stands out."""
 
 
 def gradient_spike(table: Table) -> Iterator[Finding]:
-    """Single steps have gradients far beyond the others, or none that is finite."""
+    """A few steps have far larger gradients than the rest, or gradients that are not finite."""
     skipped = [(step, value) for step, value in table.series(SKIPPED) if value]
     if skipped:
         yield Finding(
             rule="gradient_not_finite",
             severity="problem",
             step=skipped[0][0],
-            text="updates were left out, since their gradient was not finite",
+            text="updates were skipped because their gradient was not finite",
             evidence=f"{sum(value for _, value in skipped):g} updates in {len(skipped)} steps, first in step "
             f"{skipped[0][0]}",
-            remedy="lower lr; dtype=float32 shows whether it is precision",
+            remedy="lower lr; try dtype=float32 to see whether precision is the cause",
             metric=SKIPPED,
         )
     solved = {step for step, share in table.series(CORRECT) if share >= SOLVED}
@@ -515,9 +512,9 @@ def gradient_spike(table: Table) -> Iterator[Finding]:
             rule="gradient_spike",
             severity="warning",
             step=spikes[0][0],
-            text="single steps have gradients far beyond the others",
-            evidence=f"{len(spikes)} of {len(norms)} steps; {NORM} is {worst[1]:.3g} in step {worst[0]}, the "
-            f"median is {median:.3g}",
-            remedy="look at the rewards of that step for values far off; lower max_grad_norm, or lr",
+            text="a few steps have far larger gradients than the rest",
+            evidence=f"in {len(spikes)} of {len(norms)} steps; {NORM} is {worst[1]:.3g} in step {worst[0]}, the median "
+            f"is {median:.3g}",
+            remedy="check the rewards of that step for outliers; lower max_grad_norm or lr",
             metric=NORM,
         )

@@ -1,4 +1,4 @@
-"""Progress: what a run has gained, by what decides it; and Fall: what it has lost."""
+"""Progress: the gain of a run, by the number that decides; and Fall: its loss in a collapse."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Score:
 
 
 def held_out_scores(table: Table) -> list[Score]:
-    """The held-out evaluations in their order: accuracies, or rewards where none decides what is right."""
+    """Held-out evaluations in order: accuracies, or rewards if none decides what is right."""
     key = held_out_key(table.keys)
     if key is None:
         return []
@@ -37,25 +37,24 @@ def held_out_scores(table: Table) -> list[Score]:
 # --- gains ------------------------------------------------------------------------------------------------------------
 
 SOLVED = 0.9
-"""Share of right answers from which on there is little left to learn."""
+"""Share of right answers that leaves little to learn."""
 LEAST_RISE = 0.02
-"""Rise of a share of right answers below which nobody would say that a model has learned."""
+"""Smallest rise in the share of right answers that counts as learning."""
 SURE_OF_PROGRESS = 3.0
-"""Standard errors that a change of training samples must have: at 2, one idle run in forty would be said to learn."""
+"""Standard errors that a change of training samples needs: at 2, one idle run in forty would seem to learn."""
 
 Direction = Literal["up", "flat", "down"]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What training has changed, by what decides it: held-out prompts before training samples, right answers before
-    rewards."""
+    """Change through training. Held-out prompts decide before training samples, right answers before rewards."""
 
     direction: Direction
     is_judged: bool
-    """Whether a reward decides which answers are right. Else only rewards can be compared."""
+    """True if a reward decides which answers are right; otherwise only rewards can be compared."""
     held_out: Direction | None
-    """None: fewer than two evaluations, or intervals so wide that they fit what the training samples show."""
+    """None with fewer than two evaluations, or with intervals wide enough to fit what the training samples show."""
 
     @classmethod
     def of(cls, table: Table) -> "Progress":
@@ -75,42 +74,41 @@ class Progress:
             return cls(trained, is_judged, None)
         first, last = scores[0], scores[-1]
         moved = last.value - first.value
-        # Newcombe's interval of a difference, from those of its ends.
+        # Newcombe's interval of a difference, from the two intervals.
         low = moved - hypot(last.value - last.low, first.high - first.value)
         high = moved + hypot(last.high - last.value, first.value - first.low)
         if low > 0 or high < 0:
             held_out: Direction = "up" if low > 0 else "down"
             return cls(held_out, is_judged, held_out)
-        is_solved = is_judged and last.value >= SOLVED  # it cannot rise as samples do
+        is_solved = is_judged and last.value >= SOLVED  # no room to rise as the samples do
         if trained == "up" and change is not None and change.last - change.first > high and not is_solved:
-            return cls("flat", is_judged, "flat")  # what the samples gain does not reach held-out prompts
+            return cls("flat", is_judged, "flat")  # the samples improve, held-out prompts do not
         return cls(trained, is_judged, None)
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 FALLEN = 0.5
-"""Share of what was gained whose loss is a collapse."""
+"""Share of the gain whose loss counts as a collapse."""
 SURE_OF_THE_BEST = 4.0
-"""Standard errors that a fall from the best must have: the best of many windows is above their mean by chance."""
+"""Standard errors that a fall from the best needs: the best of many windows is high by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """A collapse: a score that has lost most of what it had, whatever its unit and its zero. Right answers decide
-    before rewards."""
+    """A collapse: a score that lost most of its gain, in any unit. Right answers decide before rewards."""
 
     key: str
-    """Of the score: right answers or the reward of the samples, or the held-out score."""
+    """The score that fell: right answers or reward of the samples, or the held-out score."""
     best: float
     last: float
     """Mean of the last window, or the last evaluation."""
     step: int
-    """The last step of the best ones; 0: the model before its first step."""
+    """Last step of the best window; 0 is the model before its first step."""
 
     @classmethod
     def of(cls, table: Table) -> "Fall | None":
-        """None where there is no collapse: the reward has kept its level, or the held-out score has.
+        """The collapse of a run; None if the reward or the held-out score kept its level.
 
         >>> Fall.of(Table(metrics=[{"step": step, "reward/mean": 0.8 if step < 9 else 0.0} for step in range(1, 21)]))
         Fall(key='reward/mean', best=0.8, last=0.0, step=5)
@@ -124,7 +122,7 @@ class Fall:
             fall = (
                 fall or cls._of_steps(samples) or cls._of_first_step(samples, table.config.get("prompts_per_step", 1))
             )
-        # Rewards also fall where solved prompts retire; the held-out score does not.
+        # Rewards also fall when solved prompts retire; the held-out score does not.
         if fall is not None and len(held_out) > 1 and held_out[-1].step > fall.step:
             return None if held_out[-1].value >= FALLEN * max(each.value for each in held_out) else fall
         return fall
@@ -139,7 +137,7 @@ class Fall:
         means = np.convolve(values, np.ones(FEWEST_STEPS) / FEWEST_STEPS, "valid").round(12)
         top = int(means.argmax())
         best, last = float(means[top]), float(values[-width:].mean())
-        # From neighbouring steps, so that what the reward gains and loses is no noise.
+        # From neighbouring steps, so that gain and loss do not count as noise.
         noise = np.sqrt(np.square(np.diff(values)).mean() / 2 * (1 / FEWEST_STEPS + 1 / width))
         if best - last <= max(SURE_OF_THE_BEST * noise, FALLEN * (best - means.min())):
             return None
@@ -148,14 +146,14 @@ class Fall:
 
     @classmethod
     def _of_first_step(cls, samples: "Samples", num_prompts: int) -> "Fall | None":
-        """A fall from the first step: a few updates may lose a policy before a window of steps has a mean."""
+        """A fall from the first step: a few updates can ruin a policy before a window of steps is full."""
         values = np.array([value for _, value in samples.points], float)
         width = min(WINDOW, len(values) // 2)
         if width < FEWEST_STEPS or samples.points[0][0] != 1 or 1 not in samples.spreads:
             return None
         first, last = float(values[0]), float(values[-width:].mean())
-        # The completions of a prompt are alike, so that the prompts are counted. And the first step may be a lucky one
-        # of a policy that has not changed: then it is as far from the mean as the last steps are.
+        # Completions of a prompt are alike, so prompts are counted. An unchanged policy may have a lucky first step,
+        # which is then as far from the mean as the last steps are.
         noise = samples.spreads[1] / sqrt(num_prompts)
         luck = float(values[-width:].std()) * sqrt(1 + 1 / width)
         if first - last <= max(SURE * noise, SURE_OF_THE_BEST * luck) or not samples.is_much(first, last):
@@ -164,7 +162,7 @@ class Fall:
 
     @classmethod
     def _of_held_out(cls, scores: Sequence[Score]) -> "Fall | None":
-        """A fall of the held-out score, beyond its intervals."""
+        """A fall of the held-out score beyond its intervals."""
         if len(scores) < 2 or min(each.value for each in scores) < 0:
             return None
         best, last = max(scores, key=lambda each: each.value), scores[-1]
@@ -175,7 +173,7 @@ class Fall:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A score of the training samples, by steps."""
+    """A score of the training samples by step."""
 
     key: str
     points: Points
@@ -184,8 +182,8 @@ class Samples:
 
     @classmethod
     def of(cls, table: Table) -> "Iterator[Samples]":
-        """What decides first: right answers, where they are not the reward itself; then the reward, unless more
-        answers are right."""
+        """The decisive score first: right answers, unless they are the reward; then the reward, unless more answers are
+        right."""
         right, rewards = table.series(CORRECT), table.series(REWARD)
         if right and right != rewards:
             yield cls(CORRECT, right, {step: sqrt(share * (1 - share)) for step, share in right})
@@ -193,7 +191,7 @@ class Samples:
             yield cls(REWARD, rewards, dict(table.series("reward/std")))
 
     def is_much(self, best: float, last: float) -> bool:
-        """Whether much of the score is lost. Its spread within a step tells what is much."""
+        """True if much of the score is lost, compared with its spread within a step."""
         spread = max(self.spreads.values(), default=inf)
         lowest = min(value for _, value in self.points)
         return best - last > FALLEN * spread or (lowest >= 0 and last < FALLEN * best)

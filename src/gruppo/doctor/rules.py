@@ -1,4 +1,4 @@
-"""Rules: all that a run is tried with, and the findings of them."""
+"""Rules: the list of all rules, and the findings they yield."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ Rule = Callable[[Table], Iterator[Finding]]
 
 RULES: dict[str, Rule] = {
     rule.__name__: rule
-    for rule in (  # causes before what follows from them
+    for rule in (  # causes before their consequences
         constant_reward,
         reward_hacking,
         contradicted_reward,
@@ -55,12 +55,12 @@ RULES: dict[str, Rule] = {
 
 
 def findings(run: RunReader) -> list[Finding]:
-    """What is likely wrong with a run, problems first."""
+    """Likely faults of a run, problems first."""
     return applied(Table.of(run))
 
 
 def applied(table: Table) -> list[Finding]:
-    """The findings of all rules, problems first; none before `FEWEST_STEPS`."""
+    """Findings of all rules, problems first; none before `FEWEST_STEPS`."""
     if len(table.steps) < FEWEST_STEPS:
         return []
     found = [finding for rule in RULES.values() for finding in rule(table)]
@@ -68,7 +68,7 @@ def applied(table: Table) -> list[Finding]:
 
 
 def advice(recent: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, **facts: Any) -> list[str]:
-    """Sentences on the metrics of the last steps, while a run goes on; empty when nothing stands out.
+    """Advice on the latest metrics of a running run, one sentence each; empty if nothing stands out.
 
     Args:
         facts: `correct_by` and `weights` of the rewards.

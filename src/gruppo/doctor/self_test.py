@@ -1,4 +1,4 @@
-"""Self-test of an installation: invariances that training relies on, on the embedded model."""
+"""Self-test of an installation: checks the invariances that training relies on, with the embedded model."""
 
 import tempfile
 import time
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from gruppo.model import TransformersModel
 
 CLOSE = 1e-4
-"""Relative distance of gradients that are equal but for the order of float32 sums."""
+"""Relative distance of gradients that differ only in the order of float32 sums."""
 EQUAL_LOGPS = 1e-3
-"""Distance of log-probs of float32 models, in nats; kernels of a GPU sum in other orders."""
+"""Distance of float32 log-probs in nats; GPU kernels sum in other orders."""
 GROUP, TOKENS = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One invariance: whether it held, and by which number."""
+    """Result of one check: passed or not, and the number behind it."""
 
     name: str
     is_passed: bool
@@ -33,7 +33,7 @@ class Check:
 
 
 def self_test() -> Iterator[Check]:
-    """The checks, one after the other; one that raises has failed."""
+    """Run the checks one by one; a check that raises has failed."""
     with _quiet():
         rollouts = _rollouts()
         checks: tuple[tuple[str, Callable[[], tuple[bool, str]]], ...] = (
@@ -46,14 +46,14 @@ def self_test() -> Iterator[Check]:
             started = time.monotonic()
             try:
                 is_passed, detail = check()
-            except Exception as error:  # whatever is wrong with an installation
+            except Exception as error:  # anything may be wrong with an installation
                 is_passed, detail = False, f"{type(error).__name__}: {error}"
             yield Check(name, is_passed, detail, time.monotonic() - started)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars of transformers."""
+    """Hide transformers' progress bars."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -72,7 +72,7 @@ def _model(**options: object) -> "TransformersModel":
 
 
 def _rollouts() -> list[Rollout]:
-    """Completions of a few prompts, sampled here."""
+    """Sample completions of a few prompts."""
     from gruppo.sampler import SamplingParams, TorchSampler
     from gruppo.task import load_prompts
     from gruppo.task.carries import carries_rows
@@ -82,7 +82,7 @@ def _rollouts() -> list[Rollout]:
     assert model.tokenizer is not None  # it was loaded with the model
     prompts = load_prompts(rows, model.tokenizer).prompts
     samples = TorchSampler(model).draw(prompts, GROUP, SamplingParams(max_new_tokens=TOKENS, seed=0, step=1))
-    # Advantages of one sign: those of equal completions, which a small model draws often, must not cancel.
+    # Advantages of one sign, so that equal completions, which a small model often draws, do not cancel.
     return [Rollout(trajectory=t, advantage=1.0 + i) for drawn in samples for i, t in enumerate(drawn)]
 
 

@@ -1,4 +1,4 @@
-"""State of a run in one line: whether it learns, and why one may think so."""
+"""State of a run in one line: is it learning, and what says so."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,23 +43,26 @@ def summary(run: RunReader) -> tuple[State, list[Finding]]:
 
 
 def _end(status: dict[str, Any], table: Table) -> list[Finding]:
-    """The finding on a run that did not come to its end by itself."""
+    """Finding for a run that failed or was killed."""
     at = f"after step {table.steps[-1]}" if table.steps else "before its first step"
-    go_on = "go on with `gruppo resume` where a step was saved, else start the run again"
+    go_on = "run `gruppo resume` if a step was saved, else start the run again"
     if status.get("status") == "failed":
         return [
             Finding(
                 rule="failed",
                 severity="problem",
                 step=None,
-                text="the run has failed",
+                text="the run failed",
                 evidence=f"{at}: {_error(status)}",
-                remedy=f"mend the cause that the error names, then {go_on}; events.jsonl has what came before it",
+                remedy=f"fix the cause of the error, then {go_on}; events.jsonl has the history",
             )
         ]
     if status.get("status") == "killed":
-        text, evidence = "the process of the run is gone", f"{at}: status.json says that it runs, and no process does"
-        remedy = f"look whether the machine ran out of memory, then {go_on}"
+        text, evidence = (
+            "the process of the run is gone",
+            f"{at}: status.json says running, but no process is",
+        )
+        remedy = f"check whether the machine ran out of memory, then {go_on}"
         return [
             Finding(rule="killed", severity="warning", step=None, text=text, evidence=evidence, remedy=remedy),
         ]
@@ -67,7 +70,7 @@ def _end(status: dict[str, Any], table: Table) -> list[Finding]:
 
 
 def _early(status: dict[str, Any]) -> str:
-    """Why a run ended before its last step, where it did."""
+    """Why a run ended before its last step; empty if it did not."""
     ended = status.get("ended")
     if not isinstance(ended, dict):
         return ""
@@ -75,7 +78,7 @@ def _early(status: dict[str, Any]) -> str:
 
 
 def _error(status: dict[str, Any]) -> str:
-    """The first line of what ended a run; a traceback may follow it."""
+    """First line of the error that ended a run."""
     return printable(str(status.get("error", "no reason recorded")).partition("\n")[0])[:500]
 
 
@@ -87,12 +90,12 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
     ended = {
         "done": "finished",
         "stopped": "stopped by a signal",
-        "killed": "killed, since its process is gone,",
-        "unknown": "without a status file that can be read,",
+        "killed": "killed (its process is gone)",
+        "unknown": "without a readable status file,",
     }
     how = f"{ended.get(str(name), 'running,')} {at}{_early(status)}"
     if steps < 2 * FEWEST_STEPS:
-        few = f"{how}: too early to tell; at least {2 * FEWEST_STEPS} steps are needed"
+        few = f"{how}: too early to tell; it takes at least {2 * FEWEST_STEPS} steps"
         return State("killed" if name == "killed" else "too_early", few)
     if Change.of(table.series(REWARD)) is None:
         return State("stalled", ", ".join([f"{how}, stalled: no completion has a reward", *_held_out(table)]))
@@ -120,7 +123,7 @@ def _state(status: dict[str, Any], table: Table, found: Sequence[Finding]) -> St
 
 
 def _numbers(table: Table, progress: Progress) -> list[str]:
-    """What a run is judged by, that which decides first: held-out score, right answers, reward."""
+    """The numbers that judge a run, the decisive one first: held-out score, right answers, reward."""
     right, reward = table.series(CORRECT), table.series(REWARD)
     shown = [] if right == reward else [(_NAMES[CORRECT], right)]
     numbers = [] if progress.held_out is None else _held_out(table)
@@ -134,7 +137,7 @@ def _numbers(table: Table, progress: Progress) -> list[str]:
 
 
 def _held_out(table: Table) -> list[str]:
-    """The held-out score at its first and last evaluation."""
+    """Held-out score at the first and last evaluation."""
     scores = held_out_scores(table)
     if not scores:
         return []

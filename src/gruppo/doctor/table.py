@@ -1,4 +1,4 @@
-"""Table: the numbers of a run that rules are applied to, from its metrics, completions and newest checkpoint."""
+"""Table: the numbers that rules look at, from a run's metrics, completions and newest checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,51 +16,51 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MOST_FILES = 32
-"""Files of completions that are read, spread over the run: more change no finding, and cost time at its end."""
+"""Files of completions to read, spread over the run: more would change no finding and take time."""
 MOST_WEIGHTS = 1 << 16
-"""Numbers that are read of each tensor of a checkpoint: the share of lost updates needs no more."""
+"""Numbers to read from each tensor of a checkpoint; the share of lost updates needs no more."""
 NGRAM = 4
-"""Tokens of a piece of text that counts as repeated when it comes again: shorter ones recur in any text."""
+"""Tokens in a piece that counts as repeated when it recurs; shorter pieces recur in any text."""
 
 _FACTOR = np.uint64(6364136223846793005)  # Knuth's for 64-bit generators: products wrap around
 
 Points = list[tuple[int, float]]
-"""Values of a key with their steps."""
+"""Steps with their values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """The completions of one step, `N` rows."""
+    """The `N` completions of one step."""
 
     step: int
     prompts: list[str]
     columns: list[str]
-    """Other columns of the prompts' rows, as JSON."""
+    """Other columns of the prompts, as JSON."""
     group_N: np.ndarray
-    """Number of the group that a row belongs to."""
+    """Group number of each completion."""
     reward_N: np.ndarray
     correct_N: np.ndarray
     """1 right, 0 wrong, NaN not judged."""
     credit_N: np.ndarray
-    """|advantage| x tokens of what was trained on: how much of the step's gradient is the row's, about."""
+    """|advantage| x trained tokens: roughly its share of the step's gradient."""
     length_N: np.ndarray
     distinct_N: np.ndarray
-    """Distinct pieces of `NGRAM` tokens over all of them; NaN for a text without any."""
+    """Share of distinct pieces of `NGRAM` tokens; NaN for a shorter text."""
     gap_T: np.ndarray
     """|sampler's log-prob - trainer's| of each token that has both."""
     errors: dict[str, str]
-    """The first failure of each reward function."""
+    """First failure of each reward function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
-    """Sizes of the last update, from a checkpoint."""
+    """Last update, from a checkpoint."""
 
     step: int
     update: np.ndarray
-    """Steps that AdamW takes at single weights, at the highest lr of the run."""
+    """Size of AdamW's step at each weight, at the highest lr of the run."""
     spacing: np.ndarray
-    """Distance of single weights from the next number that float32 has; weights at exactly 0 are left out."""
+    """Distance of each weight to the next float32 number; weights of exactly 0 are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +76,16 @@ class Table:
     config: Mapping[str, Any] = field(default_factory=dict)
     rollouts: Sequence[Rollouts] = ()
     correct_by: str | None = None
-    """The reward that decides which answers are right."""
+    """Reward that decides which answers are right."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weight of each reward; one that is not named has 1."""
+    """Weight of each reward; 1 if missing."""
     held_out: Sequence[Mapping[str, Any]] = ()
-    """Rows that were held out: `prompt` and other columns."""
+    """Held-out rows: `prompt` and other columns."""
     updates: Updates | None = None
 
     @classmethod
     def of(cls, run: RunReader) -> Self:
-        """The table of a run directory; what cannot be read is left out."""
+        """Table of a run directory; unreadable parts are left out."""
         lines = [line for line in run.metrics() if type(line.get("step")) is int]
         starts = [event for event in run.events() if event.get("event") == "start"]
         decides, weights = (starts[-1].get(name) if starts else None for name in ("correct_by", "weights"))
@@ -105,11 +105,11 @@ class Table:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Steps that were taken; the evaluation before the first is none."""
+        """Steps taken; the evaluation before the first does not count."""
         return [line["step"] for line in self.metrics if line["step"] > 0]
 
     def series(self, name: str) -> Points:
-        """Finite values of a key with their steps. Gaps of sampler and trainer also come from the completions."""
+        """Steps with finite values of a key. Gaps between sampler and trainer may come from the completions."""
         found = [(line["step"], line[name]) for line in self.metrics if _is_number(line.get(name))]
         if not found and name in _GAPS:
             found = [(r.step, float(_GAPS[name](r.gap_T))) for r in self.rollouts if len(r.gap_T)]
@@ -131,7 +131,7 @@ def _read_rollouts(run: RunReader) -> list[Rollouts]:
     for step in steps:
         try:
             found.append(_rollouts(step, run.completions(step)))
-        except (GruppoError, KeyError, ValueError):  # a file that is damaged or of another version
+        except (GruppoError, KeyError, ValueError):  # a damaged file, or one of another version
             continue
     return found
 
@@ -142,7 +142,7 @@ def _rollouts(step: int, table: "pa.Table") -> Rollouts:
     ends = np.cumsum(length_N)
     rows = [tokens[end - n : end] for end, n in zip(ends, length_N, strict=True)]
     advantage_N = np.abs(_numbers(table, "advantage"))
-    trained_T = np.append(_is_trained(table), False).astype(np.int64)  # one more, for empty rows at the end
+    trained_T = np.append(_is_trained(table), False).astype(np.int64)  # one more, for empty completions at the end
     trained_N = np.where(length_N > 0, np.add.reduceat(trained_T, ends - length_N), 0) if len(rows) else np.zeros(0)
     prompts = table["prompt"].to_pylist()
     failed = [name for name in table.column_names if name.startswith("error/")]
@@ -163,7 +163,7 @@ def _rollouts(step: int, table: "pa.Table") -> Rollouts:
 
 
 def distinct_share(tokens: np.ndarray) -> float:
-    """Distinct pieces of `NGRAM` tokens over all of them: 1 where nothing comes twice.
+    """Share of distinct pieces of `NGRAM` tokens: 1 if nothing repeats.
 
     >>> distinct_share(np.array([1, 2, 3, 4, 5])), distinct_share(np.array([7, 7, 7, 7, 7, 7]))
     (1.0, 0.3333333333333333)
@@ -172,14 +172,14 @@ def distinct_share(tokens: np.ndarray) -> float:
         return float("nan")
     num = len(tokens) - NGRAM + 1
     keys = np.zeros(num, np.uint64)
-    for i in range(NGRAM):  # a number for each piece, which is much faster to compare than the tokens
+    for i in range(NGRAM):  # hash each piece: much faster to compare than tokens
         keys = keys * _FACTOR + tokens[i : i + num].astype(np.uint64)
     keys.sort()
     return (1 + np.count_nonzero(keys[1:] != keys[:-1])) / num
 
 
 def _gap(table: "pa.Table") -> np.ndarray:
-    """Distances of log-probs of sampler and trainer, of rows that have both."""
+    """Distances between the log-probs of sampler and trainer, where both are known."""
     import pyarrow.compute as pc
 
     rows = table.filter(pc.and_(table["logps"].is_valid(), table["old_logps"].is_valid()))  # type: ignore[attr-defined]  # made at run time
@@ -195,7 +195,7 @@ def _counts(table: "pa.Table", name: str) -> np.ndarray:
 
 
 def _flat(table: "pa.Table", name: str, kind: Any) -> np.ndarray:
-    """All values of a column of lists, one list after the other; null is NaN."""
+    """Values of a list column, flattened; null is NaN."""
     import pyarrow.compute as pc
 
     values = pc.list_flatten(table[name])  # type: ignore[attr-defined]  # made at run time
@@ -203,7 +203,7 @@ def _flat(table: "pa.Table", name: str, kind: Any) -> np.ndarray:
 
 
 def _is_trained(table: "pa.Table") -> np.ndarray:
-    """Whether each token is trained on."""
+    """True for each token that is trained on."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -216,9 +216,9 @@ def _numbers(table: "pa.Table", name: str) -> np.ndarray:
 
 
 def _read_updates(run: RunReader, rates: Sequence[float]) -> Updates | None:
-    """The last update of AdamW, lr * m / (sqrt(v) + eps), from the newest checkpoint; None where there is none.
+    """AdamW's last update, lr * m / (sqrt(v) + eps), from the newest checkpoint; None if there is none.
 
-    With the highest of the learning rates: a schedule ends with updates that are meant to be nothing.
+    Uses the highest learning rate, because a schedule ends with updates that are meant to vanish.
     """
     steps = run.checkpoint_steps()
     if not steps:
@@ -227,7 +227,7 @@ def _read_updates(run: RunReader, rates: Sequence[float]) -> Updates | None:
 
     folder = run.path / "checkpoints" / f"step-{steps[-1]:06d}"
     weights, state = folder / "weights.safetensors", folder / "optimizer.safetensors"
-    if not (weights.is_file() and state.is_file()):  # a sharded model's, or a stranger's: a pipe has no end
+    if not (weights.is_file() and state.is_file()):  # a sharded model's, or not ours: a pipe would never end
         return None
     spacing, update = [], []
     try:
@@ -243,7 +243,7 @@ def _read_updates(run: RunReader, rates: Sequence[float]) -> Updates | None:
                 lr = max(rates, default=group["lr"])
                 for i in group["params"]:
                     if f"{i}.exp_avg" not in names:
-                        continue  # this weight has had no gradient yet
+                        continue  # no gradient yet
                     taken = float(file.get_tensor(f"{i}.step"))
                     mean = _some(file, f"{i}.exp_avg") / (1 - beta1**taken)
                     square = _some(file, f"{i}.exp_avg_sq") / (1 - beta2**taken)
@@ -256,7 +256,7 @@ def _read_updates(run: RunReader, rates: Sequence[float]) -> Updates | None:
 
 
 def _some(file: Any, name: str) -> np.ndarray:
-    """At most `MOST_WEIGHTS` numbers of a tensor: its first rows."""
+    """First rows of a tensor, at most `MOST_WEIGHTS` numbers."""
     part = file.get_slice(name)
     shape = part.get_shape()
     per_row = max(int(np.prod(shape[1:])), 1)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
-"""Of log-probs and of entropies, `[N]` each."""
+"""Values for log-probs and for entropies, `[N]` each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitShape:
-    """How raw products become logits."""
+    """Temperature, scale and soft cap that turn raw products into logits."""
 
     temperature: float = 1.0
     scale: float = 1.0

@@ -49,7 +49,7 @@ class HeadResult:
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """Numbers of each row that a pass over windows gives; `stats[window]` are views of a window's part."""
+    """Numbers per row from a pass over windows; `stats[window]` is a view of one window."""
 
     logps: Tensor  # [N]
     entropies: Tensor  # [N]
@@ -121,7 +121,7 @@ operations losses with a gradient through the entropy, whose direction depends o
 
 
 def best_route(weight: Tensor) -> ChunkRoute:
-    """The fastest route that exists for this weight."""
+    """Fastest route available for this weight."""
     if not weight.is_cuda or not has_triton():
         return TORCH
     from gruppo.kernel.triton_logits import is_supported
@@ -171,7 +171,7 @@ def memory_estimate(
     bytes_per_weight: int = 2,
     route: ChunkRoute = FUSED,
 ) -> dict[str, int]:
-    """Bytes that `train` will allocate on a GPU, before anything is: scratch, gradients, and per-token results.
+    """Bytes that `train` will allocate on a GPU: scratch, gradients and per-token results.
 
     >>> sum(memory_estimate(16384, 2560, 151936, trained=False).values()) < 1.5 * 2**30
     True
@@ -326,7 +326,7 @@ class Head:
 
 
 class _Walk:
-    """One call of `train`: what has been computed so far."""
+    """State of one call of `train`."""
 
     def __init__(self, head: Head, hidden: Tensor, labels: Tensor, gradient: LossGradient, needs_weight: bool) -> None:
         self.head, self.hidden, self.labels, self.gradient = head, hidden, labels, gradient
@@ -397,7 +397,7 @@ class _Walk:
 
 
 class _Later:
-    """A number on its way to the host: the GPU goes on with what is queued behind it while the host waits for it."""
+    """Number being copied to the host: the GPU carries on with queued work while the host waits."""
 
     def __init__(self, value: Tensor) -> None:
         self.host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)

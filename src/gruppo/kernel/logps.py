@@ -1,5 +1,5 @@
-"""Log-probs and entropies from logits that are held whole: in a few plain lines, which every kernel is checked against,
-and with a backward of their own.
+"""Log-probs and entropies from full logits: in a few plain lines, the reference for every kernel, and with a custom
+backward.
 
 Everything is computed in float32 at least (float64 in, float64 out): bf16 logits move a log-prob by about 1e-2,
 which is as much as several policy updates.

@@ -1,6 +1,6 @@
-"""Attention over rows in which completions look at their prompt and at themselves (`batch/shared.py`).
+"""Attention over rows in which completions attend to their prompt and to themselves (`batch/shared.py`).
 
-Three routes, same numbers:
+Three routes with the same numbers:
 
     tiles   a Triton kernel over tiles of segments, for half precision on a GPU, in one row, without a sliding window
     flex    torch's flex attention: computes only the blocks of 128 x 128 slots in which something is visible
@@ -95,7 +95,7 @@ def _outside_of_graphs(
 
 
 def visible_ranges(rows: SharedPrompts, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the own range starts, and where the range in the prompt starts and stops, `[R, W]` each.
+    """Start of the own range, and start and stop of the range in the prompt, `[R, W]` each.
 
     Positions count from the prompt's first slot, so a window only moves the starts to the right.
     """
@@ -108,7 +108,7 @@ def visible_ranges(rows: SharedPrompts, window: int | None) -> tuple[Tensor, Ten
 
 
 def visible(rows: SharedPrompts, window: int | None = None) -> Tensor:
-    """May slot q (second axis) look at slot k (third axis)? `[R, W, W]` bool."""
+    """True where slot q (second axis) may attend to slot k (third axis), `[R, W, W]`."""
     own, start, stop = (x[:, :, None] for x in visible_ranges(rows, window))
     q = torch.arange(rows.row_length, device=own.device)[:, None]
     k = q.T
@@ -139,7 +139,7 @@ def _compiled_flex() -> Any:
 
 
 def block_mask(rows: SharedPrompts, window: int | None) -> Any:
-    """Which blocks hold something visible, and which are visible throughout; made once per window.
+    """Blocks that are partly visible, and blocks that are fully visible; made once per window.
 
     Counted from the ranges: nothing of size W x W is formed.
     """
@@ -176,6 +176,6 @@ def block_mask(rows: SharedPrompts, window: int | None) -> Any:
 
 
 def _listed(chosen_RQK: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of a row are chosen, and which, the chosen ones first."""
+    """Number of chosen blocks per row, and their indices, chosen ones first."""
     order = chosen_RQK.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen_RQK.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]

@@ -121,7 +121,7 @@ def _rows_kernel(
     num_rows, num_tiles, e_stride, slope, cap,
     HAS_CAP: tl.constexpr, STORE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """What the tiles' sums say of a row, and the label's column of E."""
+    """Numbers of each row from the sums of its tiles, and the label's column of E."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     rest = tl.zeros((ROWS,), tl.float32)

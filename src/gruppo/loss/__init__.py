@@ -1,8 +1,8 @@
 """Losses of the group-relative family: level x surrogate x token weights + terms, aggregated.
 
-A part is a function or a frozen dataclass with `__call__`; to add one, write it with the signature of its neighbours
-and hand it to `PolicyLoss`. `docs/losses.md` has every equation, paper and peer, `docs/extending.md` a part of each
-kind.
+A part is a function or a frozen dataclass with `__call__`. To add one, write it with the signature of its neighbours
+and pass it to `PolicyLoss`. `docs/losses.md` has every equation and paper, `docs/extending.md` an example of each kind
+of part.
 
     >>> import torch
     >>> from gruppo.loss import GRPOLoss

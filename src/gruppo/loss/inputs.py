@@ -1,8 +1,8 @@
-"""LossInputs: the aligned and masked tensors that a loss or a metric computes on.
+"""LossInputs: the aligned and masked tensors that losses and metrics compute on.
 
-Training makes them from a `PackedBatch`, which is aligned already. For a loss that is called by hand, `align` brings
-all forms a caller may use to one: every per-token tensor is `[T]`, in float32 (float64 if the log-probs are), and
-exactly 0, without gradient, in slots that are not scored, whatever stood there before.
+Training makes them from a `PackedBatch`, which is aligned already. When a loss is called by hand, `align` converts
+every accepted form into one: each per-token tensor is `[T]`, in float32 (float64 if the log-probs are), and exactly 0,
+without gradient, in unscored slots, whatever they held before.
 """
 
 import math
@@ -62,7 +62,7 @@ class LossInputs:
         )
 
     def of_live(self) -> "LossInputs":
-        """The same without gradients and without sequences whose advantages are all 0, which metrics do not count."""
+        """The same without gradients, and without sequences of zero advantage, which metrics do not count."""
         is_live_S = self.segments.sum((self.advantages != 0).to(self.logps.dtype)) > 0
         segments = self.segments.restricted(self.segments.spread(is_live_S))
         names = ("logps", "old_logps", "advantages", "entropies", "sampler_logps")
@@ -70,9 +70,9 @@ class LossInputs:
         return replace(self, segments=segments, **kept)
 
     def window(self, rows: slice, logps: Tensor, entropies: Tensor | None) -> "LossInputs":
-        """The inputs of a stretch of slots whose log-probs have just been computed.
+        """Inputs of a window of slots whose log-probs were just computed.
 
-        A sequence that the stretch cuts keeps its whole length, which is what aggregations divide by.
+        A sequence cut by the window keeps its full length, which aggregations divide by.
         """
         names = ("labels", "old_logps", "advantages", "ref_logps", "sampler_logps", "places")
         cut = {name: values[rows] for name in names if (values := getattr(self, name)) is not None}
@@ -93,7 +93,7 @@ def align(
     ignore_index: int = IGNORE_INDEX,
     with_places: bool = False,
 ) -> LossInputs:
-    """Bring the arguments of a loss call to their one inner form. `advantages=None` counts as all zero."""
+    """Convert the arguments of a loss call to the internal form. `advantages=None` counts as all zero."""
     labels = _field(inputs, "labels", "inputs")
     segments = _segments(inputs, labels, ignore_index)
     outputs = _with_logps(outputs, labels, segments)
@@ -285,7 +285,7 @@ def _check_same_shape(name: str, value: Tensor, labels: Tensor) -> None:
 def _finite(advantages: Tensor) -> Tensor:
     """The same advantages; an error if one is not finite."""
     if not advantages.is_cuda and math.isfinite(advantages.sum().item()):
-        return advantages  # one fast pass; a sum of finite values may overflow, so else each is looked at
+        return advantages  # one fast pass; a sum of finite values may overflow, so check each one then
     finite = advantages.isfinite()
     if advantages.is_cuda:
         # The host does not wait for the answer; a failure stops the next CUDA call.

@@ -1,7 +1,7 @@
-"""The named losses, each a few lines that name its parts. Equations, papers and peers: `docs/losses.md`.
+"""Named losses, each a few lines that list its parts. `docs/losses.md` has equations and papers.
 
-To add one, write a class here: `name` enters it in LOSSES, `__all__` makes it public. What it fixes in the call of
-`super().__init__`, its keywords cannot change.
+To add one, write a class here: `name` registers it in LOSSES, `__all__` makes it public. Parts passed to
+`super().__init__` cannot be changed by keywords.
 """
 
 import math
@@ -50,10 +50,10 @@ __all__ = [
 ]  # fmt: skip
 
 ClipRange = float | tuple[float, float]
-"""One number for both sides, or (low, high): the ratio may move in [1 - low, 1 + high]."""
+"""One number for both sides, or (low, high): the ratio may move within [1 - low, 1 + high]."""
 
 LOSSES: dict[str, type["NamedLoss"]] = {}
-"""Every loss by the name that `TrainConfig.loss` takes."""
+"""Losses by the name that `TrainConfig.loss` takes."""
 
 
 class LossOptions(TypedDict, total=False):
@@ -63,7 +63,7 @@ class LossOptions(TypedDict, total=False):
     kl_estimator: int | str | KLEstimator  # 0 k1, 1 k2, 2 k3 (default), 3 ratio*k1, a name, or a function
     entropy_coef: float  # coefficient of the entropy bonus (0: none)
     correction: Weights  # weights for the gap between sampler and trainer
-    select: Weights  # which tokens the policy term acts on
+    select: Weights  # tokens the policy term acts on
     rejected: Rejected  # do tokens that correction or selection drop count in the means?
 
 
@@ -74,7 +74,7 @@ class NamedLoss(PolicyLoss):
     """
 
     paper: ClassVar[str] = ""
-    """arXiv id, or where else it is from."""
+    """arXiv id, or another source."""
 
     def __init_subclass__(cls, name: str | None = None, paper: str = "") -> None:
         cls.paper = paper
@@ -106,9 +106,9 @@ _PEER_NAMES = {
 
 
 def read_clip_range(clip_range: ClipRange, *, low_acts: bool = True) -> tuple[float, float]:
-    """(low, high) from a number or a pair; refuses what cannot be a trust region.
+    """(low, high) from a number or a pair; an error if it cannot be a trust region.
 
-    With `low_acts=False` the lower side does nothing, and may be any.
+    With `low_acts=False` the lower side does nothing and may be anything.
     """
     pair = clip_range if isinstance(clip_range, tuple | list) else (clip_range, clip_range)
     if len(pair) != 2 or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in pair):
@@ -128,7 +128,7 @@ def _clip(clip_range: ClipRange) -> Clip:
 
 
 def _divergence_ppo(region: TVRegion | KLRegion, cap: float) -> dict[str, Any]:
-    """The parts of DPPO: the region in place of a clip, and ratios over the policy that the region is around."""
+    """Parts of DPPO: a region in place of a clip, with ratios over the policy at its centre."""
     level = sampler_level if region.base == "sampler" else token_level
     return {"level": level, "surrogate": ClippedWeight(cap - 1), "select": region, "aggregate": token_mean}
 

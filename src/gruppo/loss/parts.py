@@ -28,8 +28,8 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_LOG_RATIO = 20.0
-"""Bound of a token's log-ratio: e^20 is far outside every trust region, and float32 overflows at e^88. Beyond it the
-gradient is 0."""
+"""Bound of a token's log-ratio: e^20 is far outside any trust region, and float32 overflows at e^88. The gradient is 0
+beyond it."""
 MIN_LOG_SUM = math.log(1e-8)
 
 P = TypeVar("P", bound=Callable[..., Any])
@@ -37,7 +37,7 @@ P = TypeVar("P", bound=Callable[..., Any])
 TRAITS: dict[str, Any] = {
     "per_token": False,  # a token's result depends on that token alone, and on numbers of the whole step
     "zero_without_advantage": False,  # surrogate, term: no value and no gradient where the advantage is 0
-    "needs": (),  # optional inputs it cannot do without: ref_logps, sampler_logps, entropies
+    "needs": (),  # optional inputs that it needs: ref_logps, sampler_logps, entropies
     "draws_tokens": False,  # weight: it draws tokens at random, by their places in the step
     "holds_rho": False,  # level: its ratio is over the sampler; weight: it multiplies by rho = old / sampler
     "sequence_ratio": False,  # level: one ratio per sequence, so metrics count sequences
@@ -47,7 +47,7 @@ TRAITS: dict[str, Any] = {
 
 
 def part(**traits: Any) -> Callable[[P], P]:
-    """Declare traits of a function or a class. On a class a trait may be a function of the instance.
+    """Declare traits of a function or class. On a class, a trait may be a function of the instance.
 
     >>> @part(per_token=True, needs={"sampler_logps"})
     ... def gap(inputs):
@@ -68,12 +68,12 @@ def part(**traits: Any) -> Callable[[P], P]:
 
 
 def trait(made: Any, name: str) -> Any:
-    """A trait of a part, or the safe answer."""
+    """Trait of a part, or its safe default."""
     return getattr(made, name, TRAITS[name])
 
 
 def describe(made: Any) -> str:
-    """A part in words: its `str`, or the first line of its docstring. Several that are multiplied: their product."""
+    """Part in words: its `str`, or the first line of its docstring; for several parts, their product."""
     if isinstance(made, tuple):
         return describe(made[0]) if len(made) == 1 else " * ".join(f"({describe(each)})" for each in made)
     if type(made).__str__ is not object.__str__ and not isinstance(made, type):

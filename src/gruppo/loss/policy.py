@@ -1,4 +1,4 @@
-"""PolicyLoss: level, surrogate, token weights, terms and aggregation put together."""
+"""PolicyLoss: a loss composed of level, surrogate, token weights, terms and aggregation."""
 
 import copy
 import functools
@@ -28,12 +28,12 @@ Rejected = Literal["counted", "left_out"]
 Weights = TokenWeight | tuple[TokenWeight, ...] | None
 
 COEFFICIENTS = {"beta": ("kl", 1), "entropy_coef": ("entropy", -1), "pull": ("pull", 1), "nll_coef": ("nll", 1)}
-"""The keywords that set a coefficient: of which term, and with which sign."""
+"""Keywords that set a coefficient, with their term and sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A loss and its terms."""
+    """Value of a loss, and its terms."""
 
     loss: Tensor  # [] with gradient
     terms: dict[str, Tensor]
@@ -49,7 +49,7 @@ class LossOutput:
 class PolicyLoss:
     """`loss = sum_t weight_t * (surrogate_t * token weights + terms)`
 
-    A loss is a value: it does not change once it is made, and two of the same parts are equal.
+    A loss is an immutable value: two with the same parts are equal.
 
     Args:
         level: the log-ratio of a token, its own or its sequence's (`gruppo.loss.parts`).
@@ -76,8 +76,8 @@ class PolicyLoss:
     rejected: Rejected
     clip_range: tuple[float, float] | None  # None: it clips nothing
 
-    # What follows from these, once:
-    correction: Weights  # the weights that look at the inputs alone: one, several or None
+    # derived from these, once:
+    correction: Weights  # weights that only look at the inputs: one, several or None
     select: Weights  # the other weights
     kl: KLEstimator
     beta: float
@@ -85,7 +85,7 @@ class PolicyLoss:
     pull: float
     nll_coef: float
     parts: tuple[Any, ...]  # level, surrogate, weights, and the values of terms that are switched on
-    needs: frozenset[str]  # the optional inputs that it cannot do without
+    needs: frozenset[str]  # optional inputs that it needs
     is_per_token: bool  # a token's loss depends on that token and the step's totals alone
     is_zero_without_advantage: bool  # the gradient of a sequence is exactly 0 when its advantage is
     rejects: bool  # a weight can leave tokens out of the policy term
@@ -151,13 +151,13 @@ class PolicyLoss:
         self._check()
 
     def _derive(self) -> None:
-        """Set what follows from the parts."""
+        """Set the attributes derived from the parts."""
         active = [term for term in self.terms if term.coef]
         parts = (self.level, self.surrogate, *self.weights, *(term.value for term in active))
         corrections = tuple(weight for weight in self.weights if is_correction(weight))
         needs = frozenset[str]().union(*(trait(part, "needs") for part in parts))
         if not all(hasattr(weight, "needs") for weight in corrections):
-            needs |= {"sampler_logps"}  # a function of the user's: what else would it correct with?
+            needs |= {"sampler_logps"}  # a user's function: it must need them
         terms = {term.name: term for term in self.terms}
         surveying = tuple(part for part in parts if hasattr(part, "survey"))
         leaves_out = self.rejected == "left_out" and bool(self.weights)
@@ -188,7 +188,7 @@ class PolicyLoss:
         )
 
     def _check(self) -> None:
-        """Refuse parts that contradict each other."""
+        """Raise for parts that contradict each other."""
         if self.rejected not in ("counted", "left_out"):
             raise InputError(f"rejected must be 'counted' or 'left_out', got {self.rejected!r}")
         if trait(self.level, "holds_rho") and any(trait(weight, "holds_rho") for weight in self.weights):
@@ -217,7 +217,7 @@ class PolicyLoss:
         )
 
     def replace(self, **coefficients: float) -> Self:
-        """The same loss with other coefficients: `beta`, `entropy_coef`, `pull` or `nll_coef`."""
+        """Copy of the loss with other coefficients: `beta`, `entropy_coef`, `pull` or `nll_coef`."""
         for name in coefficients:
             if name not in COEFFICIENTS:
                 raise InputError(f"replace takes {', '.join(COEFFICIENTS)}, got {name!r}; make another loss for a part")
@@ -248,13 +248,13 @@ class PolicyLoss:
         sampler_logps: PerToken | None = None,
         totals: Totals | None = None,
     ) -> LossOutput:
-        """The loss of a batch, or of one micro-batch of a step whose `totals` are given.
+        """Loss of a batch, or of one micro-batch of a step if `totals` are given.
 
         Args:
             inputs: `labels`, padded `[B, L]` or packed `[T]`/`[1, T]` with `position_ids` or `cu_seqlens`;
                 `labels[t]` is the token scored at slot t, -100 is not scored.
             outputs: `logps` in the labels' shape, or `logits`; optionally `entropies`.
-            advantages: one per sequence, or one per token. None: nothing to learn from, the loss is exactly 0.
+            advantages: one per sequence, or one per token. None means nothing to learn from, and a loss of exactly 0.
             old_logps: log-probs under the policy that sampled; None means on-policy, ratio 1.
             ref_logps: log-probs under the reference policy.
             sampler_logps: the sampler's own log-probs, for a correction.
@@ -269,7 +269,7 @@ class PolicyLoss:
         return self.compute(self.surveyed(aligned) if totals is None else aligned)
 
     def align(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], **given: Any) -> LossInputs:
-        """The arguments of a call in their one inner form, without what this loss does not read."""
+        """Arguments of a call in internal form, without those this loss does not read."""
         unread = {"ref_logps", "sampler_logps"} - self.needs
         read = {name: value for name, value in given.items() if name not in unread}
         return align(inputs, outputs, with_places=self.draws_tokens, **read)
@@ -284,10 +284,10 @@ class PolicyLoss:
         sampler_logps: PerToken | None = None,
         totals: Totals | None = None,
     ) -> Totals:
-        """The totals of a whole step, with the numbers that parts count over it. Arguments as for a call, of all of it.
+        """Totals of a whole step, with the numbers that parts count over it. Arguments as for a call on the whole step.
 
-        Counted without gradient, before the first micro-batch; then each micro-batch is called with these totals and
-        gives its share of the same loss. `totals` are those to add to, when they are known already.
+        Compute them before the first micro-batch, without gradient, and pass them to each, which then returns its share
+        of the loss. `totals` are existing ones to add to.
         """
         aligned = self.align(
             inputs, outputs, advantages=advantages, old_logps=old_logps, sampler_logps=sampler_logps, totals=None
@@ -296,7 +296,7 @@ class PolicyLoss:
 
     @torch.no_grad()
     def surveyed(self, inputs: LossInputs) -> LossInputs:
-        """The inputs of a whole step; their totals hold the numbers that parts count over it and what is rejected."""
+        """Inputs of a whole step; their totals hold the numbers that parts count over it, and the rejected tokens."""
         if not self.surveys:
             return inputs
         self.check_needs(inputs, besides=frozenset({"ref_logps"}))
@@ -312,7 +312,7 @@ class PolicyLoss:
         return inputs
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """The loss of aligned inputs."""
+        """Loss of aligned inputs."""
         self.check_needs(inputs)
         if inputs.entropies is not None and not self.differentiates_entropies:
             inputs = replace(inputs, entropies=inputs.entropies.detach())
@@ -385,7 +385,7 @@ class PolicyLoss:
         return functools.reduce(operator.mul, each)
 
     def check_needs(self, inputs: LossInputs, besides: frozenset[str] = frozenset()) -> None:
-        """Refuse inputs without what this loss cannot do without."""
+        """Raise if an input that this loss needs is missing."""
         missing = sorted(name for name in self.needs - besides if getattr(inputs, name) is None)
         if missing:
             made = f"{type(self).__name__}(beta={self.beta:g}, entropy_coef={self.entropy_coef:g})"

@@ -106,8 +106,8 @@ class Term:
     """A negative one is a bonus."""
     value: Callable[[LossInputs, Tensor], Tensor]
     place: Literal["policy", "token", "step"] = "token"
-    """Where it is added. "policy": to the surrogate, before the token weights, and it is reported within the policy
-    term; "token": to the loss of a token; "step": to the loss of the step, the value being a mean of its own, `[]`."""
+    """Place where it is added. "policy": to the surrogate before the token weights, reported within the policy term;
+    "token": to the loss of a token; "step": to the loss of the step, as a mean `[]` of its own."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.coef, int | float) or isinstance(self.coef, bool) or not math.isfinite(self.coef):

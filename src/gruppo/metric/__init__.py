@@ -1,7 +1,7 @@
 """Metrics of a step: how far the policy moved, what its loss clipped, how far sampler and trainer are apart.
 
-Keys, formulas and healthy ranges: `gruppo.keys` and `docs/metrics.md`. A metric of your own is a subclass of `Metric`:
-`docs/extending.md`.
+`gruppo.keys` and `docs/metrics.md` list keys, formulas and healthy ranges. Subclass `Metric` for your own
+(`docs/extending.md`).
 """
 
 from gruppo.metric.base import Metric, largest, total

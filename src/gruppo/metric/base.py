@@ -1,6 +1,6 @@
-"""Metric: numbers of a step, from sums and maxima that merge over micro-batches and ranks, to the last bit.
+"""Metric: numbers of a step, from sums and maxima that merge exactly over micro-batches and ranks.
 
-Each value is rounded to a multiple of 2^-30 before it is added, so that the order of additions cannot show.
+Each value is rounded to a multiple of 2^-30 before it is added, so the order of additions does not matter.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ class Metric:
     """
 
     keys: ClassVar[tuple[Key, ...]] = ()
-    """Keys that it reports and that `gruppo.keys` does not list."""
+    """Keys it reports that are not in `gruppo.keys`."""
     sums: ClassVar[tuple[str, ...]] = ()
     maxima: ClassVar[tuple[str, ...]] = ()
 
@@ -100,7 +100,7 @@ class Metric:
         self._num_sequences += inputs.segments.num_sequences
 
     def calculate(self) -> dict[str, Any]:
-        """Metrics of everything since the last `reset`, over all ranks; {} when nothing was scored."""
+        """Metrics since the last `reset`, over all ranks; {} if nothing was scored."""
         sums, maxima = self._sums, self._maxima
         if not self._num_sequences:
             if not self.groups:

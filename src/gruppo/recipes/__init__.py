@@ -1,6 +1,6 @@
-"""Recipes: from a paper to the configuration of a run. They are entries of `book.yaml`.
+"""Recipes: configurations from papers, stored in `book.yaml`.
 
-To add one, enter it in `book.yaml`, whose head says what goes where, and in the table of `docs/recipes.md`.
+To add one, add it to `book.yaml`, as its header explains, and to the table of `docs/recipes.md`.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,9 +20,9 @@ __all__ = ["RECIPES", "Recipe", "recipe"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Options of a run as a paper trained with them.
+    """Options of a run, as a paper used them.
 
-    Model, data, rewards and the number of steps are the user's: a recipe says how to train, not what.
+    Model, data, rewards and the number of steps are up to the user: a recipe says how to train, not what.
     """
 
     name: str
@@ -30,15 +30,15 @@ class Recipe:
     paper: str
     """arXiv id, or "blog"."""
     source: str
-    """Where the stated values were read."""
+    """Section or page that states the values."""
     stated: Mapping[str, Any]
-    """Options that the source states."""
+    """Options stated by the source."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
-    """Options that it leaves open, and that are chosen here."""
+    """Options the source leaves open, chosen here."""
     yours: tuple[str, ...] = ()
-    """Options that stay at their default and should not: the source leaves them open, and they must fit the data."""
+    """Options the source leaves open and that must fit the data, so the user should set them."""
     differs: tuple[str, ...] = ()
-    """What the paper did otherwise, one sentence each."""
+    """Differences to the paper, one sentence each."""
 
     def __post_init__(self) -> None:
         twice = self.stated.keys() & self.chosen.keys()
@@ -54,15 +54,15 @@ class Recipe:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The options that it sets."""
+        """Options the recipe sets."""
         return dict(self.stated) | dict(self.chosen)
 
     def config(self, **own: Any) -> TrainConfig:
-        """The complete configuration; `own` options win."""
+        """Complete configuration; `own` options win."""
         return TrainConfig.read(self.values | own, where=f"recipe {self.name}")
 
     def reminder(self, given: Collection[str] = ()) -> str:
-        """A sentence on the options of `yours` that are not `given`; empty where none is left.
+        """Sentence on the options of `yours` that are not `given`; empty if none is left.
 
         >>> recipe("gspo").reminder()
         'recipe gspo leaves max_new_tokens (256 here) to you'
@@ -71,7 +71,7 @@ class Recipe:
         return f"recipe {self.name} leaves {', '.join(left)} to you" if left else ""
 
     def to_yaml(self) -> str:
-        """A config file with these options, and those that are left to the user as comments."""
+        """Config file with these options, and comments for those left to the user."""
         lines = [f"# {self.title}", f"# {self.reference}; {self.source}"]
         lines += [f"# here: {sentence}" for sentence in self.differs]
         for heading, values in (("stated there", self.stated), ("left open there, chosen here", self.chosen)):

@@ -123,7 +123,7 @@ def test_a_side_reward_that_rises_alone_is_the_finding_and_no_learning(tmp_path:
     assert state.name == "stalled" and "learned" not in state.text
     assert state.text.startswith("finished after step 40, stalled: right answers 0.006 -> 0.010")
     assert (found[0].rule, found[0].severity) == ("reward_hacking", "problem")
-    assert found[0].text == "reward 'digits' rises alone: answers do not become right more often"
+    assert found[0].text == "reward 'digits' rises, but answers do not get better"
     assert [each.rule for each in found if each.metric == "eval/accuracy"] == ["never_right"]
 
 
@@ -153,7 +153,7 @@ def test_a_weight_makes_the_side_reward_that_counts(tmp_path: Path) -> None:
     keys |= {"reward/short/mean": noisy(0.2, 0.4), "reward/short/abstain_frac": [0.0] * 40}
     weights = {"correct_by": "exact", "weights": {"exact": 1.0, "digits": 0.01, "short": 1.0}}
     found = summary(recorded_scores(tmp_path / "run", 40, keys, **weights))[1]
-    assert found[0].text.startswith("reward 'short' rises alone")
+    assert found[0].text.startswith("reward 'short' rises, but answers")
 
 
 def test_without_a_judge_the_reward_rises_and_nothing_is_learned_or_accurate(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_held_out_prompts_that_are_answered_worse_are_a_finding(tmp_path: Path) 
     keys |= {"reward/mean": noisy(0.4, 0.9)}
     found = summary(recorded_scores(tmp_path / "by heart", 40, keys))[1]
     assert found[0].evidence == "eval/accuracy 0.555 -> 0.375, reward/mean 0.522 -> 0.778"
-    assert found[0].remedy == "more prompts, fewer steps or a lower lr"
+    assert found[0].remedy == "use more prompts, fewer steps or a lower lr"
 
 
 def test_a_collapse_of_a_run_with_old_rollouts_names_their_age(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_collapse_of_a_run_with_old_rollouts_names_their_age(tmp_path: Path) -
     keys |= {"sampler/logp_gap_mean": [0.5] * 40}
     found = summary(recorded_scores(tmp_path / "run", 40, keys, max_staleness=8))[1]
     assert [each.rule for each in found] == ["collapse", "stale_sampler"]
-    assert found[0].remedy.startswith("lower lr, by ten times to begin with, or max_staleness, which is 8; what else")
+    assert found[0].remedy.startswith("lower lr to a tenth, or max_staleness, which is 8; the other findings")
 
 
 def test_the_noise_of_a_stalled_run_is_what_a_rise_must_exceed(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_prompts_that_are_too_hard_in_a_first_step_of_little_entropy_do_not_blam
     found = summary(recorded_scores(tmp_path / "run", 40, keys, temperature=1.0))[1]
     assert [each.rule for each in found] == ["too_hard"]
     assert found[0].remedy.startswith(
-        "read completions that earn nothing: if some are right, mend the reward or the ans"
+        "read completions that earn nothing: if some are right, fix the reward or the answers"
     )
 
 
@@ -332,7 +332,7 @@ def test_a_run_without_a_status_file_has_a_state(tmp_path: Path) -> None:
         run.log_metrics(1, {"reward/mean": 1.0})
         state = state_line(RunReader(run.path))
     assert state.name == "too_early"
-    assert state.text.startswith("without a status file that can be read, after step 1: too early to tell")
+    assert state.text.startswith("without a readable status file, after step 1: too early to tell")
 
 
 def test_the_sentence_has_the_numbers(tmp_path: Path) -> None:
