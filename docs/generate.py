@@ -60,7 +60,6 @@ advantages → packed batch → log-probs → loss → step → metrics.
 | `gruppo.recipes` | holds configurations from papers |
 | `gruppo.convert` | translates configurations of TRL, Open Instruct and Twinkle |
 | `gruppo.cli` | is the command line |
-| `gruppo.tutorial` | has the functions of a well-known blog post, corrected |
 """
 
 
