@@ -21,6 +21,7 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"} | changes
 
 
+@pytest.mark.clock
 def test_help_answers_within_a_second() -> None:
     # The best of three: the machine may be busy with other tests.
     times = []
