@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 
 import pytest
 import torch
@@ -15,6 +16,12 @@ torch.set_num_threads(1)
 for _name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_name, None)
 os.environ["TERM"] = "xterm"
+
+# Python ignores these in a job that a script has started in the background. With a handler they are ignored here alone,
+# and not in the commands that tests start and stop.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, that is at the import of its module, whichever test does that first.
