@@ -66,7 +66,7 @@ test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m row --rows all tests
 
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m "commands or learning or doctor" tests
+	$(BIN)/python -m pytest -q -n 2 -m long tests
 
 test-ranks: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m ranks tests

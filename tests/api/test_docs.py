@@ -56,7 +56,9 @@ def given(page, tmp_path, monkeypatch):
         yield namespace
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(name, marks=pytest.mark.long) if name == "distributed.md" else name for name in PAGES]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what starts a worker process
 def test_python_blocks_print_what_the_page_shows(page, given):
     """The blocks of a page share one namespace, in order. A ```text block after one is its whole output."""

@@ -152,7 +152,7 @@ def parse_only(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what starts a worker process
 @pytest.mark.parametrize("page", OF_PAGE)
 def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, finished_runs):

@@ -147,7 +147,7 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process(world: int, one_proce
 
 
 @pytest.mark.slow
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     for world in (1, 2):
@@ -158,7 +158,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.row("R-41", "SIGSTOP of a rank in an update, then `gruppo resume`")
 def test_a_rank_that_is_stopped_is_named_at_the_deadline_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 @pytest.mark.slow
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.row("R-39", "SIGKILL of torchrun while two ranks train")
 def test_ranks_whose_torchrun_is_killed_save_and_end(launched: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_ranks_whose_torchrun_is_killed_while_they_load_end(
 
 
 @pytest.mark.slow
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_run_without_a_launcher_outlives_the_shell_that_started_it(tmp_path: Path) -> None:
     command = train_command(tmp_path / "run", steps=2)

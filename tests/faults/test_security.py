@@ -344,7 +344,7 @@ def gruppo_with(hub: Hub, tmp_path: Path, *words: str) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=200)
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_records_the_commit_of_its_model_and_goes_on_from_it(hub: Hub, tmp_path: Path) -> None:
     small = ["--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "0"]

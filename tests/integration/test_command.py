@@ -76,7 +76,7 @@ def test_a_closed_output_is_no_error() -> None:
 TINY = "--prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-prompts 4 --no-tensorboard --threads 1"
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-51", "LC_ALL=C, 20 columns")
 def test_a_narrow_terminal_in_the_c_locale_sees_the_whole_run(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -110,7 +110,7 @@ def ended(run: Path) -> dict[str, Any]:
     return json.loads((run / "status.json").read_text())
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-51", "a reader that leaves")
 def test_a_run_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -122,7 +122,7 @@ def test_a_run_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     assert ended(run) == {"status": "done", "step": 60} and (run / "model").is_dir()
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_a_run_in_python_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     program = (
@@ -135,7 +135,7 @@ def test_a_run_in_python_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) 
     assert ended(run) == {"status": "done", "step": 60}
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-51", "stdout on /dev/full")
 def test_a_run_whose_log_is_on_a_full_disk_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -164,7 +164,7 @@ def unread(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]
     os.close(writer)
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-51", "a pipe that nobody reads")
 def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -172,7 +172,7 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Callable[...
     assert ended(run) == {"status": "done", "step": 60}
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_a_signal_stops_and_saves_a_run_whose_output_nobody_reads(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = unread("train", "--steps", "100000", *TINY.split(), "--output", str(run))
@@ -186,7 +186,7 @@ def test_a_signal_stops_and_saves_a_run_whose_output_nobody_reads(unread: Callab
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "talking.py").write_text(
@@ -200,7 +200,7 @@ def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., 
     assert all(line["reward/mean"] >= 1 for line in lines[1:])
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-11", "SIGTERM while loading")
 def test_a_signal_while_a_run_is_made_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -215,7 +215,7 @@ def test_a_signal_while_a_run_is_made_leaves_nothing(tmp_path: Path) -> None:
     assert not run.exists()
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_a_bare_train_runs(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*GRUPPO, "train"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True

@@ -89,7 +89,7 @@ def train(output: Path) -> Command:
     return Command(words, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
     with train(tmp_path / "run") as process:
         assert process.stdout is not None
@@ -105,7 +105,7 @@ def test_train_view_serves_the_run_and_ends_with_it(tmp_path):
         reach(address, timeout=5)
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_the_page_of_a_run_that_is_killed_ends_too(tmp_path):
     with train(tmp_path / "run") as process:
         assert process.stdout is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from warm_process import run_python
 
 from gruppo.cli.main import main, run
 from gruppo.errors import InputError
@@ -238,7 +239,10 @@ def in_process(command: str, folder: Path) -> "subprocess.CompletedProcess[str]"
 
 @pytest.mark.parametrize("words", ["losses", "--help", "train --help", "sample 1+1= --max-new-tokens 2"])
 def test_an_output_that_is_full_is_one_line_and_exit_code_2(words: str, tmp_path: Path) -> None:
-    ended = in_process(f"gruppo {words} >/dev/full", tmp_path)
+    with open("/dev/full", "w") as full:
+        ended = run_python(
+            ["-m", "gruppo", *words.split()], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
     assert ended.returncode == 2
     assert ended.stderr.startswith("gruppo: standard output cannot be written: No space left on device")
     assert ended.stderr.count("\n") == 1

@@ -40,7 +40,7 @@ def shared_features(seed: int, groups: int = 3, size: int = 4) -> list[InputFeat
     ("layout", "recomputed", "lora"),
     [
         ("padded", False, None),
-        ("padded", True, LoraSpec(rank=2)),
+        pytest.param("padded", True, LoraSpec(rank=2), marks=pytest.mark.long),
         ("shared", True, LoraSpec(rank=2)),
     ],
     ids=["plain", "recomputed adapter", "shared, recomputed adapter"],
