@@ -77,13 +77,13 @@ def test_a_run_ends_and_resume_is_refused_while_another_holds_an_flock(
     [
         ("sample", 6, 6),
         ("reward", 6, 7),  # what was sampled and scored is trained on before the run stops
-        ("train", 6, 7),
-        ("write", 7, 7),
+        pytest.param("train", 6, 7, marks=pytest.mark.long),
+        pytest.param("write", 7, 7, marks=pytest.mark.long),
         ("eval", 10, 10),
-        ("recorded", 7, 7),
-        ("checkpoint", 10, 10),
+        pytest.param("recorded", 7, 7, marks=pytest.mark.long),
+        pytest.param("checkpoint", 10, 10, marks=pytest.mark.long),
         ("filled", 10, 10),
-        ("committed", 10, 10),
+        pytest.param("committed", 10, 10, marks=pytest.mark.long),
     ],
 )
 def test_a_signal_at_any_site_saves_within_10_s_and_resumes_to_the_same_bits(

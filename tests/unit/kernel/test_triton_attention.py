@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "width"), zip(CASES, cycle((16, 24)), strict=False))
+@pytest.mark.parametrize(("case", "width"), list(zip(CASES, cycle((16, 24)), strict=False)))
 def test_attention_and_its_gradients_are_those_of_the_mask(case, width):
     rows = CASES[case]
     draw = torch.Generator().manual_seed(0)
