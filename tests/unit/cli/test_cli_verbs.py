@@ -112,6 +112,7 @@ def test_export_copies_a_model_that_evaluates_the_same(tmp_path: Path, capsys: p
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_train_writes_the_run_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "--steps 2 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-prompts 8 --no-tensorboard --threads 1"
@@ -237,6 +238,7 @@ def in_process(command: str, folder: Path) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(shell, cwd=folder, capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["losses", "--help", "train --help", "sample 1+1= --max-new-tokens 2"])
 def test_an_output_that_is_full_is_one_line_and_exit_code_2(words: str, tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
@@ -259,6 +261,7 @@ def test_doctor_refuses_a_working_directory_that_is_deleted(tmp_path: Path) -> N
     assert ended.stderr == "gruppo: the working directory is deleted; change into another and start again\n"
 
 
+@pytest.mark.slow
 def test_a_demo_without_held_out_prompts_ends_with_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
