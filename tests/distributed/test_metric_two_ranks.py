@@ -1,15 +1,11 @@
 """Two gloo processes report exactly what one process reports on their data joined: sums, maxima and top-K."""
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import two_ranks
-
-import gruppo
+from warm_process import Command
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 250
@@ -19,18 +15,8 @@ TIMEOUT = 250
 def answers(tmp_path_factory):
     """What each rank reported in each scenario: [{scenario: ...}, {scenario: ...}]."""
     folder = tmp_path_factory.mktemp("ranks")
-    source = str(Path(gruppo.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, two_ranks.__file__, str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [Command([two_ranks.__file__, str(rank), folder], **pipes) for rank in range(2)]
     try:
         outputs = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
     finally:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from gruppo.doctor import findings, state_line, summary
 
 pytestmark = [
-    pytest.mark.doctor,
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what starts a worker process
 ]
 

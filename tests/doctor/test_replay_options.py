@@ -9,7 +9,7 @@ from real_runs import has_carry, trained
 from gruppo.replay import replay
 from gruppo.task.carries import carries_rows
 
-pytestmark = pytest.mark.doctor
+pytestmark = pytest.mark.long
 
 SMALL: dict[str, Any] = {
     "steps": 3,

@@ -28,9 +28,11 @@ from typing import Any
 
 import psutil
 import pyarrow.parquet
-from warm_process import WarmProcess, gruppo
 
 from gruppo.task.carries import carries_rows
+
+sys.path.append(str(Path(__file__).parents[1]))
+from warm_process import WarmProcess, gruppo
 
 SAVE_EVERY = 4
 EVAL_EVERY = 6

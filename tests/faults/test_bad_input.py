@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from test_resume import tree_hash
+from warm_process import run_python
 
 from gruppo.cli.main import main
 from gruppo.model import TransformersModel
@@ -445,13 +446,8 @@ def test_a_post_processor_with_a_token_of_its_own_is_refused_without_a_panic_in_
     single = [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     processor = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
     edit(folder / "tokenizer.json", lambda values: values.update(post_processor=wrap(processor)))
-    said = subprocess.run(
-        [sys.executable, "-m", "gruppo", "sample", "1+2=", "--model", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = ["-m", "gruppo", "sample", "1+2=", "--model", folder]
+    said = run_python(words, capture_output=True, text=True, timeout=120)
     assert said.returncode == 2
     assert "puts the token '[X]' around prompts (post_processor)" in " ".join(said.stderr.split())
     assert "panicked" not in said.stderr

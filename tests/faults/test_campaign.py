@@ -9,7 +9,7 @@ from campaign import campaign, table
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-01", "runs killed and stopped several times")
 @pytest.mark.row("R-03", "SIGKILL at random moments and sites; 200 of them by make campaign")
 @pytest.mark.row("R-11", "SIGTERM at random moments and sites; 50 of them by make campaign")

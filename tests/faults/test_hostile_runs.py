@@ -137,7 +137,7 @@ def test_a_clock_that_jumps_changes_no_bit_and_no_duration(
     assert all(0 <= seconds < 120 for line in timings for name, seconds in line.items() if name != "step")
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-53", "SIGSTOP of trainer and workers for longer than the deadline of a reward")
 def test_a_run_that_is_suspended_with_its_workers_ends_in_the_same_bits(
     begin: Begin, flags: Flags, tmp_path: Path

@@ -90,7 +90,7 @@ def test_killed_at_step_7_of_20_and_resumed_is_bitwise_the_run_that_was_not(
     assert steps == list(range(21))
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["ahead", "ahead by 1"])
 @pytest.mark.row("R-03", "SIGKILL while the background samples, scores and is stored")
 def test_killed_at_every_moment_of_the_background_a_run_resumes_to_the_same_bits(
@@ -114,7 +114,7 @@ def test_killed_at_every_moment_of_the_background_a_run_resumes_to_the_same_bits
     assert product(run) == product(whole[variant])
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-03", "SIGKILL and SIGTERM of a run that streams")
 def test_a_streamed_run_that_is_killed_and_stopped_goes_on_and_takes_every_step_once(
     start: Start, flags: Flags, tmp_path: Path

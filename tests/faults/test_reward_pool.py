@@ -25,6 +25,7 @@ HOSTILE = Path(__file__).parents[1] / "unit" / "reward"
 PROMPTS = ["p"] * 4 + ["q"] * 4
 TEXTS = ["a", "b", "bad", "c", "d", "e", "f", "g"]
 SHORT_S = 0.8
+LONGER_THAN_A_TEST_S = 1000.0
 ONE_FAILED = [1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
@@ -49,9 +50,7 @@ def wait_until_gone(pids, seconds):
 @pytest.mark.row("R-13", "loops, sleep, a C call that holds the lock, blocked signals")
 def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
     with scorer(name, workers=2, deadline_s=60.0 if name == "closes_pipes" else SHORT_S) as rewards:
-        start = time.monotonic()
         result = rewards.score(PROMPTS, TEXTS)
-        assert time.monotonic() - start < 50.0  # it hangs for a quarter of an hour
         assert result.totals == ONE_FAILED
         assert result.metrics[f"reward/{name}/mean"] == 0.75
         assert result.metrics[f"reward/{name}/abstain_frac"] == 0.0
@@ -63,10 +62,8 @@ def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
 
 
 def test_a_reward_that_writes_into_every_pipe_is_killed_at_once():
-    with scorer("writes_pipes", deadline_s=200.0) as rewards:
-        start = time.monotonic()
-        assert rewards.score(PROMPTS, TEXTS).totals == ONE_FAILED
-        assert time.monotonic() - start < 100.0  # far below the deadline: its message is none
+    with scorer("writes_pipes", deadline_s=LONGER_THAN_A_TEST_S) as rewards:
+        assert rewards.score(PROMPTS, TEXTS).totals == ONE_FAILED  # at once: its message is none
 
 
 @pytest.mark.parametrize(
@@ -344,14 +341,12 @@ def test_an_exception_that_a_call_left_behind_is_nobodys_failure(name):
 
 def test_a_worker_that_no_longer_reads_does_not_block_the_trainer(monkeypatch):
     monkeypatch.setattr(workers, "_PIPE_STALL_S", 1)
-    with scorer("stray_thread", deadline_s=200.0) as rewards:
+    with scorer("stray_thread", deadline_s=LONGER_THAN_A_TEST_S) as rewards:
         assert rewards.score(["p"], ["bad"]).totals == [1.0]
         worker = psutil.Process(rewards.worker_pids[0])
         before = worker.cpu_times().user
         wait_until(lambda: worker.cpu_times().user > before + 0.2, seconds=60.0)  # its thread has the lock
-        start = time.monotonic()
         result = rewards.score(["p"], ["x" * 4_000_000], step=1)  # does not fit into the pipe
-        assert time.monotonic() - start < 100.0  # and not until the deadline
         assert result.totals == [1.0]
         assert result.tracebacks == {}
 
@@ -501,6 +496,7 @@ def test_restarts_leak_neither_processes_nor_file_descriptors():
         assert (me.num_fds(), len(me.children())) == (descriptors, children)
 
 
+@pytest.mark.clock
 def test_a_call_for_256_short_completions_costs_milliseconds():
     prompts = [str(number // 8) for number in range(256)]
     with scorer("length", workers=2) as rewards:

@@ -168,7 +168,7 @@ def meddled(tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch) -> Ca
         home = tmp_path / name
         (home / "elsewhere").mkdir(parents=True)
         function = {"class": "Reward", "call": "moves"}.get(name, "reward")
-        words = ["train", *flags(Path("runs/run"), steps=3, save_every=2, eval_every=0)]
+        words = ["train", *flags(Path("runs/run"), steps=3, save_every=2, eval_every=0, reward_workers=1)]
         words += ["--rewards", f"meddler_{name}:{function}"]
         process = WarmProcess(tmp_path / f"{name}.log", in_folder, str(home), words)
         assert process.wait() == 0, process.output

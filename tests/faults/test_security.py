@@ -24,6 +24,7 @@ import transformers
 import yaml
 from fuzz_cases import GOOD_ROWS, copy_model, parquet_of, spoil
 from safetensors.torch import load_file, save_file
+from warm_process import run_python
 
 from gruppo.cli.main import main
 from gruppo.errors import InputError, MissingExtraError
@@ -90,7 +91,7 @@ def test_tensors_that_the_model_does_not_use_are_counted_and_their_names_escaped
     code = (
         f"import torch; from gruppo.weights.source import load_model; load_model({str(model)!r}, dtype=torch.float32)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stderr
+    said = run_python(["-c", code], capture_output=True, text=True, timeout=120).stderr
     assert (
         f"{num} of the tensors in the files of {str(model)!r} are not used: \\x1b[2J\\x1b]0;owned\\x070.a00000" in said
     )
@@ -343,7 +344,7 @@ def gruppo_with(hub: Hub, tmp_path: Path, *words: str) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=200)
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_records_the_commit_of_its_model_and_goes_on_from_it(hub: Hub, tmp_path: Path) -> None:
     small = ["--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "0"]

@@ -77,13 +77,13 @@ def test_a_run_ends_and_resume_is_refused_while_another_holds_an_flock(
     [
         ("sample", 6, 6),
         ("reward", 6, 7),  # what was sampled and scored is trained on before the run stops
-        ("train", 6, 7),
-        ("write", 7, 7),
+        pytest.param("train", 6, 7, marks=pytest.mark.long),
+        pytest.param("write", 7, 7, marks=pytest.mark.long),
         ("eval", 10, 10),
-        ("recorded", 7, 7),
-        ("checkpoint", 10, 10),
+        pytest.param("recorded", 7, 7, marks=pytest.mark.long),
+        pytest.param("checkpoint", 10, 10, marks=pytest.mark.long),
         ("filled", 10, 10),
-        ("committed", 10, 10),
+        pytest.param("committed", 10, 10, marks=pytest.mark.long),
     ],
 )
 def test_a_signal_at_any_site_saves_within_10_s_and_resumes_to_the_same_bits(
@@ -197,7 +197,7 @@ def test_a_run_that_ignores_its_terminal_goes_on(flags: Flags, tmp_path: Path) -
     assert json.loads((run / "status.json").read_text()) == {"status": "done", "step": 40}
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-51", "Ctrl-C typed into a pseudo-terminal")
 def test_ctrl_c_on_a_terminal_saves_without_a_traceback(flags: Flags, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -227,7 +227,7 @@ def test_ctrl_c_on_a_terminal_saves_without_a_traceback(flags: Flags, tmp_path: 
     assert json.loads((run / "status.json").read_text())["status"] == "stopped"
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-01", "GRUPPO_FAULTS in a real process: SIGKILL after a step")
 def test_a_plan_in_the_environment_reaches_a_real_process(flags: Flags, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -331,7 +331,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-11", "Ctrl-C again while Python ends")
 def test_ctrl_c_after_a_run_was_saved_leaves_its_exit_code(flags: Flags, tmp_path: Path) -> None:
     plan = json.dumps([{"site": "recorded", "step": 1, "action": "int"}])

@@ -36,7 +36,7 @@ def with_a_slow_disk(arguments: Sequence[str], kill_at: int) -> None:
     gruppo(arguments)
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_a_run_killed_right_after_a_checkpoint_has_the_completions_of_an_undisturbed_one(
     flags: Flags, tmp_path: Path
 ) -> None:

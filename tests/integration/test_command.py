@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import Command, run_python
 
 pytestmark = pytest.mark.slow
 GRUPPO = [sys.executable, "-m", "gruppo"]
@@ -21,6 +22,7 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"} | changes
 
 
+@pytest.mark.clock
 def test_help_answers_within_a_second() -> None:
     # The best of three: the machine may be busy with other tests.
     times = []
@@ -75,7 +77,7 @@ def test_a_closed_output_is_no_error() -> None:
 TINY = "--prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-prompts 4 --no-tensorboard --threads 1"
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-51", "LC_ALL=C, 20 columns")
 def test_a_narrow_terminal_in_the_c_locale_sees_the_whole_run(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -109,7 +111,7 @@ def ended(run: Path) -> dict[str, Any]:
     return json.loads((run / "status.json").read_text())
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-51", "a reader that leaves")
 def test_a_run_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -121,7 +123,7 @@ def test_a_run_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     assert ended(run) == {"status": "done", "step": 60} and (run / "model").is_dir()
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_a_run_in_python_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     program = (
@@ -134,7 +136,7 @@ def test_a_run_in_python_whose_reader_leaves_goes_on_to_its_end(tmp_path: Path) 
     assert ended(run) == {"status": "done", "step": 60}
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-51", "stdout on /dev/full")
 def test_a_run_whose_log_is_on_a_full_disk_goes_on_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -152,7 +154,7 @@ def unread(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*words: str, **changes: str) -> "subprocess.Popen[bytes]":
-        started.append(subprocess.Popen([*GRUPPO, *words], stdout=writer, stderr=writer, env=environment(**changes)))
+        started.append(Command(["-m", "gruppo", *words], stdout=writer, stderr=writer, env=environment(**changes)))
         return started[-1]
 
     yield start
@@ -163,7 +165,7 @@ def unread(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]
     os.close(writer)
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-51", "a pipe that nobody reads")
 def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -171,7 +173,7 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Callable[...
     assert ended(run) == {"status": "done", "step": 60}
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_a_signal_stops_and_saves_a_run_whose_output_nobody_reads(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = unread("train", "--steps", "100000", *TINY.split(), "--output", str(run))
@@ -185,7 +187,7 @@ def test_a_signal_stops_and_saves_a_run_whose_output_nobody_reads(unread: Callab
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "talking.py").write_text(
@@ -199,13 +201,12 @@ def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., 
     assert all(line["reward/mean"] >= 1 for line in lines[1:])
 
 
-@pytest.mark.commands
+@pytest.mark.long
 @pytest.mark.row("R-11", "SIGTERM while loading")
 def test_a_signal_while_a_run_is_made_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with subprocess.Popen(
-        [*GRUPPO, "train", *TINY.split(), "--output", str(run)], env=environment(), stdout=subprocess.DEVNULL
-    ) as process:
+    words = ["-m", "gruppo", "train", *TINY.split(), "--output", run]
+    with Command(words, env=environment(), stdout=subprocess.DEVNULL) as process:
         while not (run / "lock").exists():
             assert process.poll() is None
             time.sleep(0.001)
@@ -214,7 +215,7 @@ def test_a_signal_while_a_run_is_made_leaves_nothing(tmp_path: Path) -> None:
     assert not run.exists()
 
 
-@pytest.mark.commands
+@pytest.mark.long
 def test_a_bare_train_runs(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*GRUPPO, "train"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
@@ -229,13 +230,7 @@ def test_a_bare_train_runs(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_none_is_refused_with_the_reason(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*GRUPPO, "train"],
-        cwd=tmp_path,
-        env=environment() | {"WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    ranked = environment(WORLD_SIZE="2")
+    done = run_python(["-m", "gruppo", "train"], cwd=tmp_path, env=ranked, capture_output=True, text=True, timeout=250)
     assert done.returncode == 2 and "RANK, MASTER_ADDR, MASTER_PORT is not set" in done.stderr
     assert list(tmp_path.iterdir()) == []

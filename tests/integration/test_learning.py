@@ -36,7 +36,7 @@ def test_rollouts_ahead_lift_it_above_0_97(demo_trainer: Make) -> None:
     assert accuracies(demo_trainer(steps=40, max_staleness=2))[1] >= 0.97
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "options",

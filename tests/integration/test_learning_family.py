@@ -8,7 +8,7 @@ import pytest
 from gruppo.advantage import ADVANTAGES
 from gruppo.trainer import GRPOTrainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.learning]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 Make = Callable[..., GRPOTrainer]
 
 ESTIMATORS: dict[str, dict[str, Any]] = {name: {"advantage": name} for name in ADVANTAGES}

@@ -1,5 +1,6 @@
 """A browser for tests of pages, and a run of the demo that they look at."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
-            if "browser" not in config.option.markexpr:
+            if not re.search("browser|clock", config.option.markexpr):
                 item.add_marker(pytest.mark.skip(reason="takes minutes; `make test-browser` runs it"))
 
 

@@ -2,13 +2,12 @@
 
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pages import until
+from warm_process import run_python
 from written_runs import metrics_of, rollout, run_directory
 
 from gruppo.report.page import report_page
@@ -57,7 +56,8 @@ def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 def written(run: RunDirectory) -> tuple[str, bytes]:
     """Address of the report of a run that another process wrote, and what that printed."""
-    made = subprocess.run([sys.executable, "-m", "gruppo", "report", str(run.path)], capture_output=True, check=True)
+    made = run_python(["-m", "gruppo", "report", run.path], capture_output=True)
+    assert made.returncode == 0
     return (run.path / "report.html").resolve().as_uri(), made.stdout + made.stderr
 
 
@@ -120,13 +120,13 @@ def test_ten_megabytes_open_and_are_cut_with_a_note(open_page, hostile_run):
 
 def test_a_hostile_name_of_a_run_directory_does_not_reach_the_terminal(tmp_path: Path) -> None:
     folder = tmp_path / "\x1b[2Jrun"
-    made = subprocess.run([sys.executable, "-m", "gruppo", "report", str(folder)], capture_output=True)
+    made = run_python(["-m", "gruppo", "report", folder], capture_output=True)
     assert made.returncode == 2 and b"\x1b" not in made.stdout + made.stderr
     with run_directory(tmp_path / "run", 1) as run:
         run.log_metrics(1, {"reward/mean": 1.0})
     run.path.rename(folder)  # gruppo makes no folder of such a name
-    made = subprocess.run([sys.executable, "-m", "gruppo", "report", str(folder)], capture_output=True, check=True)
-    assert b"\x1b" not in made.stdout + made.stderr
+    made = run_python(["-m", "gruppo", "report", folder], capture_output=True)
+    assert made.returncode == 0 and b"\x1b" not in made.stdout + made.stderr
 
 
 def test_marks_of_direction_in_the_names_of_runs_are_escapes_everywhere(open_page, tmp_path):

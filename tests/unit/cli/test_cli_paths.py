@@ -41,6 +41,7 @@ def test_a_home_that_is_not_known_is_refused(words: list[str], tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_tilde_is_the_home_folder_for_every_verb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

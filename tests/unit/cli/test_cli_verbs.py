@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from warm_process import run_python
 
 from gruppo.cli.main import main, run
 from gruppo.errors import InputError
@@ -111,6 +112,7 @@ def test_export_copies_a_model_that_evaluates_the_same(tmp_path: Path, capsys: p
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_train_writes_the_run_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "--steps 2 --prompts-per-step 4 --group-size 4 --max-new-tokens 4 --eval-prompts 8 --no-tensorboard --threads 1"
@@ -236,9 +238,13 @@ def in_process(command: str, folder: Path) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(shell, cwd=folder, capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["losses", "--help", "train --help", "sample 1+1= --max-new-tokens 2"])
 def test_an_output_that_is_full_is_one_line_and_exit_code_2(words: str, tmp_path: Path) -> None:
-    ended = in_process(f"gruppo {words} >/dev/full", tmp_path)
+    with open("/dev/full", "w") as full:
+        ended = run_python(
+            ["-m", "gruppo", *words.split()], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
     assert ended.returncode == 2
     assert ended.stderr.startswith("gruppo: standard output cannot be written: No space left on device")
     assert ended.stderr.count("\n") == 1
@@ -255,6 +261,7 @@ def test_doctor_refuses_a_working_directory_that_is_deleted(tmp_path: Path) -> N
     assert ended.stderr == "gruppo: the working directory is deleted; change into another and start again\n"
 
 
+@pytest.mark.slow
 def test_a_demo_without_held_out_prompts_ends_with_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ head size that is no power of 2.
 """
 
 import random
+from itertools import cycle
 
 import pytest
 import torch
@@ -39,8 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("width", [16, 24])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "width"), list(zip(CASES, cycle((16, 24)), strict=False)))
 def test_attention_and_its_gradients_are_those_of_the_mask(case, width):
     rows = CASES[case]
     draw = torch.Generator().manual_seed(0)

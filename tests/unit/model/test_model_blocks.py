@@ -40,8 +40,8 @@ def shared_features(seed: int, groups: int = 3, size: int = 4) -> list[InputFeat
     ("layout", "recomputed", "lora"),
     [
         ("padded", False, None),
-        ("padded", True, LoraSpec(rank=2)),
-        ("shared", True, LoraSpec(rank=2)),
+        pytest.param("padded", True, LoraSpec(rank=2), marks=pytest.mark.long),
+        pytest.param("shared", True, LoraSpec(rank=2), marks=pytest.mark.long),
     ],
     ids=["plain", "recomputed adapter", "shared, recomputed adapter"],
 )
@@ -134,6 +134,7 @@ def test_what_cannot_be_kept_so_is_refused(options: dict, message: str) -> None:
         TransformersModel("builtin", device="cpu", **options)
 
 
+@pytest.mark.long
 def test_models_that_keep_other_shares_have_graphs_of_their_own() -> None:
     features = shared_features(0)
     torch._dynamo.reset()

@@ -24,6 +24,7 @@ class EagerDecoder(GraphDecoder):
         return self.scorer.head.logits(hidden_ND).float()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter, in places that are masked
 @torch.no_grad()
 def test_rows_that_replace_others_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,13 +110,13 @@ def loops(completions):
 
 def sleeps(completions):
     if "bad" in completions:
-        time.sleep(30)
+        time.sleep(1000)
     return [1.0] * len(completions)
 
 
 async def awaits(completions):
     if "bad" in completions:
-        await asyncio.sleep(30)
+        await asyncio.sleep(1000)
     return [1.0] * len(completions)
 
 
@@ -126,14 +126,12 @@ def timed(function, **options):
 
 @pytest.mark.parametrize("function", [loops, sleeps, awaits])
 def test_a_call_in_this_process_is_given_up_at_its_deadline(function):
-    started = time.monotonic()
     with timed(function, deadline_s=0.8, failure_score=-1.0) as rewards:
         result = rewards.score(["p"] * 4, ["good", "bad", "good", "good"], step=1)
         assert result.totals == [1.0, -1.0, 1.0, 1.0]
         assert result.metrics[f"reward/{function.__name__}/timeout_frac"] == 0.25
         assert "no answer within 0.8 s; the call was given up (reward_deadline)" in result.tracebacks[function.__name__]
         assert rewards.score(["p"] * 2, ["good"] * 2, step=2).totals == [1.0, 1.0]
-    assert time.monotonic() - started < 25  # the function takes 30 s, or for ever
 
 
 def test_a_loop_that_was_given_up_ends():
@@ -161,10 +159,8 @@ def test_waiting_for_a_call_in_this_process_can_be_stopped():
     def stop():
         raise InterruptedError("Ctrl-C")
 
-    started = time.monotonic()
     with timed(sleeps, poll=stop) as rewards, pytest.raises(InterruptedError, match="Ctrl-C"):
         rewards.score(["p"], ["bad"])
-    assert time.monotonic() - started < 25
 
 
 def test_running_out_of_memory_in_this_process_ends_the_run():

@@ -49,9 +49,19 @@ class AtOnce:
         pass
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize(
-    "more", [{}, {"lora": True}, {"epochs_per_batch": 2, "minibatches": 2}, {"advantage": "remax"}]
+    ("staleness", "more"),
+    [
+        (1, {"epochs_per_batch": 2, "minibatches": 2}),
+        (2, {}),
+        *(
+            pytest.param(staleness, more, marks=pytest.mark.long)
+            for staleness, more in (
+                *((1, {}), (1, {"lora": True}), (1, {"advantage": "remax"}), (2, {"lora": True})),
+                *((2, {"epochs_per_batch": 2, "minibatches": 2}), (2, {"advantage": "remax"})),
+            )
+        ),
+    ],
 )
 def test_the_background_gives_what_one_step_after_the_other_gives(
     staleness: int, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,14 +2,13 @@
 
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from warm_process import run_python
 
 from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
@@ -284,7 +283,7 @@ def test_the_warning_of_a_reward_of_the_script_is_one_sentence_with_what_helps(
     top: str, rewards: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(top=top, rewards=rewards))
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = run_python(["script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [said]
 
@@ -308,9 +307,7 @@ if __name__ == "__main__":
 def test_a_reward_under_the_guard_of_a_script_runs_in_the_script(tmp_path: Path) -> None:
     """No worker process can import it: many scripts define their rewards there."""
     (tmp_path / "script.py").write_text(GUARDED)
-    ran = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
-    )
+    ran = run_python(["script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0 and ran.stdout.splitlines()[-1] == "1.0", ran.stderr
     assert 'Move it to a module, or above the `if __name__ == "__main__":`.' in ran.stderr
     assert (tmp_path / "model" / "config.json").is_file()

@@ -1,27 +1,34 @@
-"""`gruppo ...` in processes of their own, which can be killed for real.
+"""`gruppo ...` and other Python in processes of their own, which can be killed for real.
 
 They are forked by a server that has imported torch and transformers already: a test pays for its run and not for
-seven seconds of imports.
+seven seconds of imports. `run_python` and `Command` stand for `subprocess.run` and `subprocess.Popen`. Those are still
+needed where a test is about imports, about how Python starts or ends, or about a variable that a package reads when it
+is imported (`HF_...`, `GRUPPO_FAULTS`, `OMP_NUM_THREADS`).
 """
 
 import atexit
 import gc
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+TESTS = Path(__file__).parent
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        *("pytest", "peft", "transformers", "transformers.models.qwen3.modeling_qwen3", "pyarrow.parquet"),
-        *("gruppo.cli.train", "gruppo.model.checkpoint", "gruppo.trainer.trainer", "gruppo.run.checkpoints"),
+        *("pytest", "peft", "transformers", "transformers.models.qwen3.modeling_qwen3", "pyarrow.parquet", "pandas"),
+        *("gruppo.cli.main", "gruppo.cli.train", "gruppo.model.checkpoint", "gruppo.trainer.trainer"),
+        *("gruppo.run.checkpoints", "gruppo.run.completions"),
     ]
 )
 # The path of the server's socket may have 107 characters, 33 of them its own.
@@ -29,6 +36,81 @@ if len(tempfile.gettempdir()) > 70 and multiprocessing.parent_process() is None:
     _FOLDER = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
     multiprocessing.current_process()._config["tempdir"] = _FOLDER  # pyright: ignore[reportAttributeAccessIssue]
     atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+
+
+class Command(subprocess.Popen):
+    """`python WORDS` (-m MODULE, -c CODE or a script), with the options of Popen that tests use."""
+
+    def __init__(self, words: Sequence[str | Path], **options: Any) -> None:
+        super().__init__([sys.executable, *map(str, words)], **options)
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *options: Any) -> None:
+        _, cwd, env, _, _, _, *pipes = options[:12]
+        stdio = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+        # A connection is what multiprocessing hands on, and it closes what it was made of.
+        handed = [Connection(os.dup(descriptor)) for descriptor in stdio]
+        folder = str(cwd or Path.cwd())
+        self._process = _CONTEXT.Process(target=_as_python, args=(args[1:], folder, dict(env or os.environ), handed))
+        self._process.start()
+        self._child_created = True
+        self.pid = self._process.pid
+        self._close_pipe_fds(*pipes)
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        self._process.join(timeout)
+        if self._internal_poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+
+def run_python(
+    words: Sequence[str | Path], *, capture_output: bool = False, timeout: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """`python WORDS` to its end."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if capture_output else {}
+    with Command(words, **pipes, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _as_python(words: list[str], folder: str, environment: Mapping[str, str], stdio: Sequence[Connection]) -> None:
+    _begin()
+    for number, connection in enumerate(stdio):
+        os.dup2(connection.fileno(), number)
+        connection.close()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    encoding, _, errors = environment.get("PYTHONIOENCODING", "utf-8").partition(":")
+    sys.stdin = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding=encoding, errors=errors or "strict", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    first, *rest = words
+    given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    start = folder if first == "-m" else "" if first == "-c" else str(Path(first).resolve().parent)
+    sys.path[:] = [start, *given, *(place for place in sys.path if not Path(place).is_relative_to(TESTS))]
+    sys.argv = rest if first == "-m" else ["-c", *rest[1:]] if first == "-c" else words
+    if first == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        exec(rest[0], {"__name__": "__main__"})
+    else:
+        runpy.run_path(first, run_name="__main__")
+
+
+def _begin() -> None:
+    """Signals are as in a terminal, also where the tests run under nohup or in the background of a shell."""
+    gc.freeze()  # looking through what was imported before the fork would copy it, a quarter of the time of a short run
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class WarmProcess:
@@ -77,9 +159,7 @@ def _redirected(log: str, target: Callable[..., None], args: Sequence[Any]) -> N
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    # As in a terminal, also where the tests run under nohup or in the background of a shell.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    _begin()
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     target(*args)
 
