@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -315,6 +316,17 @@ def test_a_worker_that_is_killed_while_idle_is_nobodys_failure():
     with scorer("length") as rewards:
         rewards.score(PROMPTS, TEXTS)
         os.kill(rewards.worker_pids[0], signal.SIGKILL)
+        assert wait_until_gone(rewards.worker_pids, 30.0) == []
+        result = rewards.score(PROMPTS, TEXTS, step=1)
+        assert result.totals == [float(len(text)) for text in TEXTS]
+        assert result.tracebacks == {}
+
+
+def test_workers_that_end_with_the_thread_that_started_them_are_nobodys_failure():
+    with scorer("length", workers=2) as rewards:
+        thread = threading.Thread(target=rewards.score, args=(PROMPTS, TEXTS))
+        thread.start()
+        thread.join()
         assert wait_until_gone(rewards.worker_pids, 30.0) == []
         result = rewards.score(PROMPTS, TEXTS, step=1)
         assert result.totals == [float(len(text)) for text in TEXTS]
