@@ -178,12 +178,6 @@ class Needs:
     def __call__(self, completions):
         return [1.0] * len(completions)
 
-class Property(Needs):
-    @property
-    def isolated(self):
-        raise OSError("not decided")
-    needs = ()
-
 for function in (one_number, text):
     function.isolated = False
 """
@@ -223,7 +217,6 @@ def test_a_reward_that_returns_the_wrong_thing_is_named(name: str, expected: lis
     [
         ("Exits", ["reward 'bad_rewards:Exits' cannot be made with parameters {}", "SystemExit: 0"]),
         ("Raises", ["reward 'bad_rewards:Raises' cannot be made", r"OSError: no judge \x1b[2J"]),
-        ("Property", ["reward 'bad_rewards:Property' cannot be used", "OSError: not decided"]),
     ],
 )
 def test_a_reward_that_fails_while_it_is_made_is_named(name: str, expected: list[str], fails: Fails) -> None:

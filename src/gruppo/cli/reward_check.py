@@ -19,7 +19,7 @@ from gruppo.cli.options import parse, unset
 from gruppo.errors import GruppoError, InputError
 from gruppo.output import printable
 from gruppo.reward import RewardResult, RewardScorer, load_reward
-from gruppo.reward.scorer import statistics
+from gruppo.reward.result import statistics
 from gruppo.task.sources import resolve_source
 
 MADE_UP_ROW = {"prompt": "What is 6 times 7?", "answer": "42"}

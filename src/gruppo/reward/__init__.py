@@ -8,7 +8,8 @@ from gruppo.reward.length import LengthPenalty, RewardShape, SoftOverlong, lengt
 from gruppo.reward.load import Reward, load_reward
 from gruppo.reward.math_equal import MathMatch, math_match
 from gruppo.reward.number import NumberMatch, number_match
-from gruppo.reward.scorer import RewardResult, RewardScorer, weighted_totals
+from gruppo.reward.result import RewardResult, weighted_totals
+from gruppo.reward.scorer import RewardScorer
 from gruppo.reward.verifiers import (
     ExactMatch,
     NormalizedMatch,

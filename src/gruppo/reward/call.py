@@ -5,19 +5,16 @@ that it names; docs/rewards.md lists them. A `CallResult` holds only what JSON c
 reward function (a tensor, a lazy proxy) reaches the trainer.
 """
 
-import atexit
-import contextvars
-import ctypes
 import inspect
 import itertools
 import math
-import queue
 import re
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,9 +82,8 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call in a worker process."""
+    """One call of a reward function."""
 
-    id: int
     function: str
     """Name of the reward."""
     indices: Sequence[int]
@@ -144,7 +140,6 @@ class StepCompletions:
         ends = list(itertools.accumulate(size for _, size in groups))
         self.groups = [range(end - size, end) for end, (_, size) in zip(ends, groups, strict=True)]
         """Completions of each group."""
-        self._groups = [group for group in self.groups for _ in group]
         self._texts = completions
         self.available: dict[str, Any] = {
             **{name: values for name, values in columns.items() if name not in STANDARD},
@@ -195,18 +190,15 @@ class StepCompletions:
         """About `parts` runs of equal size, never cut within a group: a function may compare its members."""
         aim = -(-self.num // parts)
         cuts = [0]
-        for start in range(1, self.num):
-            if start - cuts[-1] >= aim and self._groups[start].start == start:
-                cuts.append(start)
-        return [range(start, end) for start, end in zip(cuts, [*cuts[1:], self.num], strict=True)]
+        for group in self.groups:
+            if group.stop - cuts[-1] >= aim or group.stop == self.num:
+                cuts.append(group.stop)
+        return [range(start, end) for start, end in itertools.pairwise(cuts)]
 
     def spread(self, indices: Sequence[int]) -> list[int]:
         """The same completions in an order that visits every group early: one bad group should not look like all."""
-        return sorted(indices, key=lambda index: (index - self._groups[index].start, index))
-
-    def group_of(self, index: int) -> range:
-        """All completions of the group that one belongs to."""
-        return self._groups[index]
+        places = [place for group in self.groups for place in range(len(group))]
+        return sorted(indices, key=lambda index: (places[index], index))
 
     def describe(self, index: int) -> str:
         """A completion for an error text, short and without control characters."""
@@ -353,50 +345,25 @@ async def _all_of(awaitables: Sequence[Any]) -> list[Any]:
 def call_within(
     seconds: float, poll: Callable[[], None] | None, name: str, function: Callable[..., Any], *arguments: Any
 ) -> CallResult:
-    """`call_reward` in a thread that is given up after so many seconds.
-
-    A thread cannot be killed. One that runs Python code ends by an exception; one inside a call that does not return
-    stays behind until the program ends.
-    """
-    ended: queue.SimpleQueue[CallResult | BaseException] = queue.SimpleQueue()
+    """`call_reward` in a thread that is given up after so many seconds. It cannot be killed, and stays behind."""
+    result: Future[CallResult] = Future()
 
     def run() -> None:
         try:
-            ended.put(call_reward(name, function, *arguments))
+            result.set_result(call_reward(name, function, *arguments))
         except BaseException as error:  # MemoryError and KeyboardInterrupt, for the thread that waits
-            ended.put(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=f"reward {name}", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name=f"reward {name}", daemon=True).start()
     expires = time.monotonic() + seconds
     while (left := expires - time.monotonic()) > 0:
         try:
-            result = ended.get(timeout=min(left, _POLL_S))
-        except queue.Empty:
+            return result.result(timeout=min(left, _POLL_S))
+        except TimeoutError:
             if poll is not None:
                 poll()
-            continue
-        if isinstance(result, BaseException):
-            raise result
-        return result
-    _give_up(thread)
+    _event_loop.cache_clear()  # the function may block it for ever
     return CallResult(kind="timeout", text=f"no answer within {seconds:g} s; the call was given up (reward_deadline)")
-
-
-def _give_up(thread: threading.Thread) -> None:
-    """End the call in a thread: a coroutine is cancelled, Python code gets an exception."""
-    is_awaiting = _runner.cache_info().currsize and _runner().get_loop().is_running()
-    if is_awaiting:
-        import asyncio
-
-        loop = _runner().get_loop()
-        loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
-        thread.join(_POLL_S)
-    if thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-        if is_awaiting:  # its loop may run for ever; the next call gets another
-            atexit.unregister(_runner().close)
-            _runner.cache_clear()
 
 
 def check_returned(name: str, returned: Any, num: int) -> CallResult:
@@ -468,28 +435,30 @@ def _describe(value: Any) -> str:
 
 def _await(awaitable: Awaitable[Any]) -> Any:
     import asyncio  # half of a worker's start, for the few functions that are asynchronous
-    from concurrent.futures import ThreadPoolExecutor
 
-    async def finish() -> Any:
-        return await awaitable
+    async def finish() -> tuple[Any, BaseException | None]:
+        try:
+            return await awaitable, None
+        except BaseException as error:  # SystemExit would end the loop
+            return None, error
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _runner().run(finish())
-    # A notebook runs its own loop in this thread, and a loop cannot be entered twice.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(_runner().run, finish()).result()
+    value, error = asyncio.run_coroutine_threadsafe(finish(), _event_loop()).result()
+    if error is not None:
+        raise error
+    return value
 
 
 @cache
-def _runner() -> Any:
-    """One event loop for all calls: HTTP clients that a module keeps are bound to the loop of their first use."""
+def _event_loop() -> Any:
+    """One event loop for all calls, since HTTP clients that a module keeps are bound to the loop of their first use.
+
+    It has a thread of its own: the one that calls may run a loop already, as in a notebook.
+    """
     import asyncio
 
-    runner = asyncio.Runner()
-    atexit.register(runner.close)
-    return runner
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="reward event loop", daemon=True).start()
+    return loop
 
 
 def _plain(value: Any) -> Any:

@@ -124,23 +124,14 @@ def load_reward(
     if not callable(target):
         value = f" {target!r}" if isinstance(target, int | float | str) else ""  # others may be long, or hold secrets
         raise InputError(f"{spec!r} is {type(target).__name__}{value}, not a function; name a function or a class")
-    try:
-        return Reward(
-            name=name or default_name,
-            function=target,
-            weight=1.0 if weight is None else weight,
-            isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
-            source=source,
-            is_unnamed=name is None and (bool(source or options) or not isinstance(spec, str)),
-        )
-    except GruppoError:
-        raise
-    except Exception as error:  # its attributes may be properties, and raise
-        reason = printable(short_traceback(error))
-        raise InputError(
-            f"reward {spec!r} cannot be used, its attributes raise: {reason}; needs and isolated are a list of names "
-            "and a truth value"
-        ) from error
+    return Reward(
+        name=name or default_name,
+        function=target,
+        weight=1.0 if weight is None else weight,
+        isolated=bool(getattr(target, "isolated", True)) if isolated is None else isolated,
+        source=source,
+        is_unnamed=name is None and (bool(source or options) or not isinstance(spec, str)),
+    )
 
 
 def _find(spec: str) -> tuple[Any, str, str, dict[str, str]]:
@@ -228,34 +219,38 @@ def number_names(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
 
 def sendable(reward: Reward) -> str | Callable[..., Any]:
     """The function for another process: its `module:name`, or the object; an error where neither can be found there."""
-    if source := reward.source or import_name(reward.function):
-        return source
     function = reward.function
+    if source := reward.source or import_name(function):
+        return source
+    if reason := _why_not_sendable(function):
+        raise InputError(
+            f"reward {reward.name!r} {reason}, or run it in this process without a time limit: load_reward(function, "
+            "isolated=False)"
+        )
+    return function
+
+
+def _why_not_sendable(function: Callable[..., Any]) -> str:
+    """Why a worker process cannot have this object, and a remedy; "" when it can."""
     try:
         ForkingPickler.dumps(function)
     except Exception as error:  # pickling runs foreign code and fails in many ways
-        raise InputError(
-            f"reward {reward.name!r} cannot run in a worker process, because a lambda or a function inside a function "
-            f"has no name to import it by ({error}); move it to a module, or run it in this process without a time "
-            "limit: load_reward(function, isolated=False)"
-        ) from error
-    if is_in_main(function) and not hasattr(sys.modules["__main__"], "__file__"):
-        raise InputError(
-            f"reward {reward.name!r} is defined in an interactive session, where a worker process cannot import it; "
-            "move it to a module, or run it in this process without a time limit: load_reward(function, isolated=False)"
+        return (
+            "cannot run in a worker process, because a lambda or a function inside a function has no name to import "
+            f"it by ({error}); move it to a module"
         )
-    if is_in_main(function) and not _guards():
-        raise InputError(
-            f"reward {reward.name!r} is defined in the script that runs, and a worker process would run all of it once "
-            "more to import the reward; put the rest of the script under `if __name__ == '__main__':`, move the reward "
-            "to a module, or run it in this process without a time limit: load_reward(function, isolated=False)"
+    if not is_in_main(function):
+        return ""
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        return "is defined in an interactive session, where a worker process cannot import it; move it to a module"
+    if not _guards():
+        return (
+            "is defined in the script that runs, and a worker process would run all of it once more to import the "
+            "reward; put the rest of the script under `if __name__ == '__main__':`, move the reward to a module"
         )
     if is_under_guard(function):
-        raise InputError(
-            f"reward {reward.name!r} is defined under `if __name__ == '__main__':`, which a worker process does not "
-            "run; move it above, or run it in this process without a time limit: load_reward(function, isolated=False)"
-        )
-    return function
+        return "is defined under `if __name__ == '__main__':`, which a worker process does not run; move it above"
+    return ""
 
 
 def is_in_main(function: Any) -> bool:

@@ -1,26 +1,26 @@
-"""Worker processes of a `RewardScorer`, seen from the trainer: start, assign, wait, kill, replace.
+"""Worker processes of a `RewardScorer`, seen from the trainer: start, assign, wait, and who is killed.
 
 Every call that goes in comes out once, with a result, within its deadline, and afterwards there are as many workers as
-before. What a result means for a score is decided in `scorer.py`.
+before. Which calls are made, and which are made again, is decided in `scorer.py`.
 
 Messages from a worker are JSON, so that what ran there cannot make the trainer build any object.
+
+Each worker has a pipe of its own. In a `pebble.ProcessPool` all share one, so the death of an idle worker, or a reward
+that writes into the pipe, ends the pool; and a busy worker outlives a trainer that is killed. `loky` has no deadlines.
 """
 
 import contextlib
 import json
 import logging
-import math
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import sys
-import threading
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -68,26 +68,24 @@ class WorkerPool:
             while len(self.workers) < self.size:
                 self.workers.append(WorkerHandle(self._functions, self._start_s))
         except OSError as error:
-            files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
             raise InputError(
-                f"a reward worker cannot be started, {len(self.workers)} of {self.size} run: {error}. The limits here "
-                f"are {_limit(files)} open files (ulimit -n) and {_limit(processes)} processes (ulimit -u); raise "
-                "them, or lower reward_workers"
+                f"a reward worker cannot be started, {len(self.workers)} of {self.size} run: {error}. Raise the limit "
+                "of open files (ulimit -n) or of processes (ulimit -u), or lower reward_workers"
             ) from error
 
     def close(self) -> None:
         while self.workers:
             self.workers.pop().kill()
 
-    def run(self, queue: deque[Call]) -> Generator[tuple[Call, CallResult], None, None]:
-        """Make all calls of the queue, also those appended meanwhile; results come as they are ready."""
+    def run(self, calls: Iterable[Call]) -> Generator[tuple[Call, CallResult], None, None]:
+        """Make all calls; results come as they are ready."""
         self.start()
+        queue = deque(calls)
         try:
             while queue or any(worker.call for worker in self.workers):
                 self._assign(queue)
                 for worker in self._wait():
-                    is_hanging = not worker.connection.poll()
-                    done = self._lose(worker, is_hanging=True) if is_hanging else self._receive(worker)
+                    done = self._receive(worker)
                     if done is not None:
                         yield done
         finally:
@@ -123,57 +121,59 @@ class WorkerPool:
         return [w for w in self.workers if w.connection in ready or (w.is_awaited and now >= w.expires)]
 
     def _receive(self, worker: "WorkerHandle") -> tuple[Call, CallResult] | None:
-        message = worker.receive()
+        """The result of a worker's call; None when it was ready to take one, or ended without one."""
+        is_late = not worker.connection.poll()
+        message = None if is_late else worker.receive()
         if message is None:
-            return self._lose(worker)
+            return self._lose(worker, is_late=is_late)
         if "failed" in message:
             raise InputError(f"a reward worker cannot use what it was sent:\n{printable(str(message['failed']))}")
         if "ready" in message:
             worker.is_ready, self._failed_starts = True, 0
             return None
-        call = worker.call
-        if call is None or message.get("id") != call.id:
-            return None
-        result = _read_result(message.get("result"), len(call.indices))
-        if result is None:
-            return self._lose(worker)
+        call, result = worker.call, CallResult(**message["result"])
+        assert call is not None, "a worker answers calls"
         worker.call = None
         if result.kind == "died":  # out of memory: the process still runs, but is not reliable
             self._replace(worker)
         return call, result
 
-    def _lose(self, worker: "WorkerHandle", *, is_hanging: bool = False) -> tuple[Call, CallResult] | None:
+    def _lose(self, worker: "WorkerHandle", *, is_late: bool) -> tuple[Call, CallResult] | None:
         """Replace a worker that ended or does not answer; the result of its call, if it was busy with one."""
-        call, is_late = worker.call, time.monotonic() >= worker.expires
-        if is_hanging and call is not None and call.function not in self._shown:  # once is enough to see where
+        call, kind = worker.call, "timeout" if time.monotonic() >= worker.expires else "died"
+        if is_late and call is not None and call.function not in self._shown:  # once is enough to see where
             self._shown.add(call.function)
             _log.warning("reward %r is late; its stack follows on stderr", call.function)
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, STACK_SIGNAL)
                 time.sleep(0.05)  # it is about to be killed; writing takes a moment
         self.workers.remove(worker)
-        ending = worker.kill(exit_s=0.0 if is_hanging else _EXIT_S)
+        ended = worker.kill(exit_s=0.0 if is_late else _EXIT_S)
         if not worker.is_ready:
-            self._failed_starts += 1
-            if self._failed_starts >= _MAX_FAILED_STARTS:
-                if is_hanging:
-                    names = ", ".join(map(repr, self._functions))
-                    ending = (
-                        f"had not imported {names} within {self._start_s:g} s (the greater of reward_deadline and "
-                        f"{_START_DEADLINE_S:g} s)"
-                    )
-                raise RewardError(
-                    f"a reward worker {ending} before it was ready, {self._failed_starts} times in a row; its own "
-                    "output is on stderr. If the reward is defined in the script you run, put the rest of that script "
-                    "under `if __name__ == '__main__':`"
-                )
-            time.sleep(0.1 * 2**self._failed_starts)
+            self._see_failed_start(ended, is_late=is_late)
         self.start()
         if call is None:
             return None
         late = f"no answer within {call.deadline_s:g} s; the worker was killed (reward_deadline)"
-        text = late if is_hanging else f"the worker {ending}"
-        return call, CallResult(kind="timeout" if is_late else "died", text=text)
+        return call, CallResult(kind=kind, text=late if is_late else f"the worker {ended}")
+
+    def _see_failed_start(self, ended: str, *, is_late: bool) -> None:
+        """Wait before the next start, or raise after several in a row that failed."""
+        self._failed_starts += 1
+        if self._failed_starts < _MAX_FAILED_STARTS:
+            time.sleep(0.1 * 2**self._failed_starts)
+            return
+        if is_late:
+            names = ", ".join(map(repr, self._functions))
+            ended = (
+                f"had not imported {names} within {self._start_s:g} s (the greater of reward_deadline and "
+                f"{_START_DEADLINE_S:g} s)"
+            )
+        raise RewardError(
+            f"a reward worker {ended} before it was ready, {self._failed_starts} times in a row; its own output is on "
+            "stderr. If the reward is defined in the script you run, put the rest of that script under "
+            "`if __name__ == '__main__':`"
+        )
 
     def _replace(self, worker: "WorkerHandle") -> None:
         self.workers.remove(worker)
@@ -186,9 +186,7 @@ class WorkerHandle:
 
     def __init__(self, functions: Functions, start_s: float) -> None:
         self.connection, theirs = _SPAWN.Pipe()
-        # The kernel ends a child together with the thread that started it, which must be the one that lasts.
-        is_bound = threading.current_thread() is threading.main_thread()
-        self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid(), is_bound), name="gruppo-reward")
+        self._process = _SPAWN.Process(target=work, args=(theirs, os.getpid()), name="gruppo-reward")
         # A new process imports the trainer's script, which may take seconds or start a second run, so that functions of
         # the script can be found. Where all are found by module, the script is hidden from it.
         main = sys.modules["__main__"]
@@ -214,13 +212,12 @@ class WorkerHandle:
         self.connection.send(call)
         self.call, self.expires = call, time.monotonic() + call.deadline_s
 
-    def receive(self) -> dict | None:
-        """A message, or None when the worker is lost or the message is not one."""
+    def receive(self) -> dict[str, Any] | None:
+        """A message, or None when the worker is lost or a reward wrote into its pipe."""
         try:
-            message = json.loads(self.connection.recv_bytes(_MAX_RESULT_BYTES))
-        except (EOFError, OSError, ValueError, RecursionError):
+            return json.loads(self.connection.recv_bytes(_MAX_RESULT_BYTES))
+        except (EOFError, OSError, ValueError):
             return None
-        return message if isinstance(message, dict) else None
 
     @property
     def is_awaited(self) -> bool:
@@ -241,25 +238,3 @@ class WorkerHandle:
         if self._process.exitcode is not None:
             self._process.close()
         return "stopped answering" if code is None else ending(code)
-
-
-def _limit(number: int) -> str:
-    return "any number of" if number == resource.RLIM_INFINITY else str(number)
-
-
-def _read_result(fields: object, num: int) -> CallResult | None:
-    """A result that is sound, or None: a reward function could write to the worker's pipe as well."""
-    try:
-        result = CallResult(**fields)  # pyright: ignore[reportCallIssue]  anything may have come; TypeError follows
-        if result.kind != "scored":
-            return result
-        numbers = [value for value in result.values if value is not None] + list(result.metrics.values())
-        is_sound = (
-            len(result.values) == num
-            and all(isinstance(number, float) and math.isfinite(number) for number in numbers)
-            and all(isinstance(place, int) and 0 <= place < num for place in result.non_finite)
-            and all(isinstance(column, list) and len(column) == num for column in result.extras.values())
-        )
-    except (TypeError, AttributeError):
-        return None
-    return result if is_sound else None

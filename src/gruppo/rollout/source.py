@@ -11,7 +11,7 @@ from typing import Any
 
 from gruppo.advantage import Groups
 from gruppo.reward import RewardResult
-from gruppo.reward.scorer import merged_metrics
+from gruppo.reward.result import merged_metrics
 from gruppo.rollout.driver import Driver, greedy
 from gruppo.sampler.base import SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from gruppo.reward import RewardResult
-from gruppo.reward.scorer import merged_metrics
+from gruppo.reward.result import merged_metrics
 from gruppo.rollout.driver import Stopwatch, greedy
 from gruppo.rollout.handover import HandOver
 from gruppo.rollout.schedule import WAIT, Background, StepRollouts, reading, write

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gruppo.errors import InputError
 from gruppo.reward import RewardResult, RewardScorer, load_reward, weighted_totals
-from gruppo.reward.scorer import merged_metrics, statistics
+from gruppo.reward.result import merged_metrics, statistics
 
 VALUES = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=20)
 

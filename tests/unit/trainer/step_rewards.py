@@ -1,10 +1,15 @@
 """Rewards for the trainer's tests, which run in this process, so that a step takes milliseconds; and a short cut."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from gruppo.reward import TrainerState
-from gruppo.trainer import GRPOTrainer
-from gruppo.types import Rollout
+
+if TYPE_CHECKING:  # reward workers import this module, and need no torch
+    from gruppo.trainer import GRPOTrainer
+    from gruppo.types import Rollout
 
 
 def rollouts_of(trainer: GRPOTrainer) -> list[Rollout]:
