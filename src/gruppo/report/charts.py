@@ -303,7 +303,7 @@ def _short(key: str, keys: Sequence[str]) -> str:
 
 def _described(name: str) -> dict[str, str]:
     key = find(name)
-    what = ("", "", "") if key is None else (key.what, key.over, key.expect)
+    what = ("", "", "") if key is None else (key.what, key.over, key.expected)
     return {"key": name, **dict(zip(("what", "over", "expect"), (text.replace("`", "") for text in what), strict=True))}
 
 
@@ -348,7 +348,7 @@ def _domain(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[flo
 
 def _usual(keys: Sequence[str], low: float, high: float) -> tuple[tuple[float, float] | None, list[str]]:
     """The part of the axis that is usual, and the keys whose range it is: that of one, or the same of several."""
-    ranges = {name: key.usual for name in keys if (key := find(name)) is not None and key.usual is not None}
+    ranges = {name: key.typical for name in keys if (key := find(name)) is not None and key.typical is not None}
     if len(set(ranges.values())) != 1:
         return None, []
     bottom, top = next(iter(ranges.values()))
