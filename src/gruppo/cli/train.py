@@ -19,7 +19,6 @@ from gruppo.cli.ray import RayOptions, launch
 from gruppo.errors import InputError, RankError, Terminated
 from gruppo.keys import held_out_name
 from gruppo.output import shell_word, unhindered
-from gruppo.run.lock import started
 from gruppo.run.reader import RunReader
 from gruppo.run.signals import STOPPED, stop_signals
 from gruppo.trainer.config import TrainConfig
@@ -184,7 +183,13 @@ def run(
 def _launch() -> str | None:
     """Name of the launch of this process, the same when its launcher starts it again; None: it was started alone."""
     name = os.environ.get("GRUPPO_LAUNCH") or os.environ.get("TORCHELASTIC_RUN_ID")
-    return started(os.getppid()) if name == "none" else name  # what torchrun has without --rdzv-id or --standalone
+    if name != "none":  # what torchrun has without --rdzv-id or --standalone
+        return name
+    try:
+        facts = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return f"{os.getppid()}-{facts[19]}"  # with the tick at which it began: ids are used again
 
 
 def _began_before(output: str) -> bool:
