@@ -49,7 +49,7 @@ def isolate() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(2, 1)
     if sys.stderr is not None:
-        sys.stderr = _Prints(sys.stderr)  # a print that nobody reads must not cost a reward its deadline
+        sys.stderr = _Prints(sys.stderr)
     sys.stdout = sys.stderr
     # The trainer decides what a signal to the whole job means. A handler rather than SIG_IGN, because an ignored
     # signal stays ignored in programs that a reward function starts.
