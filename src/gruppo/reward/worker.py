@@ -40,7 +40,7 @@ def work(connection: Connection, parent: int, is_bound: bool) -> None:
     try:
         given: dict[str, str | Callable[..., Any]] = connection.recv()
         functions = {
-            name: import_object(given_as, "reward", own_process=True) if isinstance(given_as, str) else given_as
+            name: import_object(given_as, "reward") if isinstance(given_as, str) else given_as
             for name, given_as in given.items()
         }
         for function in functions.values():
