@@ -1,11 +1,10 @@
 """`gruppo train` and `gruppo resume`."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from gruppo.errors import InputError, RankError, Terminated
 from gruppo.keys import held_out_name
 from gruppo.output import shell_word, unhindered
 from gruppo.run.reader import RunReader
-from gruppo.run.signals import STOPPED, stop_signals
+from gruppo.run.signals import STOPPED, handling, stop_signals
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -93,23 +92,13 @@ def resume(arguments: Sequence[str]) -> int:
     return run(config, resume=True, accept_changes=given.accept_changes)
 
 
-@contextmanager
-def _leaving_tidily() -> Iterator[None]:
+def _leaving_tidily() -> AbstractContextManager[None]:
     """Signals as exceptions, so that a run that has not begun takes back what it made. Training handles them itself."""
 
     def leave(number: int, frame: object) -> None:
         raise Terminated(number)
 
-    try:
-        before = {number: signal.signal(number, leave) for number in stop_signals()}
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling(leave, *stop_signals())
 
 
 @contextmanager
