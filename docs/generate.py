@@ -87,13 +87,13 @@ def table(head: str, rows: Iterable[str]) -> str:
 
 
 def run_table() -> str:
-    rows = (f"`{k.name}` | {k.what} | {k.over} | {k.expect} | {k.reduce}" for k in KEYS)
+    rows = (f"`{k.name}` | {k.what} | {k.over} | {k.expected} | {k.reduce}" for k in KEYS)
     return table("key | what it is | over | expect | values combine by", rows)
 
 
 def formula_table(prefix: str, shown_as: str) -> str:
     chosen: list[Key] = [key for key in KEYS if key.name.startswith(prefix) and key.formula]
-    rows = (f"`{k.name.replace(prefix, shown_as)}` | {k.formula} | {k.expect}" for k in chosen)
+    rows = (f"`{k.name.replace(prefix, shown_as)}` | {k.formula} | {k.expected}" for k in chosen)
     return table("key | formula | expect", rows)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children_in(module: str, parent: int) -> list[int]:
-    """Running children of a process that `gruppo.child.start` has started for a module."""
+    """Running children of a process whose command line names a module."""
     found: list[int] = []
     for thread in Path(f"/proc/{parent}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended

@@ -169,7 +169,7 @@ def gruppo(arguments: Sequence[str], *plan: tuple[str, int, str]) -> None:
     from gruppo import faults
     from gruppo.cli.main import main
 
-    faults.PLAN = faults.FaultPlan([faults.Fault(*fault) for fault in plan])
+    faults.PLAN = [faults.Fault(*fault) for fault in plan]
     main(list(arguments))
 
 

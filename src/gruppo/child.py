@@ -6,18 +6,14 @@ Nothing heavy may be imported here: a child starts the faster.
 import contextlib
 import ctypes
 import faulthandler
-import json
 import os
 import resource
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
-from typing import Any
 
 from gruppo.output import Output, printable
 
@@ -26,9 +22,6 @@ STACK_SIGNAL = signal.SIGUSR2
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 2.0
-
-_CODE = "import sys; sys.path[:] = sys.argv[3:]; from importlib import import_module as load; load(sys.argv[1]).work()"
-"""Not `multiprocessing.Process`, which would import the script that the user runs, and so run it again."""
 
 
 class _Prints(Output):
@@ -39,51 +32,11 @@ class _Prints(Output):
         return len(text)
 
 
-def start(
-    module: str, *, is_bound: bool, answer_s: int = 0, **facts: str
-) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a process that calls `work()` of a module, which calls `begin`. The process, and the connection to it.
-
-    Args:
-        is_bound: the kernel ends it together with the thread that calls, in the middle of whatever it does.
-        answer_s: seconds after which sending and receiving give up; 0 for never.
-        facts: what the process is to know.
-
-    Raises OSError, TypeError or ValueError where there is no memory, no Python to call, or a NUL in a path.
-    """
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        limit_waits(ours, answer_s)
-        known = {"descriptor": theirs.fileno(), "parent": os.getpid(), "is_bound": is_bound, **facts}
-        places = [place for place in sys.path if isinstance(place, str)]
-        command = [sys.executable, "-c", _CODE, module, json.dumps(known), *places]
-        process = subprocess.Popen(
-            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        return process, Connection(ours.detach())
-
-
 def limit_waits(end: socket.socket, seconds: int) -> None:
     """Have calls to a socket that wait longer than so many seconds raise BlockingIOError; 0 for no limit."""
     limit = struct.pack("ll", seconds, 0)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
-def begin() -> tuple[Connection, dict[str, Any]]:
-    """In the child, first of all: the connection to the parent, and the facts it gave."""
-    facts = json.loads(sys.argv[2])
-    if facts["is_bound"]:
-        end_with_parent(facts["parent"])
-    isolate()
-    return Connection(facts["descriptor"]), facts
-
-
-def wait_for_parent(connection: Connection, parent: int) -> None:
-    """Wait until the parent has sent something. A fork of it may hold its end open: without a parent the child ends."""
-    while not connection.poll(_PARENT_CHECK_S):
-        if os.getppid() != parent:
-            os._exit(0)
 
 
 def isolate() -> None:
@@ -96,7 +49,7 @@ def isolate() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(2, 1)
     if sys.stderr is not None:
-        sys.stderr = _Prints(sys.stderr)  # a print that nobody reads must not cost a reward its deadline
+        sys.stderr = _Prints(sys.stderr)
     sys.stdout = sys.stderr
     # The trainer decides what a signal to the whole job means. A handler rather than SIG_IGN, because an ignored
     # signal stays ignored in programs that a reward function starts.

@@ -1,8 +1,6 @@
-"""FaultPlan: faults that a test plans into a run, each at a named site of a step; without a plan no site costs a call.
+"""Faults that a test plans into a run, each at a named site of a step.
 
-    GRUPPO_FAULTS='[{"site": "committed", "step": 20, "action": "kill"}]' gruppo train ...
-
-`PLAN` is None unless the variable is set. A site tests for that and does no more: `if faults.PLAN: ...`.
+GRUPPO_FAULTS='[{"site": "committed", "step": 20, "action": "kill"}]' gruppo train ...
 """
 
 import errno
@@ -64,36 +62,31 @@ class Fault:
             raise RuntimeError(f"fault planned at {self.site} of step {self.step}")
 
 
-@dataclass(slots=True)
-class FaultPlan:
-    """Faults of a process that are still to come. Each strikes once, those of one site in their order.
+def parse(text: str) -> list[Fault]:
+    """Faults from JSON: a list of objects with the fields of `Fault`."""
+    try:
+        return [Fault(**fault) for fault in json.loads(text)]
+    except (ValueError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        names = ", ".join(field.name for field in fields(Fault))
+        raise InputError(f"GRUPPO_FAULTS={text!r} must be a JSON list of objects with {names}: {error}") from None
 
-    >>> plan = FaultPlan.parse('[{"site": "sample", "step": 2, "action": "raise"}]')
-    >>> plan.reach("sample", 1)
-    >>> plan.reach("sample", 2)
+
+def reach(site: str, step: int) -> None:
+    """Strike with the faults planned for this site of this step.
+
+    >>> PLAN.append(Fault("sample", 2, "raise"))
+    >>> reach("sample", 1)
+    >>> reach("sample", 2)
     Traceback (most recent call last):
     RuntimeError: fault planned at sample of step 2
-    >>> plan.reach("sample", 2)
+    >>> reach("sample", 2)
     """
-
-    faults: list[Fault]
-
-    @classmethod
-    def parse(cls, text: str) -> "FaultPlan":
-        """A plan from JSON: a list of objects with the fields of `Fault`."""
-        try:
-            return cls([Fault(**fault) for fault in json.loads(text)])
-        except (ValueError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
-            names = ", ".join(field.name for field in fields(Fault))
-            raise InputError(f"GRUPPO_FAULTS={text!r} must be a JSON list of objects with {names}: {error}") from None
-
-    def reach(self, site: str, step: int) -> None:
-        """Strike with the faults planned for this site of this step."""
-        for fault in [fault for fault in self.faults if (fault.site, fault.step) == (site, step)]:
-            self.faults.remove(fault)
-            fault.strike()
+    for fault in [fault for fault in PLAN if (fault.site, fault.step) == (site, step)]:
+        PLAN.remove(fault)
+        fault.strike()
 
 
-PLAN: FaultPlan | None = FaultPlan.parse(os.environ["GRUPPO_FAULTS"]) if os.environ.get("GRUPPO_FAULTS") else None
+PLAN: list[Fault] = parse(os.environ.get("GRUPPO_FAULTS") or "[]")
+"""Faults of this process that are still to come. Each strikes once, those of one site in their order."""

@@ -2,20 +2,16 @@
 
 import difflib
 import importlib
-import logging
 import os
 import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gruppo.errors import InputError, Terminated
 from gruppo.output import printable
-
-logger = logging.getLogger(__name__)
 
 _WITH_OPTIONS = re.compile(r"(?P<name>.+?):(?P<options>[A-Za-z_]\w*=.*)", re.S)
 _NEXT_OPTION = re.compile(r",\s*(?=[A-Za-z_]\w*=)")
@@ -69,12 +65,11 @@ def is_address(spec: str) -> bool:
     return True
 
 
-def import_object(spec: str, what: str, *, own_process: bool = False) -> Any:
+def import_object(spec: str, what: str) -> Any:
     """The object named `module:name`. The current directory is searched after the installed packages.
 
     Args:
         what: the word for it in error texts, such as "reward" or "loss".
-        own_process: what the module changes in this process, such as defaults of torch, stays.
     """
     module_name, _, path = spec.partition(":")
     if not module_name or not path or ":" in path:
@@ -85,8 +80,7 @@ def import_object(spec: str, what: str, *, own_process: bool = False) -> Any:
     if os.getcwd() not in sys.path:  # the `gruppo` script has its own directory there instead
         sys.path.append(os.getcwd())
     try:
-        with nullcontext() if own_process else put_back(f"module {module_name!r} of {what} {spec!r}"):
-            found = importlib.import_module(module_name)
+        found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise InputError(f"{module_name!r} of {what} {spec!r} needs a module that is absent: {error}") from error
@@ -106,40 +100,6 @@ def import_object(spec: str, what: str, *, own_process: bool = False) -> Any:
             where = getattr(found, "__file__", None) or getattr(found, "__name__", module_name)
             raise InputError(f"{where} has no {part!r} for {what} {spec!r}{did_you_mean(part, names)}")
         found = getattr(found, part)
-    return found
-
-
-@contextmanager
-def put_back(what: str) -> Iterator[None]:
-    """Working directory and defaults of torch as they are now, with a warning if the code inside (`what`) changes them:
-    the run would write elsewhere, not learn, or compute in another precision or on another device."""
-    before = _process_state()
-    try:
-        yield
-    finally:
-        after = _process_state()
-        for name, (value, restore) in before.items():
-            if name in after and after[name][0] != value:
-                restore(value)
-                logger.warning(
-                    "%s set %s to %s; it is %s again, for the run depends on it. Set it inside the function",
-                    *(what, name, after[name][0], value),
-                )
-
-
-def _process_state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
-    """Working directory and, once torch is imported, its defaults, each with the function that sets it."""
-    found: dict[str, tuple[Any, Callable[[Any], object]]] = {}
-    with suppress(OSError):  # it was deleted
-        found["the working directory"] = os.getcwd(), os.chdir
-    if torch := sys.modules.get("torch"):
-        found["torch's gradient mode"] = torch.is_grad_enabled(), torch.set_grad_enabled
-        found["torch's default dtype"] = torch.get_default_dtype(), torch.set_default_dtype
-        # None, not "cpu": a default device costs every call of torch some time.
-        found["torch's default device"] = (
-            torch.get_default_device(),
-            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-        )
     return found
 
 

@@ -24,9 +24,11 @@ class Key:
     formula: str = ""
     """In TeX. ℓ is the policy's log-prob of a token, d = ℓ - ℓ_old, r = e^d, ρ = e^(ℓ_old - ℓ_sampler)."""
     expect: str = ""
-    """What a healthy run shows."""
-    healthy: tuple[float, float] | None = None
-    """Bounds beyond which something is wrong in nearly every run; a remedy goes with them."""
+    """What a healthy run shows, in words. `{}` stands for the typical range, which is all if there are no words."""
+    typical: tuple[float, float] | None = None
+    """Range of nearly every healthy run. Charts show it."""
+    alarm: tuple[float, float] | None = None
+    """Range outside of which something is wrong in nearly every run; the remedy goes with it."""
     remedy: str = ""
     reduce: Reduction = "mean"
     """How micro-batches, updates and ranks become one number."""
@@ -34,20 +36,19 @@ class Key:
     """How the console prints it, if it does; `rest` is 1 less the value."""
 
     @property
-    def usual(self) -> tuple[float, float] | None:
-        """The range that `expect` begins with. Charts show it.
+    def expected(self) -> str:
+        """What a healthy run shows: the typical range in words, and what is said of it.
 
-        >>> Key("a", "", expect="below 0.1").usual, Key("a", "", expect="1 to 3").usual
-        ((-inf, 0.1), (1.0, 3.0))
+        >>> Key("a", "", typical=(-inf, 0.1), expect="{}, rising").expected
+        'below 0.1, rising'
+        >>> Key("a", "", typical=(1, 3)).expected, Key("a", "", typical=(-0.02, 0.02)).expected
+        ('1 to 3', 'within ±0.02')
         """
-        number = r"(\d[\d.]*(?:e-?\d+)?)"
-        found = re.match(rf"below {number}|{number} to {number}|within ±{number}", self.expect)
-        if found is None:
-            return None
-        above, low, high, around = (None if text is None else float(text) for text in found.groups())
-        if above is not None:
-            return -inf, above
-        return (-around, around) if around is not None else (low or 0.0, high or 0.0)
+        if self.typical is None:
+            return self.expect
+        low, high = self.typical
+        words = f"below {high:g}" if low == -inf else f"within ±{high:g}" if low == -high else f"{low:g} to {high:g}"
+        return (self.expect or "{}").format(words)
 
     def matches(self, name: str) -> bool:
         pattern = re.sub(r"<\w+>", "[^/]+", self.name.replace("<k>", r"\d+"))
@@ -104,8 +105,8 @@ KEYS = (
         "reward/<name>/error_frac",
         "share for which it raised, gave NaN or died",
         "sampled",
-        expect="below 0.05",
-        healthy=(0.0, 0.05),
+        typical=(-inf, 0.05),
+        alarm=(0.0, 0.05),
         remedy="fix the function; the first traceback is in events.jsonl, all of them in the completions of a step",
     ),
     Key("reward/<name>/timeout_frac", "share for which it was killed at its deadline", "sampled"),
@@ -122,7 +123,8 @@ KEYS = (
         "group/dead_frac",
         "share of groups that teach nothing: all advantages are 0, or left out for having no signal",
         GROUPS,
-        expect="below 0.8; else most of the sampling is wasted",
+        expect="{}; else most of the sampling is wasted",
+        typical=(-inf, 0.8),
         line="signal {rest:.0%}",
     ),
     Key("group/all_right_frac", "share of groups whose answers are all right", GROUPS),
@@ -133,8 +135,8 @@ KEYS = (
         "completion/truncated_frac",
         "share that hit `max_new_tokens`",
         "sampled",
-        expect="below 0.1",
-        healthy=(0.0, 0.5),
+        typical=(-inf, 0.1),
+        alarm=(0.0, 0.5),
         remedy="raise max_new_tokens, or reward shorter answers; if text goes on past its end, look at the end token",
     ),
     Key(
@@ -142,7 +144,7 @@ KEYS = (
         "share whose text is blank",
         "sampled",
         expect="0",
-        healthy=(0.0, 0.5),
+        alarm=(0.0, 0.5),
         remedy="the model ends at once; check the prompt and the end token",
     ),
     Key(
@@ -172,8 +174,9 @@ KEYS = (
         "policy/kl",
         "KL of the policy to the reference, a mean over tokens whatever the loss, before `beta`; with `beta`",
         "kept tokens, mean over updates",
-        expect="below 0.1, rising slowly",
-        healthy=(-1.0, 1.0),
+        expect="{}, rising slowly",
+        typical=(-inf, 0.1),
+        alarm=(-1.0, 1.0),
         remedy="the policy is far from where it started; lower lr, raise beta, or move the reference with ref_every",
     ),
     Key(
@@ -197,7 +200,14 @@ KEYS = (
         r"$\exp(\operatorname{mean}\ell_t)$",
         "in (0, 1], rising slowly",
     ),
-    Key("live/mean_new_logp", "log-prob", TOKENS, r"$\operatorname{mean}\ell_t$", "below 0, rising slowly"),
+    Key(
+        "live/mean_new_logp",
+        "log-prob",
+        TOKENS,
+        r"$\operatorname{mean}\ell_t$",
+        expect="{}, rising slowly",
+        typical=(-inf, 0),
+    ),
     Key(
         "live/mean_old_logp",
         "log-prob under the policy that sampled",
@@ -205,18 +215,25 @@ KEYS = (
         r"$\operatorname{mean}\ell_t^{\text{old}}$",
         "close to `mean_new_logp`",
     ),
-    Key("live/logp_diff_mean", "how far tokens moved", TOKENS, r"$\operatorname{mean}d_t$", "within ±0.02"),
+    Key("live/logp_diff_mean", "how far tokens moved", TOKENS, r"$\operatorname{mean}d_t$", typical=(-0.02, 0.02)),
     Key(
         "live/approx_kl",
         "KL of the policy that sampled and the policy now",
         TOKENS,
         r"$\operatorname{mean}(r_t-1-d_t)$",
-        "0 to 0.01",
-        healthy=(0.0, 1.0),
+        typical=(0, 0.01),
+        alarm=(0.0, 1.0),
         remedy="the policy moves far within one batch; lower lr or epochs_per_batch",
     ),
-    Key("live/token_kl_max", "the same of the worst token", TOKENS, r"$\max(r_t-1-d_t)$", "below 1", reduce="max"),
-    Key("live/token_ratio_max", "largest ratio", TOKENS, r"$\max r_t$", "1 to 3", reduce="max"),
+    Key(
+        "live/token_kl_max",
+        "the same of the worst token",
+        TOKENS,
+        r"$\max(r_t-1-d_t)$",
+        typical=(-inf, 1),
+        reduce="max",
+    ),
+    Key("live/token_ratio_max", "largest ratio", TOKENS, r"$\max r_t$", typical=(1, 3), reduce="max"),
     Key(
         "live/entropy",
         "entropy of the policy now",
@@ -224,7 +241,14 @@ KEYS = (
         r"$\operatorname{mean}H_t$, in nats",
         "falling slowly, well above 0",
     ),
-    Key("live/clip_ratio", "share clipped; for losses that clip", TOKENS, "low + high", "0 to 0.1", line="clip {:.1%}"),
+    Key(
+        "live/clip_ratio",
+        "share clipped; for losses that clip",
+        TOKENS,
+        "low + high",
+        typical=(0, 0.1),
+        line="clip {:.1%}",
+    ),
     Key(
         "live/clip_ratio_low",
         "share clipped from below",
@@ -252,24 +276,26 @@ KEYS = (
         "distance of the trainer's log-probs from the sampler's",
         KEPT,
         r"mean $\lvert\ell^{\text{old}}-\ell^{\text{smp}}\rvert$",
-        "below 0.03 in bf16, 1e-5 in float32",
+        expect="{} in bf16, 1e-5 in float32",
+        typical=(-inf, 0.03),
     ),
     Key(
         "sampler/logp_gap_max",
         "the same of the worst token",
         KEPT,
         r"largest $\lvert\ell^{\text{old}}-\ell^{\text{smp}}\rvert$",
-        "below 0.5 in bf16, 1e-5 in float32",
-        healthy=(0.0, 1.0),
+        expect="{} in bf16, 1e-5 in float32",
+        typical=(-inf, 0.5),
+        alarm=(0.0, 1.0),
         remedy="sampler and trainer disagree; look for stale weights of the sampler, then set correction",
         reduce="max",
     ),
-    Key("sampler/kl", "KL of sampler and trainer", KEPT, r"mean of $\rho-1-\log\rho$", "below 1e-3"),
+    Key("sampler/kl", "KL of sampler and trainer", KEPT, r"mean of $\rho-1-\log\rho$", typical=(-inf, 0.001)),
     Key("sampler/rho_mean", "mean ratio", KEPT, r"mean of $\rho$", "about 1 even when the tails are bad"),
     Key("sampler/rho_max", "largest ratio", KEPT, r"largest $\rho$", "near 1", reduce="max"),
     Key("sampler/rho_min", "smallest ratio", KEPT, r"smallest $\rho$", "near 1", reduce="min"),
-    Key("sampler/rho_high_frac", "upper tail", KEPT, r"share of tokens with $\rho>2$ (`tail`)", "below 1e-3"),
-    Key("sampler/rho_low_frac", "lower tail", KEPT, r"share of tokens with $\rho<1/2$", "below 1e-3"),
+    Key("sampler/rho_high_frac", "upper tail", KEPT, r"share of tokens with $\rho>2$ (`tail`)", typical=(-inf, 0.001)),
+    Key("sampler/rho_low_frac", "lower tail", KEPT, r"share of tokens with $\rho<1/2$", typical=(-inf, 0.001)),
     Key("sampler/chi2", "spread of the ratio", KEPT, r"mean of $\rho^2$, minus 1", "near 0"),
     Key(
         "sampler/ess",

@@ -1,29 +1,19 @@
-"""Output: a stream for a terminal, a pipe or a log file that neither ends nor delays the run that writes to it;
-and text that is safe to write there."""
+"""Output: stdout and stderr that never end a run, and escaping of untrusted text."""
 
 import io
 import os
 import shlex
 import sys
-import threading
 import unicodedata
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import TextIO
-
-HELD = 2**20
-"""Most bytes that wait for a reader; text beyond them is dropped."""
-PROMPT_S = 0.05
-"""Seconds in which a reader takes a text. After a slower one, `write` does not wait until it has caught up."""
-LAST_WORDS_S = 2.0
-"""Seconds that the end of a command waits for a reader."""
 
 
 class Output(io.TextIOBase):
-    """Writes to the file descriptor of another stream in a thread.
+    """Stream that writes to the file descriptor of another.
 
-    A reader that has left, a full disk or a pipe that nobody reads cost text and nothing else.
+    Where the reader has left or the disk is full, it loses the text, and raises nothing.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -31,11 +21,6 @@ class Output(io.TextIOBase):
             stream.flush()
         self._stream = stream
         self._descriptor = stream.fileno()
-        self._waiting: deque[bytes] = deque()
-        self._size = 0
-        self._is_slow = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._write_all, name="gruppo-output", daemon=True).start()
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # a plain attribute there
@@ -51,38 +36,11 @@ class Output(io.TextIOBase):
         return self._stream.isatty()
 
     def write(self, text: str, /) -> int:
-        data = text.encode(self.encoding or "utf-8", "backslashreplace")
-        with self._changed:
-            if self._size + len(data) <= HELD:
-                self._waiting.append(data)
-                self._size += len(data)
-                self._changed.notify_all()
-                # Written before what another writer, or a crash, brings next.
-                if not self._is_slow:
-                    self._is_slow = not self._changed.wait_for(lambda: not self._size, PROMPT_S)
+        left = memoryview(text.encode(self.encoding or "utf-8", "backslashreplace"))
+        with suppress(OSError):
+            while left:
+                left = left[os.write(self._descriptor, left) :]
         return len(text)
-
-    def flush(self) -> None:
-        """Nothing: the thread writes as fast as the reader reads."""
-
-    def drain(self, seconds: float) -> None:
-        """Wait until all is written, at most so long."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._size, seconds)
-
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                data = self._waiting.popleft()
-            left = memoryview(data)
-            with suppress(OSError):  # the reader has left, or the disk is full: what follows may fare better
-                while left:
-                    left = left[os.write(self._descriptor, left) :]
-            with self._changed:
-                self._size -= len(data)
-                self._is_slow = self._is_slow and bool(self._size)
-                self._changed.notify_all()
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -111,27 +69,14 @@ def shell_word(path: object) -> str:
 @contextmanager
 def unhindered() -> Iterator[None]:
     """Standard output and error as `Output`s. Streams that are no files, as in a notebook, stay."""
-    names = [name for name in ("stdout", "stderr") if _is_file(getattr(sys, name))]
-    before = {name: getattr(sys, name) for name in names}
-    made = {name: Output(stream) for name, stream in before.items()}
-    for name, output in made.items():
-        setattr(sys, name, output)
-    try:
+    with ExitStack() as redirected:
+        for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
+            if _is_file(stream):
+                redirected.enter_context(redirect(Output(stream)))
         yield
-    finally:
-        for name, output in made.items():
-            output.drain(LAST_WORDS_S)
-            if getattr(sys, name) is output:
-                setattr(sys, name, before[name])
 
 
 def _is_file(stream: object) -> bool:
-    return isinstance(stream, io.TextIOWrapper) and not stream.closed and _has_descriptor(stream)
-
-
-def _has_descriptor(stream: TextIO) -> bool:
-    try:
-        stream.fileno()
-    except (OSError, ValueError):
-        return False
-    return True
+    with suppress(OSError, ValueError):  # it is in memory, or closed
+        return isinstance(stream, io.TextIOWrapper) and stream.fileno() >= 0
+    return False

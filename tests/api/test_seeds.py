@@ -1,6 +1,7 @@
 """The calls of the specification's examples, with this package's name and a model folder of our own.
 
-docs/tutorial.md has the functions of the post "GRPO 101" (test_tutorial.py); the loop with a real vLLM is in tests/vllm.
+docs/tutorial.md has the functions of the post "GRPO 101" (test_tutorial.py); the loop with a real vLLM is tested in
+tests/vllm.
 """
 
 from pathlib import Path

@@ -33,7 +33,7 @@ def end_after_3(trainer: GRPOTrainer, step: int, metrics: dict[str, float]) -> b
 def train(options: dict[str, Any], by: str, *plan: tuple[str, int, str]) -> None:
     from gruppo import faults
 
-    faults.PLAN = faults.FaultPlan([faults.Fault(*fault) for fault in plan])
+    faults.PLAN = [faults.Fault(*fault) for fault in plan]
     callbacks = [end_after_3] if by == "callback" else []
     GRPOTrainer(TrainConfig(**options), quiet=True, callbacks=callbacks).train()
 

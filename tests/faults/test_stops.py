@@ -48,29 +48,6 @@ def test_the_command_that_a_stopped_run_prints_can_be_pasted_into_a_shell(
     assert start([verb, path]).wait() == 0
 
 
-@pytest.mark.row("R-55", "flock of another process while a run is taken, goes on and ends")
-def test_a_run_ends_and_resume_is_refused_while_another_holds_an_flock(
-    start: Start, flags: Flags, tmp_path: Path
-) -> None:
-    import fcntl
-
-    for name, steps, code in (("done", 20, 0), ("stopped", 10_000, 75)):
-        run = tmp_path / name
-        going = start(["train", *flags(run, steps=steps)])
-        going.wait_until(lambda run=run: steps_in(run) > 2)
-        descriptor = os.open(run, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if name == "stopped":
-            going.send(signal.SIGTERM)
-        assert going.wait(60) == code, going.output
-        assert not (run / "lock").exists()
-        refused = start(["resume", str(run), "--steps", "10001"])
-        assert refused.wait(60) == 2, refused.output
-        assert "has held a lock (flock) on it for 5 seconds; end that process" in refused.output
-        os.close(descriptor)
-        assert start(["resume", str(run), "--steps", str(steps_in(run))]).wait(60) == 0
-
-
 @pytest.mark.row("R-11", "SIGTERM at each site of a step")
 @pytest.mark.parametrize(
     ("site", "taken", "saved"),

@@ -1,7 +1,6 @@
 """R-43: trackers that block, raise or exit, as modules that a real run imports; the run goes on without them."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,8 +45,8 @@ def finish():
 WRITER = """
 import sys, time
 
-class EventFileWriter:
-    def __init__(self, folder):
+class RecordWriter:
+    def __init__(self, file):
         {fault}
 """
 
@@ -91,7 +90,7 @@ def test_a_tracker_in_trouble_is_dropped_with_one_line(
 @pytest.mark.parametrize("fault", FAULTS)
 def test_tensorboard_in_trouble_is_dropped_with_one_line(fault: str, run: Callable[..., str], tmp_path: Path) -> None:
     files = {
-        "summary/writer/event_file_writer.py": WRITER.format(fault=FAULTS[fault]),
+        "summary/writer/record_writer.py": WRITER.format(fault=FAULTS[fault]),
         "compat/proto/event_pb2.py": "Event = None",
         "compat/proto/summary_pb2.py": "Summary = None",
     }
@@ -112,18 +111,14 @@ def test_tensorboard_in_trouble_is_dropped_with_one_line(fault: str, run: Callab
 
 
 def board_on_full_disk(disk: str, num_records: int) -> None:
-    """Records for TensorBoard on a disk of 8 kB; prints what it ends with."""
-    from gruppo.run.tensorboard import FailedElsewhere, TensorBoard
+    """Records for TensorBoard on a disk of 8 kB."""
+    from gruppo.run.trackers import Trackers
 
     mount(disk, "size=8k")
-    try:
-        board = TensorBoard(Path(disk))
-        for step in range(num_records):
-            board.log(step, {f"metric/{i}": 0.5 for i in range(100)})
-            time.sleep(0.01)  # its thread writes meanwhile
-        board.close()
-    except (FailedElsewhere, OSError) as error:
-        print(f"ended with {error}")
+    trackers = Trackers(["tensorboard"], Path(disk), {}, deadline_s=60.0)
+    for step in range(num_records):
+        trackers.log(step, {f"metric/{i}": 0.5 for i in range(100)})
+    trackers.close()
 
 
 @pytest.mark.parametrize("num_records", [6, 40])
@@ -138,7 +133,7 @@ def test_tensorboard_on_a_full_disk_is_one_line(num_records: int, tmp_path: Path
     for each in (tried, process):
         each.close()
     (line,) = process.output.splitlines()
-    assert line.startswith("ended with raised OSError") and "No space left" in line
+    assert line.startswith("tensorboard failed and is switched off: log raised OSError: ") and "No space left" in line
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

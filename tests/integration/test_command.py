@@ -1,13 +1,11 @@
 """R-51: the command as a process: quick help, light imports, closed pipes, odd terminals."""
 
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,62 +141,6 @@ def test_a_run_whose_log_is_on_a_full_disk_goes_on_to_its_end(tmp_path: Path) ->
     done = in_shell(f'"$0" -m gruppo train --steps 20 {TINY} --output "$1" > /dev/full 2> /dev/full', str(run))
     assert done.returncode == 0
     assert ended(run) == {"status": "done", "step": 20}
-
-
-@pytest.fixture
-def unread(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
-    """Start a command whose output goes into a pipe of 4 kB that nobody reads."""
-    reader, writer = os.pipe()
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(writer, b"x" * 4000)
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(*words: str, **changes: str) -> "subprocess.Popen[bytes]":
-        started.append(Command(["-m", "gruppo", *words], stdout=writer, stderr=writer, env=environment(**changes)))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-    os.close(reader)
-    os.close(writer)
-
-
-@pytest.mark.long
-@pytest.mark.row("R-51", "a pipe that nobody reads")
-def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Callable[..., Any], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert unread("train", "--steps", "60", *TINY.split(), "--output", str(run)).wait(timeout=250) == 0
-    assert ended(run) == {"status": "done", "step": 60}
-
-
-@pytest.mark.long
-def test_a_signal_stops_and_saves_a_run_whose_output_nobody_reads(unread: Callable[..., Any], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = unread("train", "--steps", "100000", *TINY.split(), "--output", str(run))
-    deadline = time.monotonic() + 200
-    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_bytes().splitlines()) < 20:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 75
-    assert ended(run)["status"] == "stopped"
-    assert len(list((run / "checkpoints").iterdir())) == 1
-
-
-@pytest.mark.long
-def test_rewards_that_print_where_nobody_reads_are_scored(unread: Callable[..., Any], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (tmp_path / "talking.py").write_text(
-        "def score(completions, **columns):\n    print('x' * 5000)\n    return [float(len(c)) for c in completions]\n"
-    )
-    words = ["train", "--steps", "4", *TINY.split(), "--rewards", "talking:score", "--reward-deadline", "5"]
-    process = unread(*words, "--output", str(run), PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    assert process.wait(timeout=250) == 0
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line.get("reward/score/timeout_frac", 0.0) for line in lines] == [0.0] * 5
-    assert all(line["reward/mean"] >= 1 for line in lines[1:])
 
 
 @pytest.mark.long

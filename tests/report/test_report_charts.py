@@ -12,7 +12,6 @@ from written_runs import metrics_of, rollout, run_directory
 
 from gruppo.cli.main import run as run_command
 from gruppo.errors import InputError
-from gruppo.keys import KEYS
 from gruppo.report.charts import charts, ledger_chart
 from gruppo.report.data import summary
 from gruppo.run.directory import RunDirectory
@@ -114,13 +113,6 @@ def test_the_range_that_is_drawn_is_the_one_in_the_text(tmp_path: Path) -> None:
     assert ranges["policy/kl"] == (True, "below 0.1, rising slowly")
     assert ranges["completion/truncated_frac"] == (True, "below 0.1")
     assert ranges["completion/empty_frac"] == (False, "0") and not ranges["reward/kl"][0]
-
-
-@pytest.mark.parametrize("key", [key for key in KEYS if key.usual is not None], ids=lambda key: key.name)
-def test_every_usual_range_stands_in_the_words_of_its_key(key: Any) -> None:
-    numbers = [float(text) for text in re.findall(r"[\d.]*\d(?:e-?\d+)?", key.expect)]
-    ends = [abs(end) for end in key.usual if abs(end) != float("inf")]
-    assert ends and all(end in numbers for end in ends)
 
 
 def test_background_seconds_are_not_added_to_those_of_a_step(tmp_path: Path) -> None:

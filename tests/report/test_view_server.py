@@ -199,10 +199,19 @@ def test_browsers_that_ask_at_once_share_what_is_made_of_the_records(
     assert sorted(made) == ["chart_data", "page_data", "page_data"]
 
 
+OWNER = """
+import signal, sys
+from gruppo.run.directory import RunDirectory
+run = RunDirectory.reopen(sys.argv[1])
+print("owned", flush=True)
+signal.pause()
+"""
+
+
 def test_the_page_shows_that_a_run_was_killed(server: ViewServer, run: RunDirectory) -> None:
     """Its files stay as they were; only its process is gone."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as owner:
-        (run.path / "lock").write_text(json.dumps({"pid": owner.pid, "host": socket.gethostname()}))
+    with subprocess.Popen([sys.executable, "-c", OWNER, run.path], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"owned\n"
         first = json.loads(ask(server, own(server, "data.json"))[2])
         assert first["runs"][0]["status"] == "running"
         owner.kill()

@@ -1,4 +1,4 @@
-"""FaultPlan: what it does at which site, and what it refuses."""
+"""Planned faults: which strikes at which site, and plans that are refused."""
 
 import errno
 import time
@@ -7,27 +7,28 @@ import pytest
 
 from gruppo import faults
 from gruppo.errors import InputError
-from gruppo.faults import Fault, FaultPlan
+from gruppo.faults import Fault, parse, reach
 
 
 def test_there_is_no_plan_unless_one_is_set() -> None:
-    assert faults.PLAN is None
+    assert faults.PLAN == []
 
 
-def test_faults_of_a_site_strike_in_their_order_and_others_do_not() -> None:
-    plan = FaultPlan.parse(
+def test_faults_of_a_site_strike_in_their_order_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = parse(
         '[{"site": "train", "step": 2, "action": "sleep", "seconds": 0.1}, '
         '{"site": "train", "step": 2, "action": "full"}, {"site": "eval", "step": 2, "action": "raise"}]'
     )
-    assert plan.faults[0] == Fault("train", 2, "sleep", 0.1)
-    plan.reach("train", 1)
-    plan.reach("sample", 2)
+    monkeypatch.setattr(faults, "PLAN", plan)
+    assert plan[0] == Fault("train", 2, "sleep", 0.1)
+    reach("train", 1)
+    reach("sample", 2)
     start = time.monotonic()
     with pytest.raises(OSError, match="No space left on device") as caught:
-        plan.reach("train", 2)
+        reach("train", 2)
     assert caught.value.errno == errno.ENOSPC and time.monotonic() - start >= 0.1
     with pytest.raises(RuntimeError, match="fault planned at eval of step 2"):
-        plan.reach("eval", 2)
+        reach("eval", 2)
 
 
 @pytest.mark.parametrize(
@@ -42,4 +43,4 @@ def test_faults_of_a_site_strike_in_their_order_and_others_do_not() -> None:
 )
 def test_a_plan_that_is_none_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        FaultPlan.parse(text)
+        parse(text)

@@ -36,7 +36,6 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 
 from gruppo.errors import InputError, RankError
 from gruppo.output import shell_word
-from gruppo.run.lock import drop_lock
 from gruppo.run.reader import numbered
 from gruppo.run.signals import STOPPED, StopFlag
 
@@ -189,8 +188,6 @@ class ClusterRun:
         self.losses = 0
         self.lives = 0
         """Samplers that were started so far."""
-        self.first: tuple[int, str] | None = None
-        """Process and host of the first rank."""
         self._has_stopped = False
 
     def run(self) -> int:
@@ -243,7 +240,7 @@ class ClusterRun:
             facts = {"address": self.gcs, "namespace": self.namespace, "names": [m.name for m in self.samplers]}
             shared["GRUPPO_REPLICAS"] = json.dumps(facts)
         own = [(self.words, shared | {"RANK": str(i)}, os.getcwd()) for i in range(ranks)]
-        self.first = self._answers("start", own)[0]
+        self._answers("start", own)
         for member in self.ranks:
             member.pending = member.actor.look.remote()
 
@@ -369,8 +366,6 @@ class ClusterRun:
                 ray.get(end, timeout=KILL_S)
             ray.kill(member.actor)
         self.ranks = []
-        if self.first is not None:
-            drop_lock(self.folder, *self.first)
 
     def _remove_group(self) -> None:
         for member in self.samplers:

@@ -1,11 +1,10 @@
 """`gruppo train` and `gruppo resume`."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,8 @@ from gruppo.cli.ray import RayOptions, launch
 from gruppo.errors import InputError, RankError, Terminated
 from gruppo.keys import held_out_name
 from gruppo.output import shell_word, unhindered
-from gruppo.run.lock import started
 from gruppo.run.reader import RunReader
-from gruppo.run.signals import STOPPED, stop_signals
+from gruppo.run.signals import STOPPED, handling, stop_signals
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -94,23 +92,13 @@ def resume(arguments: Sequence[str]) -> int:
     return run(config, resume=True, accept_changes=given.accept_changes)
 
 
-@contextmanager
-def _leaving_tidily() -> Iterator[None]:
+def _leaving_tidily() -> AbstractContextManager[None]:
     """Signals as exceptions, so that a run that has not begun takes back what it made. Training handles them itself."""
 
     def leave(number: int, frame: object) -> None:
         raise Terminated(number)
 
-    try:
-        before = {number: signal.signal(number, leave) for number in stop_signals()}
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling(leave, *stop_signals())
 
 
 @contextmanager
@@ -184,7 +172,13 @@ def run(
 def _launch() -> str | None:
     """Name of the launch of this process, the same when its launcher starts it again; None: it was started alone."""
     name = os.environ.get("GRUPPO_LAUNCH") or os.environ.get("TORCHELASTIC_RUN_ID")
-    return started(os.getppid()) if name == "none" else name  # what torchrun has without --rdzv-id or --standalone
+    if name != "none":  # what torchrun has without --rdzv-id or --standalone
+        return name
+    try:
+        facts = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return f"{os.getppid()}-{facts[19]}"  # with the tick at which it began: ids are used again
 
 
 def _began_before(output: str) -> bool:

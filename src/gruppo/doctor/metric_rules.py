@@ -41,8 +41,8 @@ def out_of_range(table: Table) -> Iterator[Finding]:
     """Keys whose mean is outside their healthy range."""
     keys = [(name, key) for name in table.keys if (key := find(name)) is not None and key.name in RANGES]
     for name, key in sorted(keys, key=lambda pair: list(RANGES).index(pair[1].name)):
-        assert key.healthy is not None
-        low, high = key.healthy
+        assert key.alarm is not None
+        low, high = key.alarm
         rule, text = RANGES[key.name]
         for bound, above in ((high, True), (low, False)):
             found = beyond(table.series(name), bound, above=above)
@@ -80,7 +80,7 @@ def gap_bound(name: str) -> float:
     """Largest healthy value of a key of `GAPS`."""
     key = find(name)
     assert key is not None
-    return key.healthy[1] if key.healthy else MEAN_GAP
+    return key.alarm[1] if key.alarm else MEAN_GAP
 
 
 def sampler_gap(metrics: Mapping[str, float]) -> str | None:

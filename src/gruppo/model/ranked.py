@@ -223,8 +223,8 @@ class RankedModel(TransformersModel):
     def run(self, plan: StepPlan, watch: Watch | None = None, record: Record | None = None) -> LossOutput:
         seen: list[tuple[tuple[int, ...], Sequence[int], dict[str, Tensor]]] = []
         with self._on_all("run", records=record is not None):
-            if faults.PLAN and self.ranks.rank:
-                faults.PLAN.reach("follow", self.version)
+            if self.ranks.rank:
+                faults.reach("follow", self.version)
             output = super().run(plan, watch, None if record is None else lambda *columns: seen.append(columns))
             if record is not None:
                 for columns in self._all_columns(seen):

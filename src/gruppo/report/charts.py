@@ -302,7 +302,7 @@ def _short(key: str, keys: Sequence[str]) -> str:
 
 def _described(name: str) -> dict[str, str]:
     key = find(name)
-    what = ("", "", "") if key is None else (key.what, key.over, key.expect)
+    what = ("", "", "") if key is None else (key.what, key.over, key.expected)
     return {"key": name, **dict(zip(("what", "over", "expect"), (text.replace("`", "") for text in what), strict=True))}
 
 
@@ -347,7 +347,7 @@ def _domain(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[flo
 
 def _usual(keys: Sequence[str], low: float, high: float) -> tuple[tuple[float, float] | None, list[str]]:
     """Usual range on the axis, and its keys: one key, or several with the same range."""
-    ranges = {name: key.usual for name in keys if (key := find(name)) is not None and key.usual is not None}
+    ranges = {name: key.typical for name in keys if (key := find(name)) is not None and key.typical is not None}
     if len(set(ranges.values())) != 1:
         return None, []
     bottom, top = next(iter(ranges.values()))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from gruppo.errors import GruppoError, InputError, Terminated, require
-from gruppo.imports import did_you_mean, import_name, import_object, is_address, put_back, read_spec
+from gruppo.imports import did_you_mean, import_name, import_object, is_address, read_spec
 from gruppo.output import printable
 from gruppo.reward.call import Parameters, name_of, parameters_of, short_traceback
 from gruppo.reward.length import LengthPenalty, SoftOverlong
@@ -107,8 +107,7 @@ def load_reward(
         source = ""  # a worker needs the parameters too: send the object
         parameters = _typed(target, default_name, options) | parameters
         try:
-            with put_back(f"reward {spec!r}"):
-                target = target(**parameters)
+            target = target(**parameters)
         except (KeyboardInterrupt, MemoryError, GruppoError, Terminated):
             raise
         except BaseException as error:  # also `sys.exit()`

@@ -53,7 +53,7 @@ def work(connection: Connection, parent: int) -> None:
 
 
 def _loaded(given: str | Callable[..., Any]) -> Callable[..., Any]:
-    function = import_object(given, "reward", own_process=True) if isinstance(given, str) else given
+    function = import_object(given, "reward") if isinstance(given, str) else given
     if callable(prepare := getattr(function, "prepare", None)):
         prepare()
     return function

@@ -27,8 +27,7 @@ class Stopwatch:
     def __call__(self, stage: str) -> Iterator[None]:
         self.stage, started = stage, time.monotonic()
         try:
-            if faults.PLAN:
-                faults.PLAN.reach(stage, self.step())
+            faults.reach(stage, self.step())
             yield
         finally:
             name = self.prefix + stage

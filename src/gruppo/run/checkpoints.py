@@ -45,8 +45,7 @@ class Checkpoints:
                 ahead = f"a checkpoint needs about {size:.1f} MiB; the steps after {last} are lost; then go on from it"
             raise CheckpointError(f"{error}; {ahead}: gruppo resume {shell_word(self.folder.parent)}") from error
         self._current = step
-        if faults.PLAN:
-            faults.PLAN.reach("committed", step)
+        faults.reach("committed", step)
         self._prune(step)
 
     def load_step(self, step: int, read: Callable[[Path], T]) -> T:

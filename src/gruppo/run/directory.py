@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from gruppo import __version__
 from gruppo.errors import InputError
 from gruppo.output import shell_word
-from gruppo.run.lock import NAME, give_back_lock, take_lock
+from gruppo.run.lock import NAME, RunLock, is_owned
 from gruppo.run.reader import FORMAT, RunReader, numbered, read_lines
 from gruppo.types import Group, Prompt
 from gruppo.weights.files import remove, remove_temporary, replace_file
@@ -46,8 +46,7 @@ class RunDirectory(RunReader):
         self._has_begun = True
         self._made: list[Path] = []
         """Folders that were not there before the run, the innermost first."""
-        self._files: dict[str, tuple[int, os.stat_result]] = {}
-        """Open files of lines: descriptors, and which files they are."""
+        self._lock: RunLock | None = None
 
     @classmethod
     def create(cls, output: str, config: str, *, overwrite: bool = False) -> Self:
@@ -77,18 +76,15 @@ class RunDirectory(RunReader):
             raise InputError(
                 f"output={output!r} exists already and is not a run; nothing was touched. Choose another output"
             )
-        run._has_begun = False
-        has_lock = not is_used  # what is new here is this run's, also while the lock is being taken
+        run._has_begun = is_used  # what is new here is this run's, also while the lock is being taken
         try:
-            take_lock(path)
-            has_lock = True
+            run._lock = RunLock(path)
             if is_used:
                 run._clear(overwrite)
             replace_file(path / "config.yaml", config.encode(), flush=True)
             replace_file(path / "env.json", json.dumps(current_environment(), indent=1).encode())
         except BaseException as error:
-            if has_lock:
-                run.__exit__(type(error), error, None)
+            run.__exit__(type(error), error, None)
             if isinstance(error, OSError):
                 raise InputError(f"output={output!r} cannot be written: {error}; choose another") from error
             raise
@@ -99,29 +95,25 @@ class RunDirectory(RunReader):
         run = cls(path)
         run.check()
         run._check_kinds()
-        take_lock(run.path)
+        with run._needed():
+            run._lock = RunLock(run.path)
         return run
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._close_files()
         is_void = error is not None and not self._has_begun  # left there, it would stop the next try
-        if is_void:
+        if is_void and (self._lock is not None or not is_owned(self.path)):
             with suppress(OSError):
                 self._remove()
-        give_back_lock(self.path)
+                remove(self.path / NAME)
+        if self._lock is not None:
+            self._lock.give_back()
         if is_void:
             for folder in self._made:
                 with suppress(OSError):  # not empty: it has files that are not the run's
                     folder.rmdir()
-
-    def _close_files(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1][0])
-
-    __del__ = _close_files
 
     def _check_kinds(self) -> None:
         """Refuse what is no regular file, or no folder, in the place of one: a run could not keep its records."""
@@ -143,7 +135,6 @@ class RunDirectory(RunReader):
         """Make room for a new run where one was."""
         is_saved = bool(numbered(self.checkpoints)) or self.model.exists()
         if is_saved and not overwrite:
-            self._has_begun = True  # the other one has, and stays
             output = str(self.path)
             raise InputError(
                 f"output={output!r} exists already; nothing was touched. Go on with "
@@ -152,6 +143,7 @@ class RunDirectory(RunReader):
             )
         if not is_saved:
             logger.warning("%s holds a run that ended before its first checkpoint; it starts over", self.path)
+        self._has_begun = False
         self._remove()
 
     def _remove(self) -> None:
@@ -260,30 +252,17 @@ class RunDirectory(RunReader):
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a line to a file, all of it or nothing; it is on its way to the disk whatever happens next."""
         line = _ENCODER.encode(record).encode() + b"\n"
-        with self._dropping(name):
-            file = self._file(name)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        with self._dropping(name), open(os.open(self.path / name, flags, 0o666), "ab", buffering=0) as file:
             written = 0
             try:
-                written = os.write(file, line)
+                written = file.write(line)
                 if written != len(line):
                     raise OSError("the disk took half a line")
             except OSError:
                 with suppress(OSError):
-                    os.ftruncate(file, os.fstat(file).st_size - written)  # half a line would hide all that follow
+                    file.truncate(os.fstat(file.fileno()).st_size - written)  # half a line would hide all that follow
                 raise
-
-    def _file(self, name: str) -> int:
-        """The descriptor of a file of lines. It stays open: opening costs several times what writing does."""
-        path = f"{self.path}/{name}"
-        if name in self._files:
-            file, known = self._files[name]
-            with suppress(OSError):
-                if os.path.samestat(known, os.lstat(path)):
-                    return file
-            os.close(self._files.pop(name)[0])  # it was moved, removed or replaced
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        self._files[name] = file, os.fstat(file)
-        return file
 
     @contextmanager
     def _needed(self) -> Iterator[None]:

@@ -4,8 +4,9 @@ current critical section, saves and exits. Ctrl-C after another signal, and a se
 import os
 import select
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
 from gruppo.output import printable
@@ -61,16 +62,20 @@ class StopFlag:
                 os.write(2, f"\n{printable(self.parting())}\n".encode())
         os._exit(code)
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle the signals while inside; only the main thread can, elsewhere they keep their meaning."""
-        try:
-            previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, *stop_signals())}
-        except ValueError:
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Handle the signals while inside."""
+        return handling(self._handle, signal.SIGINT, *stop_signals())
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals while inside; only the main thread can, elsewhere they keep their meaning."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -3,6 +3,7 @@ one that fails or blocks is dropped with a warning, and the run goes on."""
 
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,20 +11,16 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from gruppo.errors import require
 from gruppo.output import printable
-from gruppo.run.tensorboard import FailedElsewhere, TensorBoard
 
 logger = logging.getLogger(__name__)
 
 HELD = 1000
 """Most records that wait for a board."""
-EVERY_S = 2.0
-"""Seconds between two calls of the boards. Each wakes a thread, for which training waits: short steps share one."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -43,27 +40,17 @@ class Trackers:
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any], *, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._boards: dict[str, _Board] = {}
-        self._waiting: list[tuple[int, dict[str, float]]] = []
-        self._last_call = -inf
         for name in names:
-            make = partial(TensorBoard, folder) if name == "tensorboard" else partial(_Module, name, folder, config)
+            make = partial(_TensorBoard, folder) if name == "tensorboard" else partial(_Module, name, folder, config)
             self._boards[name] = _Board(name, make, deadline_s)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._boards:
-            self._waiting.append((step, dict(metrics)))
-        if time.monotonic() - self._last_call >= EVERY_S or len(self._waiting) >= HELD // 10:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        records, self._waiting, self._last_call = self._waiting, [], time.monotonic()
         for name, board in list(self._boards.items()):
-            if trouble := next(filter(None, (board.log(*record) for record in records)), ""):
+            if trouble := board.log(step, dict(metrics)):
                 self._switch_off(name, trouble)
 
     def close(self) -> None:
         """End the boards, all within the time of one call."""
-        self._hand_over()
         ends = time.monotonic() + self._deadline_s
         for board in self._boards.values():
             board.finish()
@@ -127,8 +114,32 @@ class _Board:
                 tracker.log(*record)
         except BaseException as error:  # a board must never stop a run, `sys.exit()` included
             doing = self._call[0] if self._call else "log"
-            what = str(error) if isinstance(error, FailedElsewhere) else f"raised {type(error).__name__}: {error}"
-            self._error = f"{doing} {what}"
+            self._error = f"{doing} raised {type(error).__name__}: {error}"
+
+
+class _TensorBoard:
+    """A file of events, one for each step. TensorBoard's own writer has a thread of its own, which loses errors."""
+
+    def __init__(self, folder: Path) -> None:
+        # Generated modules, whose names no type checker sees
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        boards = folder / "tensorboard"
+        boards.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        self._records = RecordWriter((boards / name).open("xb", buffering=0))
+        self.close = self._records.close
+        self._write(file_version="brain.Event:2")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step=step, summary=self._summary(value=values))
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 class _Module:

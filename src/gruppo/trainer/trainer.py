@@ -346,8 +346,7 @@ class GRPOTrainer:
             self._save_best(number, metrics)
         recorder.step(number, metrics)
         self.unfinished = None
-        if faults.PLAN:
-            faults.PLAN.reach("recorded", number)
+        faults.reach("recorded", number)
         if number % config.save_every == 0 or is_last or self.ended is not None:
             with self.watch("checkpoint"):
                 recorder.flush()

@@ -50,8 +50,7 @@ def commit_folder(folder: Path, write: Callable[[Path], Entries | None], facts: 
         manifest = aside / MANIFEST
         manifest.write_text(json.dumps(facts | {"files": files}, indent=1, sort_keys=True))
         _flush(manifest)
-        if faults.PLAN:
-            faults.PLAN.reach("filled", facts.get("step", 0))
+        faults.reach("filled", facts.get("step", 0))
         os.rename(aside, folder)
         _flush(folder.parent)
     except BaseException as error:

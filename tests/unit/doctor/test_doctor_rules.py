@@ -99,8 +99,8 @@ def test_each_symptom_is_named_with_its_cause(changes: dict[str, float], sentenc
 
 def test_every_healthy_range_of_the_registry_has_its_remedy_said() -> None:
     for key in KEYS:
-        if key.healthy is not None:
-            (said,) = advice(lines(**{key.name: key.healthy[1] + 0.25}))
+        if key.alarm is not None:
+            (said,) = advice(lines(**{key.name: key.alarm[1] + 0.25}))
             assert said.startswith(key.name) and said.endswith(key.remedy)
 
 

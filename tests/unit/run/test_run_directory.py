@@ -1,5 +1,7 @@
 """The run directory: owned by one process, records that survive being cut off."""
 
+import errno
+import fcntl
 import json
 import os
 import resource
@@ -7,16 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from gruppo.errors import InputError
 from gruppo.run.directory import RunDirectory
-from gruppo.run.lock import drop_lock, give_back_lock, take_lock
-from gruppo.run.reader import read_lines
+from gruppo.run.lock import RunLock, is_owned
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 CONFIG = "steps: 3\nstop: [END]\n"
@@ -65,8 +64,6 @@ def begun(folder: Path, *saved: str) -> Path:
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text("x")
     (folder / "notes.txt").write_text("mine")
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    (folder / "lock").write_text(json.dumps({"pid": int(dead.stdout), "host": socket.gethostname()}))
     return folder
 
 
@@ -142,79 +139,66 @@ def test_a_lock_given_back_can_be_taken(run: RunDirectory) -> None:
     assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
 
 
-@pytest.mark.row("R-55", "the lock of a dead process")
-def test_the_lock_of_a_dead_process_is_taken_over(run: RunDirectory) -> None:
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    (run.path / "lock").write_text(json.dumps({"pid": int(dead.stdout), "host": socket.gethostname()}))
+@pytest.mark.row("R-55", "what a dead process, another machine or nobody has left in the lock")
+@pytest.mark.parametrize("content", ["", '{"pid": 12', "[1, 2]", '{"pid": 1, "host": "elsewhere"}'])
+def test_a_lock_that_nobody_holds_is_taken_whatever_it_says(content: str, run: RunDirectory) -> None:
+    with run:
+        pass
+    (run.path / "lock").write_text(content)
+    assert not is_owned(run.path)
+    again = RunDirectory.reopen(run.path)
+    assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid() and is_owned(run.path)
+    with again:
+        pass
+    assert not (run.path / "lock").exists()
+
+
+@pytest.mark.row("R-55", "flock of a process that says nothing")
+def test_a_lock_whose_owner_is_not_known_is_respected(run: RunDirectory) -> None:
+    with run:
+        pass
+    with open(run.path / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=r"run is in use by another process; stop it first"):
+            RunDirectory.reopen(run.path)
     RunDirectory.reopen(run.path)
-    assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
 
 
-HOLDER = """
-import fcntl, os, sys
-fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), getattr(fcntl, sys.argv[2]))
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def held(folder: Path, kind: str = "LOCK_EX") -> Iterator[subprocess.Popen]:
-    """A process that holds an flock on a folder."""
-    command = [sys.executable, "-c", HOLDER, str(folder), kind]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"held\n"
-        yield process
-        process.kill()
-
-
-@pytest.mark.row("R-55", "flock of a stranger on the directory")
-@pytest.mark.parametrize("kind", ["LOCK_EX", "LOCK_SH"])
-def test_a_directory_on_which_another_holds_an_flock_is_refused_and_given_back(
-    kind: str, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_to_ask_whether_a_run_is_owned_does_not_refuse_its_next_owner(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gruppo.run.lock.GUARD_S", 0.1)
-    with held(run.path, kind) as process:
-        where = run.path.stat()
-        listed = tmp_path / "locks"
-        place = f"{os.major(where.st_dev):02x}:{os.minor(where.st_dev):02x}"
-        listed.write_text(
-            f"1: POSIX  ADVISORY  WRITE 11 {place}:{where.st_ino} 0 EOF\n"
-            f"2: FLOCK  ADVISORY  WRITE 12 {place}:{where.st_ino + 1} 0 EOF\n"
-            f"2: -> FLOCK  ADVISORY  WRITE 13 {place}:{where.st_ino} 0 EOF\n"
-            f"3: FLOCK  ADVISORY  WRITE {process.pid} {place}:{where.st_ino} 0 EOF\n"
-        )
-        monkeypatch.setattr("gruppo.run.lock.LOCKS", listed)
-        with pytest.raises(InputError, match=rf"run cannot be taken: process {process.pid} has held a lock \(flock\)"):
-            take_lock(run.path)
-        monkeypatch.setattr("gruppo.run.lock.LOCKS", tmp_path / "no-locks")
-        with pytest.raises(InputError, match=r"another process \(lslocks may name it\) has held .*; end that process"):
-            take_lock(run.path)
-        assert (run.path / "lock").exists()
-        give_back_lock(run.path)
-        assert not (run.path / "lock").exists()
-    take_lock(run.path)
-
-
-@pytest.mark.row("R-55", "the lock of another machine")
-def test_the_lock_of_another_machine_is_respected(run: RunDirectory) -> None:
-    (run.path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
-    with pytest.raises(InputError, match=r"in use by process 1 on elsewhere; stop it first \(or delete .*lock"):
-        RunDirectory.reopen(run.path)
-
-
-@pytest.mark.parametrize("content", ["[1, 2]", "null", '{"pid": 0, "host": "HOST"}', '{"pid": "7", "host": "HOST"}'])
-def test_a_lock_that_names_no_process_is_refused_with_a_way_out(content: str, run: RunDirectory) -> None:
-    (run.path / "lock").write_text(content.replace("HOST", socket.gethostname()))
-    with pytest.raises(InputError, match=r"delete .*lock if it no longer runs"):
-        RunDirectory.reopen(run.path)
-
-
-@pytest.mark.parametrize("content", ["", '{"pid": 12', f'{{"pid": {10**30}, "host": "HOST"}}'])
-def test_a_lock_that_was_cut_or_names_no_possible_process_is_taken_over(content: str, run: RunDirectory) -> None:
-    (run.path / "lock").write_text(content.replace("HOST", socket.gethostname()))
+    with run:
+        pass
+    asking = open(run.path / "lock", "w")  # noqa: SIM115
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    monkeypatch.setattr("gruppo.weights.files.time.sleep", lambda seconds: asking.close())
     RunDirectory.reopen(run.path)
-    assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
+
+
+def test_an_owner_that_waited_for_a_lock_that_was_removed_takes_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunLock(tmp_path)
+    monkeypatch.setattr("gruppo.weights.files.time.sleep", lambda seconds: first.give_back())
+    second = RunLock(tmp_path)
+    with pytest.raises(InputError, match="in use by process"):
+        RunLock(tmp_path)
+    second.give_back()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_named_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock = RunLock(tmp_path)
+    assert "lock cannot be locked: a second process on this run would not be refused" in caplog.text
+    assert is_owned(tmp_path)
+    lock.give_back()
+    assert not is_owned(tmp_path)
 
 
 def test_a_directory_in_the_place_of_the_lock_is_an_input_error(run: RunDirectory) -> None:
@@ -230,13 +214,14 @@ RACE = """
 import sys, time
 from pathlib import Path
 from gruppo.errors import InputError
-from gruppo.run.lock import take_lock
-start = float(sys.argv[2])
+from gruppo.run import lock
+lock.WAIT_S = 0.0
+start, kept = float(sys.argv[2]), []
 for round_ in range(100):
     while time.time() < start + round_ / 100:
         pass
     try:
-        take_lock(Path(sys.argv[1]) / str(round_))
+        kept.append(lock.RunLock(Path(sys.argv[1]) / str(round_)))
         print(round_)
     except InputError:
         pass
@@ -247,11 +232,9 @@ sys.stdin.read()
 
 @pytest.mark.row("R-55", "four processes at the lock of a dead one, 100 times")
 def test_of_processes_that_find_a_dead_owners_lock_at_once_one_takes_it(tmp_path: Path) -> None:
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     for round_ in range(100):
         (tmp_path / str(round_)).mkdir()
-        content = json.dumps({"pid": int(dead.stdout), "host": socket.gethostname()})
-        (tmp_path / str(round_) / "lock").write_text(content)
+        (tmp_path / str(round_) / "lock").write_text(json.dumps({"pid": 1, "host": socket.gethostname()}))
     words = [sys.executable, "-c", RACE, str(tmp_path), str(time.time() + 1)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     racers = [subprocess.Popen(words, **pipes) for _ in range(4)]
@@ -281,26 +264,6 @@ def test_metrics_are_one_sorted_line_per_step(run: RunDirectory) -> None:
     run.log_metrics(1, {"b": 0.1, "a": 2.0})
     run.log_metrics(2, {"a": 3.0})
     assert (run.path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0, "b": 0.1}\n{"step": 2, "a": 3.0}\n'
-
-
-def test_lines_follow_a_file_that_was_replaced_and_files_close_with_the_run(tmp_path: Path) -> None:
-    def open_files() -> set[str]:
-        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        return {os.readlink(link) for link in links if os.path.islink(link)}
-
-    path = tmp_path / "run" / "metrics.jsonl"
-    with RunDirectory.create(str(tmp_path / "run"), "steps: 3\n") as run:
-        run.set_status("running", 0)
-        run.log_metrics(1, {"a": 1.0})
-        run.log_metrics(2, {"a": 2.0})
-        assert str(path) in open_files()
-        path.rename(tmp_path / "moved")
-        run.log_metrics(3, {"a": 3.0})
-        path.unlink()
-        run.log_metrics(4, {"a": 4.0})
-    assert [line["step"] for line in read_lines(tmp_path / "moved")] == [1, 2]
-    assert [line["step"] for line in read_lines(path)] == [4]
-    assert str(path) not in open_files()
 
 
 def test_forgetting_keeps_the_bytes_of_what_stays(run: RunDirectory) -> None:
@@ -395,16 +358,6 @@ def test_half_a_line_does_not_hide_the_next(tmp_path: Path) -> None:
     assert [line["step"] for line in run.metrics()] == [1, 3]
 
 
-def test_a_lock_of_an_earlier_process_with_our_number_is_not_ours(tmp_path: Path) -> None:
-    take_lock(tmp_path)
-    mine = json.loads((tmp_path / "lock").read_text())
-    with pytest.raises(InputError, match=f"in use by process {mine['pid']}"):
-        take_lock(tmp_path)
-    (tmp_path / "lock").write_text(json.dumps(mine | {"started": "before the container was restarted"}))
-    take_lock(tmp_path)
-    assert json.loads((tmp_path / "lock").read_text()) == mine
-
-
 @pytest.mark.row("R-02", "other versions and threads in env.json")
 def test_what_changed_since_the_run_began_is_named(tmp_path: Path) -> None:
     run = RunDirectory.create(str(tmp_path / "run"), CONFIG)
@@ -451,22 +404,13 @@ def test_records_that_are_no_records_are_left_out_when_a_run_goes_on(tmp_path: P
     assert run.environment_changes() == ["env.json cannot be read"]
 
 
-def test_a_signal_before_the_text_of_the_lock_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_the_lock_is_taken_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(*_: object) -> int:
         raise SystemExit(143)
 
-    monkeypatch.setattr("gruppo.run.lock.os.write", leave)
-    with pytest.raises(SystemExit):
-        RunDirectory.create(str(tmp_path / "new" / "run"), "steps: 1\n")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_lock_of_a_process_of_another_machine_is_dropped_by_its_name(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text(json.dumps({"pid": 7, "host": "another", "started": "x"}))
-    drop_lock(tmp_path, 8, "another")
-    drop_lock(tmp_path, 7, "a third")
-    with pytest.raises(InputError, match="in use by process 7 on another"):
-        take_lock(tmp_path)
-    drop_lock(tmp_path, 7, "another")
-    take_lock(tmp_path)
-    drop_lock(tmp_path / "nowhere", 7, "another")
+    for place in ("gruppo.run.lock.socket.gethostname", "gruppo.weights.files.take_flock"):
+        monkeypatch.setattr(place, leave)
+        with pytest.raises(SystemExit):
+            RunDirectory.create(str(tmp_path / "new" / "run"), "steps: 1\n")
+        assert list(tmp_path.iterdir()) == []
+        monkeypatch.undo()

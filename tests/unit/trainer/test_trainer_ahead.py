@@ -12,7 +12,7 @@ import torch
 
 from gruppo import faults
 from gruppo.errors import InputError, RewardError
-from gruppo.faults import Fault, FaultPlan
+from gruppo.faults import Fault
 from gruppo.rollout.schedule import Ahead
 from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.types import Group, Rollout
@@ -124,7 +124,7 @@ def test_a_step_takes_as_long_as_the_slower_of_the_two(
     slow = {"sample": sample, "train": train}
     for staleness, expected in ((0, sample + train), (1, max(sample, train)), (2, max(sample, train))):
         plan = [Fault(site, step, "sleep", slow[site]) for site in slow for step in range(6)]
-        monkeypatch.setattr(faults, "PLAN", FaultPlan(plan))
+        monkeypatch.setattr(faults, "PLAN", plan)
         trainer = GRPOTrainer(config(tmp_path / str(staleness), max_staleness=staleness, **options), quiet=True)
         trainer.step()
         ends = [time.monotonic()]

@@ -55,7 +55,7 @@ def test_the_most_specific_key_describes_a_name() -> None:
 
 
 def test_a_range_comes_with_a_remedy() -> None:
-    with_range = [key for key in KEYS if key.healthy is not None]
+    with_range = [key for key in KEYS if key.alarm is not None]
     assert len(with_range) >= 4 and all(key.remedy for key in with_range)
     kl = find("live/approx_kl")
-    assert kl is not None and kl.healthy == (0.0, 1.0)
+    assert kl is not None and kl.alarm == (0.0, 1.0)
