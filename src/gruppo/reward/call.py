@@ -362,7 +362,6 @@ def call_within(
         except TimeoutError:
             if poll is not None:
                 poll()
-    _event_loop.cache_clear()  # the function may block it for ever
     return CallResult(kind="timeout", text=f"no answer within {seconds:g} s; the call was given up (reward_deadline)")
 
 

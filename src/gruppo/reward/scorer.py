@@ -212,7 +212,7 @@ class RewardScorer:
             else:
                 enter(call, result)
 
-        chunks = given.chunks(self._pool.size)  # as few as keep all workers busy: a function may ask a server at once
+        chunks = given.chunks(self._pool.size)  # as few as keep all workers busy: async functions wait for all at once
         whole = [(r.name, indices) for r in self.rewards for indices in (chunks if r.isolated else [range(given.num)])]
         self._make([self._call(name, given, indices) for name, indices in whole], enter_or_break)
         singles = [(call.function, index) for call, _ in broken for index in given.spread(call.indices)]
@@ -260,7 +260,7 @@ class RewardScorer:
         return call_reward(*given)
 
     def _warn_of_late(self, broken: Sequence[tuple[Call, CallResult]], outcomes: Mapping[str, Outcome]) -> None:
-        """A line about functions that were late with several completions and with none alone."""
+        """Warn of functions that were late with several completions and with none alone."""
         late = {
             call.function: len(call.indices)
             for call, result in broken

@@ -114,17 +114,11 @@ async def awaits(completions):
     return [1.0] * len(completions)
 
 
-async def blocks_the_event_loop(completions):
-    if "bad" in completions:
-        time.sleep(1000)
-    return [1.0] * len(completions)
-
-
 def timed(function, **options):
     return RewardScorer([replace(load_reward(function, isolated=False), is_timed=True)], **options)
 
 
-@pytest.mark.parametrize("function", [sleeps, awaits, blocks_the_event_loop])
+@pytest.mark.parametrize("function", [sleeps, awaits])
 def test_a_call_in_this_process_is_given_up_at_its_deadline(function):
     with timed(function, deadline_s=0.8, failure_score=-1.0) as rewards:
         result = rewards.score(["p"] * 4, ["good", "bad", "good", "good"], step=1)
@@ -147,6 +141,20 @@ def test_what_is_late_as_a_whole_is_called_again_by_group_with_the_deadline_for_
             assert rewards.score(["p", "p", "q", "q"], ["a"] * 4, step=1).totals == [1.0] * 4
     assert sizes == [4, 1, 1, 1, 1, 2, 2] * 2
     assert "reward 'slow' took longer than reward_deadline=1 s for a call of 4 completions" in caplog.text
+
+
+def test_async_calls_share_one_event_loop_also_after_one_was_given_up():
+    """HTTP clients that a module keeps are bound to a loop."""
+    loops = []
+
+    async def judge(completions):
+        loops.append(asyncio.get_running_loop())
+        return await awaits(completions)
+
+    with timed(judge, deadline_s=0.8) as rewards:
+        for step, texts in enumerate((["good"], ["good", "bad"], ["good"])):
+            rewards.score(["p"] * len(texts), texts, step=step)
+    assert len(loops) == 5 and len(set(loops)) == 1
 
 
 def test_waiting_for_a_call_in_this_process_can_be_stopped():
