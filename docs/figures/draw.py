@@ -15,12 +15,12 @@ from pathlib import Path
 
 import altair as alt
 import torch
+import torch.nn.functional as F
 import vl_convert
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gruppo import tutorial
 from gruppo.loss import (
     BNPOLoss,
     CISPOLoss,
@@ -239,25 +239,33 @@ def draw_kl() -> None:
 
 def climb(reference: nn.Module, *, over_reference: bool, updates: int = 60) -> list[float]:
     """p("132") after "47+85=" before and after each update of docs/tutorial.md's experiment."""
-    prompt, completion = "47+85=", "132"
+    tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
+    prompt, completion = tokenizer("47+85=")["input_ids"], tokenizer("132", add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([prompt + completion])
+    labels = torch.tensor([[-100] * len(prompt) + completion])
+    loss_fn = GRPOLoss(clip_range=0.2)
+
+    def logps_of(model: nn.Module) -> Tensor:
+        logps = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return F.pad(logps, (1, 0))
+
     policy = copy.deepcopy(reference)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.002)
-    input_ids, attention_mask, completion_mask = tutorial.prepare_inputs(prompt, completion)
+    with torch.no_grad():
+        ref_logps = logps_of(reference)
     chances = []
     for _ in range(updates + 1):
-        with torch.no_grad():
-            logps = tutorial.compute_log_probs(policy, input_ids, attention_mask)
-        chances.append((logps * completion_mask).sum().exp().item())
-        old = reference if over_reference else copy.deepcopy(policy)
+        logps = logps_of(policy)
+        chances.append(logps[0, len(prompt) :].sum().exp().item())
+        old_logps = ref_logps if over_reference else logps.detach()
         optimizer.zero_grad()
-        tutorial.grpo_loss_with_clip(policy, old, prompt, completion, advantage=1.0).backward()
+        loss_fn({"labels": labels}, {"logps": logps}, advantages=[1.0], old_logps=old_logps).loss.backward()
         optimizer.step()
     return chances
 
 
 def draw_tutorial_ratio() -> None:
     reference = AutoModelForCausalLM.from_pretrained(builtin_model_path(), dtype=torch.float32)
-    tutorial.tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
     curves = {
         "over the last policy": (climb(reference, over_reference=False), BLUE),
         "over the reference": (climb(reference, over_reference=True), ORANGE),

@@ -64,22 +64,6 @@ print(loss.item(), logps.grad.tolist(), metric.calculate()["train/approx_kl"], r
     assert run(code, TORCH) == "0.0 [[0.125, 0.125], [-0.25, 0.0]] 0.0 4\n"
 
 
-def test_the_tutorial_scores_tokens_with_torch_as_the_only_package():
-    code = """
-import torch, gruppo.tutorial
-from types import SimpleNamespace
-class Coin(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.zeros(4))
-    def forward(self, input_ids, attention_mask):
-        return SimpleNamespace(logits=self.bias.expand(*input_ids.shape, 4))
-ids = torch.tensor([[0, 3]])
-print(gruppo.tutorial.compute_log_probs(Coin(), ids, torch.ones_like(ids)).exp().tolist())
-"""
-    assert run(code, TORCH) == "[[1.0, 0.25]]\n"
-
-
 @pytest.mark.parametrize("package", ["transformers", "peft", "pydantic", "tyro", "yaml", "rich", "pyarrow", "numpy"])
 def test_a_package_is_hidden_in_these_tests(package):
     code = f"""

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from gruppo import advantage, batch, errors, kernel, loss, metric, tutorial, types
+from gruppo import advantage, batch, errors, kernel, loss, metric, types
 from gruppo.loss.named import LossOptions
 
 NAMES = {
@@ -65,13 +65,6 @@ NAMES = {
         "split_shared",
     },
     "gruppo.recipes": {"RECIPES", "Recipe", "recipe"},
-    "gruppo.tutorial": {
-        "compute_log_probs",
-        "grpo_loss",
-        "grpo_loss_with_clip",
-        "grpo_loss_with_kl",
-        "prepare_inputs",
-    },
     "gruppo.kernel": {"Head", "linear_logps_and_entropy", "logps_and_entropy"},
 }
 
@@ -293,15 +286,6 @@ def test_kernel_calls():
     expected = {"hidden": ..., "weight": ..., "labels": ..., "temperature": 1.0}
     assert signature(kernel.linear_logps_and_entropy) == expected
     assert signature(kernel.logps_and_entropy) == {"logits": ..., "labels": ..., "temperature": 1.0}
-
-
-def test_tutorial_calls():
-    given = {"model": ..., "ref_model": ..., "prompt": ..., "completion": ..., "advantage": ...}
-    assert signature(tutorial.prepare_inputs) == {"prompt": ..., "completion": ...}
-    assert signature(tutorial.compute_log_probs) == {"model": ..., "input_ids": ..., "attention_mask": ...}
-    assert signature(tutorial.grpo_loss) == given
-    assert signature(tutorial.grpo_loss_with_clip) == given | {"epsilon": 0.2}
-    assert signature(tutorial.grpo_loss_with_kl) == given | {"epsilon": 0.2, "beta": 0.1}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The calls of the specification's examples, with this package's name and a model folder of our own.
 
-The functions of the tutorial have tests of their own (test_tutorial.py); the loop with a real vLLM is in tests/vllm.
+docs/tutorial.md has the functions of the post "GRPO 101" (test_tutorial.py). The loop with a real vLLM: tests/vllm.
 """
 
 from pathlib import Path
