@@ -53,8 +53,7 @@ DEFAULTS: dict[Peer, dict[str, Any]] = {
 
 NEUTRAL = {
     **dict.fromkeys(("top_p", "vllm_top_p", "eval_top_p", "repetition_penalty", "eval_pass_at_k"), (1,)),
-    **dict.fromkeys(("min_p", "lora_dropout", "warmup_ratio"), (0,)),
-    "top_k": (0, -1),
+    "top_k": (-1,),
     "top_entropy_quantile": (1,),
     "optim": ("adamw_torch", "adamw_torch_fused"),
     "lora_target_modules": ("all-linear", ["all-linear"]),
@@ -114,7 +113,7 @@ class Conversion:
 
     def put_minibatches(self, number: float, prompts: int, source: str) -> int:
         """The number of optimizer steps for each batch of rollouts; they take whole prompts here."""
-        nearest = max(n for n in range(1, prompts + 1) if prompts % n == 0 and n <= max(number, 1))
+        nearest = next(n for n in range(min(prompts, max(int(number), 1)), 0, -1) if prompts % n == 0)
         if number != 1:
             why = "" if nearest == number else f"{number:g} there; here they divide the {prompts} prompts of a step"
             self.put("minibatches", nearest, source, why)
@@ -128,8 +127,8 @@ class Conversion:
         for name, value in self.given.items():
             own, _, note = ELSEWHERE.get(name, name).partition(": ")
             refused = ABSENT.get(name) or REFUSED.get(name)
-            if value in NEUTRAL.get(name, ()) or (value is False and (refused or note)):
-                continue
+            if value in NEUTRAL.get(name, ()) or (not value and (refused or note)):
+                continue  # it changes nothing, or is off
             if refused:
                 self.left_out.append(f"{name}={value}: {refused}")
             elif note:
@@ -174,7 +173,7 @@ def convert(peer: Peer, words: Sequence[str]) -> Conversion:
     made = Conversion(name, options, DEFAULTS[peer])
     try:
         rules(made)
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise InputError(f"an option has a value that {name} itself would not take: {error}") from error
     return made.finish()
 

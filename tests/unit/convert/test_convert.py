@@ -291,6 +291,7 @@ def test_variants_of_trl_are_accepted(words: list[str], values: dict[str, Any]) 
         (["twinkle", "x.py"], "x.py is a script, which is not read; give a .yaml or .json file, or the command that"),
         (["trl", "--num_generations", "$N"], "num_generations='$N' is not a number or a truth value; add the one"),
         (["trl", "--num_generations", "0"], "an option has a value that TRL itself would not take: "),
+        (["trl", "--max_steps", "inf"], "an option has a value that TRL itself would not take: "),
         (["trl", "--num_generations", "1"], "the converted options: group_size=1: a group needs"),
     ],
 )
@@ -384,7 +385,8 @@ def test_options_that_need_thought_are_asked_for_with_what_they_are_here() -> No
 
 
 def test_what_is_switched_off_or_changes_nothing_is_not_told_of() -> None:
-    words = "--push_to_hub False --top_p 1.0 --top_k -1 --bf16 False --fsdp False --optim adamw_torch --delta None"
+    words = "--push_to_hub False --top_p 1.0 --top_k -1 --min_p 0 --bf16 False --fsdp= --warmup_ratio 0.0 --delta None "
+    words += "--optim adamw_torch"
     made, plain = convert("trl", words.split()), convert("trl", ["--seed", "42"])
     assert (made.values, made.left_out, made.yours) == (plain.values, [], plain.yours)
 
