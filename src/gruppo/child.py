@@ -1,6 +1,6 @@
-"""Child processes of a run: signals to the job do not reach them, and they end with their parent. So do ranks.
+"""Child processes: signals to the job do not reach them, and they end with their parent, as ranks do.
 
-Nothing heavy may be imported here: a child starts the faster.
+Import nothing heavy here: it delays the start of every child.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class _Prints(Output):
 
 
 def limit_waits(end: socket.socket, seconds: int) -> None:
-    """Have calls to a socket that wait longer than so many seconds raise BlockingIOError; 0 for no limit."""
+    """Have a call to a socket raise BlockingIOError after this many seconds; 0 for no limit."""
     limit = struct.pack("ll", seconds, 0)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

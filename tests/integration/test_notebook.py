@@ -1,4 +1,4 @@
-"""A run in a notebook: one live output for the bar, lines of text beside it, a short result; in a thread as well."""
+"""A run in a notebook: one output for the last step, lines of text beside it, a short result; in a thread as well."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ thread.join()
 
 
 @pytest.mark.parametrize("last", ["trainer.train()", IN_A_THREAD])
-def test_a_run_in_a_notebook_shows_one_bar_and_a_short_result(last: str, tmp_path: Path) -> None:
+def test_a_run_in_a_notebook_shows_the_last_step_in_place_and_a_short_result(last: str, tmp_path: Path) -> None:
     from jupyter_client.manager import run_kernel  # pyright: ignore[reportMissingImports]
 
     messages: list[dict[str, Any]] = []

@@ -1,10 +1,8 @@
-"""RunConsole: a bar with the stage and the time left, and one line per step, on a terminal and in a notebook; elsewhere
-plain lines. Model text is shown without control characters or markup."""
+"""RunConsole: a bar with the stage and the time left, and lines of steps, on a terminal; a line that is replaced in a
+notebook; elsewhere a line per step. Model text is shown without control characters or markup."""
 
-import io
 import re
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from os.path import commonprefix
@@ -74,30 +72,12 @@ class _Stage(ProgressColumn):
         return Text(f"{STAGES.get(name, name)} {readable_time(seconds)}" if seconds > 2 else STAGES.get(name, name))
 
 
-class _NotebookBar:
-    """A bar in one output of a notebook, which is replaced as the run goes on."""
+def notebook_line() -> Callable[[str], None]:
+    """Function that shows a line in one output of a notebook, in place of the line before."""
+    from IPython.display import display  # pyright: ignore[reportMissingImports]  # there in every notebook
 
-    def __init__(self, progress: Progress) -> None:
-        from IPython.display import display  # pyright: ignore[reportMissingImports]  # there in every notebook
-
-        self.progress = progress
-        self.handle = display(self._drawn(), raw=True, display_id=True)
-        self.is_over = threading.Event()
-        threading.Thread(target=self._refresh, name="gruppo-bar", daemon=True).start()
-
-    def _refresh(self) -> None:
-        while not self.is_over.wait(0.5):
-            self.handle.update(self._drawn(), raw=True)
-
-    def _drawn(self) -> dict[str, str]:
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
-        with console.capture() as captured:
-            console.print(self.progress.get_renderable())
-        return {"text/plain": captured.get().rstrip()}
-
-    def stop(self) -> None:
-        self.is_over.set()
-        self.handle.update(self._drawn(), raw=True)
+    output = display({"text/plain": ""}, raw=True, display_id=True)
+    return lambda text: output.update({"text/plain": text}, raw=True)
 
 
 class RunConsole:
@@ -122,8 +102,8 @@ class RunConsole:
         self.first = first_step
         self.started = time.monotonic()
         self.progress: Progress | None = None
-        self._bar: Progress | _NotebookBar | None = None
-        if self.console.is_terminal or is_notebook:
+        self._show_in_place = notebook_line() if is_notebook else None
+        if self.console.is_terminal and not is_notebook:
             self.progress = Progress(
                 SpinnerColumn(),
                 _Stage(stage),
@@ -136,11 +116,7 @@ class RunConsole:
                 transient=True,
             )
             self.task = self.progress.add_task("training", total=total_steps, completed=first_step, state="")
-            if is_notebook:
-                self._bar = _NotebookBar(self.progress)
-            else:
-                self._bar = self.progress
-                self.progress.start()
+            self.progress.start()
 
     @property
     def width(self) -> int:
@@ -148,12 +124,15 @@ class RunConsole:
         return min(self.console.width, WIDTH) if self.console.is_terminal else WIDTH
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """One readable line; on a terminal for each twentieth of a run and each evaluation: the bar has the rest."""
-        if self.progress is None:
-            left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
-            self._print(step_line(step, self.total, metrics, seconds, left=left, width=self.width))
-            return
-        self.progress.update(self.task, completed=step, state=shown(SHOWN[0], metrics))
+        """A line; where the last step is shown in place, only for each twentieth of a run and evaluations."""
+        left = (time.monotonic() - self.started) / max(step - self.first, 1) * (self.total - step)
+        line = step_line(step, self.total, metrics, seconds, left=left, width=self.width)
+        if self.progress is not None:
+            self.progress.update(self.task, completed=step, state=shown(SHOWN[0], metrics))
+        elif self._show_in_place is not None:
+            self._show_in_place(line)
+        else:
+            return self._print(line)
         if step % max(self.total // 20, 1) == 0 or step == self.total or held_out_key(metrics):
             self._print(step_line(step, self.total, metrics, seconds, width=self.width))
 
@@ -194,8 +173,8 @@ class RunConsole:
         self.console.print(table, width=self.width)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self.progress is not None:
+            self.progress.stop()
 
 
 def step_line(

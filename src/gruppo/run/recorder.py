@@ -17,15 +17,15 @@ from gruppo.types import Group, Rollout
 logger = logging.getLogger(__name__)
 
 ADVICE_EVERY = 20
-"""Steps after which the numbers of as many steps are looked at."""
+"""Steps between two looks at the numbers of the steps since the last."""
 
 MOST_UNWRITTEN = 2
-"""Steps whose completions may wait to be written while the run goes on."""
+"""Most steps whose completions wait to be written while the run goes on."""
 
 SPIKE = 100.0
-"""A gradient norm of so many times the median of recent steps is an event."""
+"""Warn when the gradient norm exceeds this multiple of the recent median."""
 FEWEST_NORMS = 2
-"""Steps with a gradient below which none is called a spike."""
+"""Fewest gradients to take a median of."""
 
 _MAX_REASON = 300
 """Characters of an exception, or of a completion, in a warning."""
@@ -79,8 +79,11 @@ class Recorder:
     def sampled(
         self, step: int, groups: Sequence[Group], recorded: Callable[[], Sequence[Group]] | None = None
     ) -> None:
-        """All groups of a step, with what it made of them; `recorded` gives them with what its updates saw, and is
-        called in the thread that writes."""
+        """All groups of a step with their advantages.
+
+        Args:
+            recorded: gives them with what the updates saw; the thread that writes calls it.
+        """
         self._check_rewards(step, [rollout for group in groups for rollout in group.rollouts])
         if self._console is not None:
             self._kept = [group for group in groups if group.status == "kept"]
@@ -96,7 +99,7 @@ class Recorder:
             self.run.log_event("completions_limit", step=step, rows_left_out=left_out, text=text)
 
     def flush(self, unwritten: int = 0) -> None:
-        """Wait until the completions of all steps but so many are written."""
+        """Wait until the completions of at most `unwritten` steps are left to write."""
         while len(self._unwritten) > unwritten:
             self._unwritten[0].result()
             self._unwritten.popleft()
