@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_is_followed(open_page, tmp_path):
             assert opened.errors == []
             assert {url.split("/")[2] for url in opened.requests} == {address.split("/")[2]}
         opened.page.evaluate("refresh()")
-        until(opened.page, "document.getElementById('live').textContent === 'gruppo view has ended'")
+        until(opened.page, "document.getElementById('live').textContent === 'gruppo view has stopped'")
 
 
 def test_charts_that_cannot_be_made_are_an_error_in_the_page(browser, tmp_path):

@@ -1,1 +1,1 @@
-"""Pictures of a run: its learning curve, and a page with charts, the ledger of tokens and a token viewer."""
+"""Reports of a run: a learning curve, and an HTML page with charts, a token ledger and a token viewer."""

@@ -1,6 +1,6 @@
-"""Charts of a report, as Vega-Lite through Altair: the metrics of one or several runs, grouped by question.
+"""Charts of a report, in Vega-Lite through Altair: the metrics of one or more runs, grouped by question.
 
-A chart has no colours of its own: the page gives them, light or dark. The page draws its legend, too, which wraps.
+The page supplies the colours, light or dark, and draws the legend, so that it can wrap.
 """
 
 import re
@@ -18,20 +18,20 @@ from gruppo.report.data import Points, is_ahead, metric_series, stage_seconds
 from gruppo.run.reader import RunReader
 
 MOST_POINTS = 400
-"""Points of a curve that are drawn. Of more, the lowest and the highest of each stretch are kept."""
+"""Most points drawn of a curve; of more, the lowest and highest of each stretch."""
 HEIGHT = 170
 POINTS_SHOWN = 25
-"""Points of a curve up to which each has a dot."""
+"""Most points of a curve that get a dot each."""
 SMOOTHED_FROM = 30
-"""Points from which a curve has a running mean beside it."""
+"""Fewest points of a curve that gets a running mean."""
 MOST_RUNS = 8
-"""Runs that can be told apart: as many as the page has colours."""
+"""Most runs that can be told apart: the page has this many colours."""
 DASHES = ((1, 0), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (2, 5))
-"""Dashes of the keys of a chart, in their order."""
+"""Dash patterns for the keys of a chart, in order."""
 
 
 class Finding(Protocol):
-    """What may be wrong with a run: a mark at its step in the chart of its metric, and a sentence in the page."""
+    """Finding of the doctor: a mark at its step in the chart of its metric, and a sentence on the page."""
 
     @property
     def rule(self) -> str: ...
@@ -51,7 +51,7 @@ class Finding(Protocol):
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: a title, and the keys in it. `fewest`: curves below which there is none."""
+    """Chart of some keys; left out with fewer than `fewest` curves."""
 
     title: str
     keys: tuple[str, ...]
@@ -60,7 +60,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Question:
-    """Charts that answer one question. Keys that begin with one of `others` and are in no chart follow at the end."""
+    """Question with the charts that answer it. Other keys that begin with one of `others` follow at the end."""
 
     title: str
     answer: str
@@ -71,8 +71,8 @@ class Question:
 QUESTIONS = (
     Question(
         "Is it learning?",
-        "The held-out score decides: it is measured on prompts that are never trained on. The reward of training "
-        "samples shows the same earlier, with more noise.",
+        "The held-out score decides: its prompts are never trained on. The reward of training samples shows the same "
+        "earlier, with more noise.",
         (
             Panel("held-out accuracy", ("eval/accuracy",)),
             Panel("held-out reward", ("eval/reward",)),
@@ -86,7 +86,7 @@ QUESTIONS = (
     ),
     Question(
         "Is the signal alive?",
-        "A group teaches by its differences. Where all completions of a prompt earn the same, nothing is learned.",
+        "A group teaches through differences. If all completions of a prompt earn the same, it teaches nothing.",
         (
             Panel("groups", ("group/dead_frac", "group/all_right_frac", "group/all_wrong_frac")),
             Panel("spread of the reward", ("reward/std",)),
@@ -106,24 +106,23 @@ QUESTIONS = (
             Panel("KL to the reference", ("policy/kl", "reward/kl")),
             Panel("clipped tokens", ("live/clip_ratio_high", "live/clip_ratio_low")),
             Panel("norm of the gradient", ("optim/grad_norm",)),
-            Panel("the token that moved most: ratio", ("live/token_ratio_max",)),
-            Panel("the token that moved most: KL", ("live/token_kl_max",)),
+            Panel("token that moved most: ratio", ("live/token_ratio_max",)),
+            Panel("token that moved most: KL", ("live/token_kl_max",)),
             Panel("loss", ("policy/loss",)),
-            Panel("tokens that the loss rejects", ("live/rejected_frac",)),
+            Panel("tokens rejected by the loss", ("live/rejected_frac",)),
         ),
         ("policy/", "optim/", "live/"),
     ),
     Question(
         "Do sampler and trainer agree?",
-        "The sampler's log-probs of a token should be the trainer's. A gap points to stale weights or to another "
-        "precision.",
+        "Both should have the same log-prob for a token. A gap points to stale weights or to different precision.",
         (
             Panel("gap of log-probs", ("sampler/logp_gap_mean",)),
             Panel("largest gap", ("sampler/logp_gap_max",)),
             Panel("KL of sampler and trainer", ("sampler/kl",)),
             Panel("effective share of tokens", ("sampler/ess", "sampler/sequence_ess")),
             Panel("staleness, in updates", ("rollout/staleness",)),
-            Panel("gap on fixed tokens after a hand-over", ("sync/canary_gap",)),
+            Panel("gap on fixed tokens after a weight sync", ("sync/canary_gap",)),
         ),
         ("sampler/", "sync/", "rollout/"),
     ),
@@ -132,12 +131,12 @@ QUESTIONS = (
 
 
 def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()) -> list[dict[str, Any]]:
-    """The questions with their charts; `findings` has those of each run. The metric of a finding has one always."""
+    """Questions with their charts. `findings` has those of each run; a finding's metric always gets a chart."""
     names = run_names(runs)
     series = {name: metric_series(run) for name, run in zip(names, runs, strict=True)}
     for name, run, own in zip(names, runs, findings, strict=False):
         missing = {finding.metric for finding in own if finding.metric} - series[name].keys()
-        table = Table.of(run) if missing else None  # the doctor takes some from the completions
+        table = Table.of(run) if missing else None  # the doctor takes some metrics from the completions
         series[name] |= {metric: points for metric in missing if table and (points := table.series(metric))}
     known = sorted({key for each in series.values() for key in each if not _is_end(key, each)})
     marks = [(name, finding) for name, each in zip(names, findings, strict=False) for finding in each]
@@ -148,7 +147,7 @@ def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()
         drawn, further = [], []
         for panel in question.panels:
             keys = _in_order(panel, known)
-            # That nothing is ever right is no detail: a held-out score of 0 has its chart.
+            # A held-out score that is always 0 keeps its chart: it matters.
             is_shown = marked.intersection(keys) or "eval/accuracy" in keys or not _is_zero(keys, series)
             if len(keys) >= panel.fewest and keys and is_shown:
                 drawn.append(_chart(panel.title, keys, series, marks))
@@ -159,7 +158,7 @@ def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()
     prefixes = [prefix for question in QUESTIONS for prefix in question.others]
     for question, answer in zip(QUESTIONS, answers, strict=True):
         own = [key for key in known if key.startswith(question.others)]
-        if question is QUESTIONS[0]:  # metrics of the user's own
+        if question is QUESTIONS[0]:  # the user's own metrics
             own += [key for key in known if not key.startswith(tuple(prefixes))]
         rest = [key for key in own if key not in used]
         answer["zero"] = [key for key in rest if key not in marked and _is_zero([key], series)]
@@ -170,7 +169,7 @@ def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()
 
 
 def run_names(runs: Sequence[RunReader]) -> list[str]:
-    """A name for each run: that of its folder, with the one above where two are the same."""
+    """Name of each run: its folder, with the parent folder if two are the same."""
     paths = [run.path.resolve() for run in runs]
     names = [path.name for path in paths]
     return [f"{p.parent.name}/{p.name}" if names.count(p.name) > 1 else p.name for p in paths]
@@ -179,7 +178,7 @@ def run_names(runs: Sequence[RunReader]) -> list[str]:
 def _in_order(panel: Panel, known: Sequence[str]) -> list[str]:
     found = []
     for pattern in panel.keys:
-        # A pattern such as reward/<name>/mean stands for names of its own entry in the registry alone.
+        # A pattern such as reward/<name>/mean matches only names of its own registry entry.
         found += [
             name for name in known if name == pattern or ((key := find(name)) is not None and key.name == pattern)
         ]
@@ -187,7 +186,7 @@ def _in_order(panel: Panel, known: Sequence[str]) -> list[str]:
 
 
 def _is_end(key: str, series: Mapping[str, Points]) -> bool:
-    """Whether a key is an end of another's interval, which is drawn with it."""
+    """True for an end of another key's interval, which is drawn with that key."""
     whole = re.sub("_(low|high)$", "", key)
     return whole != key and whole in series and key.startswith("eval/")
 
@@ -199,7 +198,7 @@ def _is_zero(keys: Sequence[str], series: Mapping[str, Mapping[str, Points]]) ->
 def _chart(
     title: str, keys: Sequence[str], series: Mapping[str, Mapping[str, Points]], marks: Sequence[tuple[str, Finding]]
 ) -> dict[str, Any]:
-    """The curves of some keys: of one run coloured by key, of several by run."""
+    """Curves of some keys, coloured by key for one run and by run for several."""
     import altair as alt
 
     rows = []
@@ -215,7 +214,7 @@ def _chart(
     kind = {"type": "log"} if is_log else {"zero": False}
     scale = alt.Scale(domain=[low, high], nice=False, clamp=True, **kind)  # pyright: ignore[reportArgumentType]
     x = _step_axis(rows)
-    # Without a precision of its own, the format would have that of the distance of the ticks: 10 as 1e+1.
+    # Without a precision, the format takes that of the tick distance: 10 becomes 1e+1.
     ticks = alt.Axis(values=_powers(low, high), format="~e") if is_log else alt.Axis(tickCount=4, format=".6~g")
     y = alt.Y("value:Q", title=None, scale=scale, axis=ticks)
     by = "run" if len(series) > 1 else "key"
@@ -270,7 +269,7 @@ def _chart(
 
 
 def _legend(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> list[dict[str, Any]]:
-    """Entries of a legend: a colour for each name, by its number, and its dash."""
+    """Legend entries: each name with the number of its colour, and its dash."""
     return [{"name": name, "color": i, "dash": dashes[i] if dashes else None} for i, name in enumerate(names)]
 
 
@@ -284,18 +283,18 @@ def _step_axis(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Powers of ten of an axis, at most five of them."""
+    """Powers of ten for an axis, at most five."""
     exponents = range(ceil(log10(low)), floor(log10(high)) + 1)
     return [10.0**exponent for exponent in exponents[:: ceil(len(exponents) / 5) or 1]]
 
 
 def _spec(chart: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The chart with its data, which Altair need not look at: that would take longer than all else."""
+    """Chart with its data, added after Altair, whose validation of data would take longer than all the rest."""
     return chart.to_dict(validate=False) | {"datasets": {"rows": rows}}
 
 
 def _short(key: str, keys: Sequence[str]) -> str:
-    """A key as a legend shows it: without what all of them begin with."""
+    """Keys as a legend shows them, without their common prefix."""
     parts = key.split("/")
     same = all(other.split("/")[0] == parts[0] for other in keys)
     return "/".join(parts[1:]).removesuffix("_frac") if same and len(parts) > 1 and len(keys) > 1 else key
@@ -312,7 +311,7 @@ def _has(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 
 def _thinned(points: Points, smooth: bool) -> list[tuple[int, float, float | None]]:
-    """The points that are drawn, each with the running mean over a twentieth of the run."""
+    """Points to draw, each with the running mean over a twentieth of the run."""
     if not points:
         return []
     values = np.array([value for _, value in points])
@@ -331,7 +330,7 @@ def _thinned(points: Points, smooth: bool) -> list[tuple[int, float, float | Non
 
 
 def _domain(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The range of the vertical axis."""
+    """Range of the vertical axis."""
     values = [row[name] for row in rows for name in ("value", "low", "high") if row.get(name) is not None]
     low, high = min(values, default=0.0), max(values, default=1.0)
     is_share = all(re.search(r"_frac$|^eval/(accuracy|pass@)", key) for key in keys)
@@ -339,7 +338,7 @@ def _domain(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[flo
         return 0.0, 1.0 if high > 0.4 else high * 1.1
     if low > 0 and high / low > 1000:
         return low, high
-    if high - low < 0.05 * abs(high):  # nearly constant: noise should not fill the chart
+    if high - low < 0.05 * abs(high):  # nearly constant: do not let noise fill the chart
         middle, room = (low + high) / 2, 0.05 * abs(high) or 1.0
         return middle - room, middle + room
     room = (high - low) * 0.08
@@ -347,7 +346,7 @@ def _domain(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[flo
 
 
 def _usual(keys: Sequence[str], low: float, high: float) -> tuple[tuple[float, float] | None, list[str]]:
-    """The part of the axis that is usual, and the keys whose range it is: that of one, or the same of several."""
+    """Usual range on the axis, and its keys: one key, or several with the same range."""
     ranges = {name: key.usual for name in keys if (key := find(name)) is not None and key.usual is not None}
     if len(set(ranges.values())) != 1:
         return None, []
@@ -357,7 +356,7 @@ def _usual(keys: Sequence[str], low: float, high: float) -> tuple[tuple[float, f
 
 
 def _time_charts(names: Sequence[str], runs: Sequence[RunReader]) -> list[dict[str, Any]]:
-    """Seconds by stage of one run, with those in the background apart; the whole step of several."""
+    """Seconds by stage for one run, background stages apart; seconds of the whole step for several runs."""
     import altair as alt
 
     both = {name: stage_seconds(run) for name, run in zip(names, runs, strict=True)}
@@ -392,7 +391,7 @@ def _time_charts(names: Sequence[str], runs: Sequence[RunReader]) -> list[dict[s
     found = {"title": "seconds of a step", "keys": [what], "spec": _spec(area, rows), "bounds": None}
     found = [found | {"legend": _legend(order)}, _stage_bars("seconds of the whole run", each, what)]
     if ahead := {stage: points for stage, points in both[names[0]].items() if is_ahead(stage)}:
-        what = what | {"what": "seconds by stage of what went on while the steps above were taken"}
+        what = what | {"what": "seconds by stage of background work during the steps above"}
         found.append(_stage_bars("seconds in the background", ahead, what))
     return found
 
@@ -414,7 +413,7 @@ def _stage_bars(title: str, stages: Mapping[str, Points], what: Mapping[str, Any
 
 
 def _stacked(steps: int) -> Any:
-    """Areas over some steps; of a single one bars, since an area would have no width."""
+    """Areas over the steps; bars for a single step, where an area would have no width."""
     import altair as alt
 
     chart = alt.Chart(alt.NamedData(name="rows")).properties(width="container", height=HEIGHT)
@@ -422,7 +421,7 @@ def _stacked(steps: int) -> Any:
 
 
 def ledger_chart(rows: Sequence[Mapping[str, int]], titles: Mapping[str, str]) -> dict[str, Any]:
-    """Shares of the tokens of each step by what became of them."""
+    """Share of each step's tokens by what became of them."""
     import altair as alt
 
     used = [name for name in titles if any(row[name] for row in rows)]

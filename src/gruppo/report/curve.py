@@ -9,11 +9,11 @@ import numpy as np
 from gruppo.keys import HELD_OUT_SCORES, held_out_key, held_out_name
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-"""Characters filled from below: nothing, an eighth, ... all of it."""
+"""Blocks filled from below, in eighths."""
 
 
 def terminal_chart(points: Sequence[tuple[float, float]], *, title: str, width: int = 60, height: int = 10) -> str:
-    """A chart in block characters; y from 0 to 1.
+    """Chart in block characters, with y from 0 to 1.
 
     >>> print(terminal_chart([(0, 0.0), (1, 1.0)], title="score", width=4, height=2))
     score
@@ -38,7 +38,7 @@ def terminal_chart(points: Sequence[tuple[float, float]], *, title: str, width: 
 
 
 def save_png(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The held-out score with its interval, and the reward of the training prompts."""
+    """Plot the held-out score with its interval, and the reward of the training prompts."""
     import altair as alt
     import vl_convert as vlc
 

@@ -1,4 +1,4 @@
-"""Data of a report: what its page shows, out of the records of a run. Needs neither torch nor a network."""
+"""Data of a report, read from the records of a run. Needs neither torch nor a network."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 Points = list[tuple[int, float]]
 
 LOGPS = {"logps": "sampler", "old_logps": "old", "policy_logps": "new", "ref_logps": "ref", "entropies": "entropy"}
-"""Columns of the completions with a number per token, and their names in the page."""
+"""Columns with a number per token, and their names on the page."""
 ROW_COLUMNS = ("prompt_index", "sample", "prompt", "completion", "stop_reason", "reward", "correct", "status")
 DIGITS = 7
-"""Significant digits of the numbers of tokens: as many as float32 has."""
+"""Significant digits of per-token numbers, as many as float32 has."""
 TEXT_LIMIT = 20_000
-"""Most characters of a text in a page that holds its data itself; and of a text that a search gives."""
+"""Most characters of a text in a self-contained page, and of a text in search results."""
 UNREADABLE = (InputError, KeyError, ValueError)
-"""Errors of a file of completions that is damaged, or of another version."""
+"""Errors from a completions file that is damaged or of another version."""
 TELLING = (
     ("live/token_kl_max", max),
     ("optim/grad_norm", max),
@@ -40,21 +40,21 @@ TELLING = (
     ("reward/mean", max),
     ("completion/len_mean", max),
 )
-"""Metrics whose extreme step is worth looking at."""
+"""Metrics whose most extreme step belongs on the page."""
 
 
 def metric_series(run: RunReader) -> dict[str, Points]:
-    """The numbers of a run by key, each with its step."""
+    """Numbers of a run by key, each with its step."""
     return _series(run.metrics())
 
 
 def stage_seconds(run: RunReader) -> dict[str, Points]:
-    """Seconds of the steps by stage."""
+    """Seconds per step by stage."""
     return _series(run.timings())
 
 
 def is_ahead(stage: str) -> bool:
-    """Whether a stage goes on in the background, while a step is taken: its seconds are none of the step."""
+    """True for a background stage, whose seconds are not part of the step."""
     return stage.startswith("ahead/")
 
 
@@ -69,12 +69,12 @@ def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Points]:
 
 
 def summary(run: RunReader) -> dict[str, Any]:
-    """What a run is, where it stands, and the numbers that are looked at first."""
+    """Overview of a run: what it is, its state, and its main numbers."""
     config, series = run.config(), metric_series(run)
     rewards = config.get("rewards") or []
     try:
         status = run.status()
-    except InputError:  # it has not begun, or its disk was full
+    except InputError:  # not started yet, or the disk was full
         status = {"status": "unknown"}
     try:
         environment = run.environment()
@@ -106,13 +106,13 @@ def summary(run: RunReader) -> dict[str, Any]:
 
 
 def loss_text(run: RunReader) -> str:
-    """The loss in words, as the run began with it; empty for a run that did not record it."""
+    """Loss in words, as recorded at the start of the run; empty if it was not."""
     texts = [event["loss"] for event in run.events() if event.get("event") == "start" and "loss" in event]
     return str(texts[-1]) if texts else ""
 
 
 def _tiles(series: Mapping[str, Points]) -> list[dict[str, Any]]:
-    """The first and the last value of a few keys. Noisy ones as means over the windows that the state line has."""
+    """First and last value of a few keys. Noisy ones are means over the same windows as in the state line."""
     tiles: list[dict[str, Any]] = []
     if (score := held_out_key(series)) is not None:
         points = series[score]
@@ -133,7 +133,7 @@ def _tiles(series: Mapping[str, Points]) -> list[dict[str, Any]]:
 
 
 def config_table(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
-    """The options of the runs, a value for each run; those that differ first."""
+    """Options with their value in each run; those that differ first."""
     configs = [run.config() for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)
     rows = []
@@ -151,9 +151,9 @@ def _option(value: Any) -> str:
 
 
 class TokenTexts:
-    """Texts of single tokens, by the tokenizer that lies with a run: with its model, a checkpoint or its base.
+    """Texts of tokens, from the tokenizer stored with a run: its model, a checkpoint or a local base.
 
-    A base that would have to be fetched is not: then tokens have no texts but their numbers.
+    Nothing is fetched. Without a tokenizer, tokens show as numbers.
     """
 
     def __init__(self, run: RunReader) -> None:
@@ -167,7 +167,7 @@ class TokenTexts:
         for file in self._files():
             try:
                 return Tokenizer.from_file(str(file))
-            except Exception:  # of any class, as files of a stranger bring up; another may do
+            except Exception:  # of any class: these files may not be ours; another folder may work
                 continue
         return None
 
@@ -187,37 +187,37 @@ class TokenTexts:
         return [folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()]
 
     def of(self, ids: Iterable[int]) -> dict[int, str]:
-        """The text of each id that has one."""
+        """Texts of the ids that have one."""
         if self._tokenizer is None:
             return {}
         decode, wanted = self._tokenizer.decode, set(ids)
         for number in wanted - self._texts.keys():
-            # Decoders of some families drop the space that the first token begins with.
+            # Some decoders drop the leading space of the first token.
             once, twice = (decode([number] * count, skip_special_tokens=False) for count in (1, 2))
             self._texts[number] = twice[len(once) :] if twice.startswith(once) else once
         return {number: self._texts[number] for number in wanted}
 
 
 def _cached(name: str, revision: Any) -> list[Path]:
-    """The folder in the cache of the hub that has the tokenizer of a model."""
+    """Folder in the hub's cache with a model's tokenizer."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
         hub_id = name.removeprefix("hf://").partition("@")
         found = try_to_load_from_cache(hub_id[0], "tokenizer.json", revision=revision or hub_id[2] or None)
-    except (ImportError, ValueError):  # a name that is no id
+    except (ImportError, ValueError):  # not a model id
         return []
     return [Path(found).parent] if isinstance(found, str) else []
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What of a step goes into a page that holds its data itself."""
+    """Limits on what a self-contained page takes of a step."""
 
     tokens: int
-    """Of all groups together; those in which most happened come first, and one is always there."""
+    """Of all groups together. The most eventful groups come first, and one is always kept."""
     tokens_of_one: int = 4_000
-    """Of a completion."""
+    """Of one completion."""
 
 
 def step_data(
@@ -227,10 +227,10 @@ def step_data(
     limits: Limits | None = None,
     replayed: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The groups of a step with every token and its numbers, and how many rollouts were left out.
+    """Groups of a step with every token and its numbers, and the number of rollouts left out.
 
     Args:
-        replayed: completions of a replay by their row; other rows are left out.
+        replayed: completions of a replay by their row in the file; others are left out.
     """
     table = run.completions(step)
     left_out = int((table.schema.metadata or {}).get(ROWS_LEFT_OUT, 0))
@@ -253,8 +253,7 @@ def step_data(
 
 
 def step_rows(run: RunReader, step: int) -> list[list[Any]]:
-    """The rollouts of a step without their tokens, for a search over steps: group, sample, prompt, text, stop reason,
-    reward, right or not."""
+    """Rollouts of a step for a search: group, sample, prompt, text, stop reason, reward, right or not."""
     table, found = run.completions(step, ROW_COLUMNS), []
     for group, row in zip(group_numbers(table).tolist(), table.to_pylist(), strict=True):
         texts = [_cut(row[name], TEXT_LIMIT) for name in ("prompt", "completion")]
@@ -264,7 +263,7 @@ def step_rows(run: RunReader, step: int) -> list[list[Any]]:
 
 
 def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
-    """The rows as plain values. A list beyond the limit is cut, with its whole length."""
+    """Completions as plain values. Lists beyond the limit are cut, and their full length kept."""
     most = None if limits is None else limits.tokens_of_one
     names = set(table.column_names)
     lists = [
@@ -313,7 +312,7 @@ def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
 
 
 def _credit(completion: Mapping[str, Any], most: int | None) -> dict[str, Any]:
-    """The credit of each token by variant of a replay, with six significant digits, and its advantages."""
+    """Credit of each token by variant of a replay, to six significant digits, and the advantages."""
     credit = [[x if x is None else float(f"{x:.6g}") for x in values[:most]] for values in completion["credit"]]
     given = ["per token" if isinstance(value, list) else _rounded(value) for value in completion["advantage"]]
     return {"credit": credit, "given": given}
@@ -324,7 +323,7 @@ def _prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _list(value: "pa.Scalar", most: int | None) -> list[Any] | None:
-    """A list of a row, cut to `most` entries, its fractions rounded."""
+    """List value cut to `most` entries, fractions rounded."""
     items = value.values[:most] if value.is_valid else None  # pyright: ignore[reportAttributeAccessIssue]  # a list
     if items is None:
         return None
@@ -332,7 +331,7 @@ def _list(value: "pa.Scalar", most: int | None) -> list[Any] | None:
         return items.to_pylist()
     numbers = items.to_numpy(zero_copy_only=False)
     size = np.abs(np.nan_to_num(numbers, nan=1.0, posinf=1.0, neginf=1.0))
-    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.maximum(size, 1e-300))))  # faster than a text for each
+    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.maximum(size, 1e-300))))  # faster than formatting each
     return [x if isfinite(x) else None for x in (np.round(numbers * scale) / scale).tolist()]
 
 
@@ -354,7 +353,7 @@ def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _most_telling(groups: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """Groups of at most so many tokens, in their order: those whose policy moved most first, then every n-th."""
+    """Groups up to a number of tokens, in order: those whose policy moved most are chosen first, then every n-th."""
 
     def moved(group: Mapping[str, Any]) -> float:
         pairs = ((r["new"] or (), r["old"] or ()) for r in group["rollouts"])
@@ -373,7 +372,7 @@ def _most_telling(groups: list[dict[str, Any]], tokens: int) -> list[dict[str, A
 
 
 def chosen_steps(run: RunReader, most: int) -> list[int]:
-    """At most so many steps with completions: the first, the last, the extreme ones by `TELLING`, the rest spread."""
+    """Steps to show, up to a number: the first, the last, the extremes by `TELLING`, the rest spread evenly."""
     steps = run.completion_steps()
     if len(steps) <= most:
         return steps
@@ -395,10 +394,10 @@ LEDGER_COLUMNS = ("status", "untrained", "prompt_index", "sample", "advantage", 
 
 
 def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
-    """What became of the tokens of some steps: how many the policy did not write, were left out, masked, had no
-    advantage, were rejected, and were trained on; what the loss divides by; and steps whose file cannot be read.
+    """Fate of the tokens of some steps: not written by the policy, left out, masked, without an advantage, rejected,
+    trained on; with what the loss divides by, and the steps whose file cannot be read.
 
-    A token without an advantage counts as `at_mean` where another of its group has one. `unrecorded` has the
+    A token without an advantage counts as `at_mean` if another of its group has one. `unrecorded` counts the
     completions beyond the limit of a file.
     """
     rows, unreadable = [], []
@@ -409,7 +408,7 @@ def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
         except UNREADABLE:
             unreadable.append(step)
             continue
-        if "untrained" not in table.column_names:  # written before there was such a column
+        if "untrained" not in table.column_names:  # written before this column existed
             continue
         counts = dict.fromkeys(UNTRAINED, 0)
         for pair in table.column("untrained").combine_chunks().flatten().value_counts().to_pylist():
@@ -427,10 +426,10 @@ def ledger(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def _at_mean(table: "pa.Table") -> int:
-    """Tokens without an advantage in groups in which another token has one."""
+    """Tokens without an advantage in a group where another token has one."""
 
     def per_row(name: str, holds: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Values for which something holds, in the list of each row."""
+        """Number of values in each list for which something holds."""
         lists = table.column(name).combine_chunks()
         owner = np.repeat(np.arange(table.num_rows), lists.value_lengths().fill_null(0).to_numpy())
         return np.bincount(owner[holds(lists.flatten().to_numpy(zero_copy_only=False))], minlength=table.num_rows)

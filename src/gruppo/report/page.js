@@ -2,7 +2,7 @@
 "use strict";
 // The page of a report: overview, charts, ledger, options. Model text reaches the page through textContent alone.
 
-/** What the page shows; `page_data` in page.py makes it. @type {any} */
+/** Data of the page, from `page_data` in page.py. @type {any} */
 let DATA = JSON.parse(at("data").textContent || "{}");
 
 /** @param {string} id @returns {HTMLElement} */
@@ -11,7 +11,7 @@ function at(id) {
 }
 
 /**
- * An element. `text` is its text, `class` its class, a function a listener; anything else an attribute.
+ * Create an element. `text` is its text, `class` its class, a function a listener, anything else an attribute.
  * @param {string} tag @param {Record<string, any>} [facts] @param {...(Node | string | null)} children
  * @returns {HTMLElement}
  */
@@ -27,14 +27,14 @@ function el(tag, facts = {}, ...children) {
   return made;
 }
 
-/** Details; open where those are open that have the id now, and that these replace.
+/** Details element, open if the one it replaces (with the same id) is open.
  * @param {string} id @param {HTMLElement} summary @param {...(Node | string | null)} children */
 function details(id, summary, ...children) {
   summary.id = id + "-summary";
   return el("details", { id, open: document.getElementById(id)?.hasAttribute("open") }, summary, ...children);
 }
 
-/** Fill a part of the page anew. What had the focus is replaced by what has its id, and that has the focus then.
+/** Refill a part of the page. The focus moves to the new element with the same id.
  * @param {string} id @param {Node[]} parts */
 function refill(id, parts) {
   const focused = document.activeElement;
@@ -44,7 +44,7 @@ function refill(id, parts) {
 
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 
-/** Text with control characters and marks of direction as escapes: they would hide or turn around what follows.
+/** Text with control characters and direction marks escaped: they could hide or reverse what follows.
  * @param {string} text */
 function visible(text) {
   const lone = /[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
@@ -56,14 +56,14 @@ function visible(text) {
   return text.replace(HIDDEN, escaped).replace(lone, escaped);
 }
 
-/** Names of runs are those of folders, and may hold such marks too. @param {any} data */
+/** Runs are named after folders, whose names may have such marks too. @param {any} data */
 function escapeNames(data) {
   for (const run of data.runs ?? []) run.name = visible(run.name);
 }
 escapeNames(DATA);
 document.title = visible(document.title);
 
-/** A number with so many significant digits, minus as a minus sign; adding 0 takes it from −0. @param {any} x @param {number} digits */
+/** Number to some significant digits, with a real minus sign; adding 0 removes it from −0. @param {any} x @param {number} digits */
 function number(x, digits = 4) {
   if (typeof x !== "number") return x === null || x === undefined ? "–" : String(x);
   if (Number.isInteger(x) && Math.abs(x) < 1e15) return (x + 0).toLocaleString("en").replace("-", "−");
@@ -97,7 +97,7 @@ function applyTheme() {
 /** @param {string} name */
 const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
-/** The colour of a run, or of a key. @param {number} i */
+/** Colour of a run or key. @param {number} i */
 const colour = (i) => variable("c" + ((i % 8) + 1));
 
 function vegaConfig() {
@@ -112,7 +112,7 @@ function vegaConfig() {
     range: { category: [0, 1, 2, 3, 4, 5, 6, 7].map(colour) },
     style: {
       usual: { color: variable("usual"), fillOpacity: Number(variable("usual-alpha")) },
-      finding: { color: variable("bad"), strokeDash: [4, 3] }, // Vega-Lite has a colour of rules that goes before `stroke`
+      finding: { color: variable("bad"), strokeDash: [4, 3] }, // Vega-Lite's colour of rules overrides `stroke`
     },
     bar: { cornerRadiusEnd: 3, fill: card },
   };
@@ -137,7 +137,7 @@ function showTip(handler, event, item, value) {
 
 // --- charts ---------------------------------------------------------------------------------------------------------
 
-/** @type {Map<Element, any>} charts that wait to be drawn */
+/** @type {Map<Element, any>} charts waiting to be drawn */
 const waiting = new Map();
 /** @type {any[]} */
 let drawn = [];
@@ -177,7 +177,7 @@ function chartCard(chart, place = "chart") {
     el("h3", { text: chart.title }), chart.legend.length ? el("div", { class: "legend" }, ...chart.legend.map(legendItem)) : null, plot, what);
 }
 
-/** A line as it is drawn, with its name. @param {any} item */
+/** Legend line with its name. @param {any} item */
 function legendItem(item) {
   const [svg, line] = ["svg", "line"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
   for (const [name, value] of [["width", 28], ["height", 8]]) svg.setAttribute(String(name), String(value));
@@ -192,11 +192,11 @@ function drawCharts() {
   drawn = [];
   waiting.clear();
   const parts = [];
-  if (!DATA.questions) return void at("charts").replaceChildren(el("p", { class: "note", text: "The charts are being made …" }));
+  if (!DATA.questions) return void at("charts").replaceChildren(el("p", { class: "note", text: "Drawing the charts …" }));
   for (const [i, question] of DATA.questions.entries()) {
     const part = el("div", { id: "question-" + i }, el("h2", { text: question.title }), el("p", { class: "lede", text: question.answer }));
     if (question.charts.length) part.append(el("div", { class: "grid" }, ...question.charts.map((/** @type {any} */ c) => chartCard(c))));
-    else part.append(el("p", { class: "note", text: question.none || "This run has no such numbers." }));
+    else part.append(el("p", { class: "note", text: question.none || "This run has none of these numbers." }));
     if (question.further.length) {
       const more = details("more-" + i, el("summary", { text: `${question.further.length} further metrics` }));
       const fill = () => { if (more.children.length < 2) more.append(el("div", { class: "grid" }, ...question.further.map((/** @type {any} */ c) => chartCard(c)))); };
@@ -230,7 +230,7 @@ function runHead(run, i) {
   const mood = /** @type {Record<string, string>} */ (MOODS)[run.state.name] || "calm";
   const facts = [["model", run.model], ["data", run.data], ["rewards", run.rewards.join(", ")], ["loss", run.loss], ["advantage", run.advantage],
     ["group size", run.group_size], ["seed", run.seed], ["time", duration(run.seconds)], ["device", run.device]];
-  // The pill has the first word already.
+  // The pill already shows the first word.
   const text = run.state.text.startsWith(run.state.name + " ") ? run.state.text.slice(run.state.name.length + 1) : run.state.text;
   const list = facts.filter((f) => f[1] !== "" && f[1] !== null);
   return el("div", { class: "run" }, title,
@@ -248,12 +248,12 @@ function findingItem(finding, i) {
       el("span", { class: "muted small" }, el("code", { text: finding.rule }), finding.step === null ? "" : ` from step ${finding.step}`),
       chart ? el("button", { id: `finding-${i} ${finding.rule} ${finding.metric}`, type: "button", text: "Show its chart", click: () => chart.scrollIntoView({ block: "center" }) }) : null),
     el("p", { class: "muted", text: visible(finding.evidence) }),
-    // What stands between backticks is a command or an option.
+    // Text in backticks is a command or an option.
     el("p", {}, ...visible(finding.remedy).split("`").map((part, i) => (i % 2 ? el("code", { text: part }) : part))));
   return item;
 }
 
-/** The losses of a replayed step: what each gives, against the first, which is the run's own. @param {any} found */
+/** Losses of a replayed step, compared with the first, which is the run's own. @param {any} found */
 function replayHead(found) {
   const norm = found.weights ? "gradient norm" : "norm of d/dlogp";
   /** @param {number} x */
@@ -287,8 +287,8 @@ function drawOverview() {
 // --- ledger ---------------------------------------------------------------------------------------------------------
 
 function drawLedger() {
-  const parts = [el("h2", { text: "What became of the tokens?" }),
-    el("p", { class: "lede", text: "From what was generated to what the policy term was computed on, and what it is divided by." })];
+  const parts = [el("h2", { text: "What happened to the tokens?" }),
+    el("p", { class: "lede", text: "From generated tokens to those in the policy term, and what the loss divides by." })];
   for (const [i, run] of DATA.runs.entries()) {
     const ledger = run.ledger;
     if (ledger?.note && !ledger.generated) parts.push(el("p", { class: "note", text: visible(ledger.note) }));
@@ -318,9 +318,9 @@ function drawOptions() {
     el("tbody", {}, ...rows.map((row) => el("tr", {}, el("td", {}, el("code", { text: visible(row.name) })),
       ...row.values.map((/** @type {string} */ v) => el("td", {}, el("code", { text: visible(v) }))))))));
   const differ = DATA.config.filter((/** @type {any} */ row) => row.differs);
-  const parts = [el("h2", { text: DATA.runs.length > 1 ? "What differs between the runs?" : "Options" })];
+  const parts = [el("h2", { text: DATA.runs.length > 1 ? "Which options differ?" : "Options" })];
   if (DATA.runs.length > 1) {
-    parts.push(differ.length ? el("div", { class: "card pad" }, table(differ)) : el("p", { class: "note", text: "All options are equal." }));
+    parts.push(differ.length ? el("div", { class: "card pad" }, table(differ)) : el("p", { class: "note", text: "All options are the same." }));
   }
   parts.push(details("all-options", el("summary", { text: `All ${DATA.config.length} options` }), el("div", { class: "card pad" }, table(DATA.config))));
   refill("options", parts);
@@ -330,7 +330,7 @@ function drawNav() {
   const links = DATA.replay ? [["overview", "Losses"], ["completions", "Completions"], ["options", "Options"]] : [["overview", "Overview"], ["question-0", "Learning"], ["question-1", "Signal"], ["question-2", "Policy"], ["question-3", "Sampler"],
     ["question-4", "Time"], ["ledger", "Tokens"], ["completions", "Completions"], ["options", "Options"]];
   refill("nav", links.map(([id, text]) => el("a", { id: "nav-" + id, href: "#" + id, text })));
-  at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page reads the run directory while it is open." : visible(DATA.note));
+  at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page follows the run directory while it is open." : visible(DATA.note));
 }
 
 function drawAll() {
@@ -343,7 +343,7 @@ function drawAll() {
 
 // --- a run that goes on ---------------------------------------------------------------------------------------------
 
-/** New data, with the charts and ledgers of the old until theirs are there. @param {any} data */
+/** Take new data, keeping the old charts and ledgers until the new ones arrive. @param {any} data */
 function take(data) {
   escapeNames(data);
   data.questions = DATA.questions;
@@ -351,13 +351,13 @@ function take(data) {
   const hasNewOptions = JSON.stringify(data.config) !== JSON.stringify(DATA.config);
   DATA = data;
   drawOverview();
-  if (hasNewOptions) drawOptions(); // else a table that is scrolled would be at its start again
+  if (hasNewOptions) drawOptions(); // else a scrolled table would jump back to its start
   drawNav();
 }
 
 async function fetchCharts() {
   const answer = await fetch("charts.json", { cache: "no-store" });
-  if (!answer.ok) return void at("charts").replaceChildren(el("p", { class: "note", text: "The charts cannot be made: " + visible(await answer.text()) }));
+  if (!answer.ok) return void at("charts").replaceChildren(el("p", { class: "note", text: "The charts cannot be drawn: " + visible(await answer.text()) }));
   const { questions, ledgers } = await answer.json();
   DATA.questions = questions;
   for (const [i, ledger] of ledgers.entries()) DATA.runs[i].ledger = ledger;
@@ -370,7 +370,7 @@ async function fetchCharts() {
   scrollTo(0, scrolled);
 }
 
-/** The chart library of a page that does not hold it. */
+/** Chart library, for a page that does not include it. */
 function fetchVega() {
   return new Promise((done) => document.body.append(el("script", { src: "vega.js", load: done, error: done })));
 }
@@ -390,7 +390,7 @@ async function refresh() {
     const run = DATA.runs[0];
     at("live").textContent = answer.ok ? `${run.status} · step ${run.step}${run.steps ? " of " + run.steps : ""}` : "no answer";
   } catch {
-    at("live").textContent = "gruppo view has ended";
+    at("live").textContent = "gruppo view has stopped";
   }
   isRefreshing = false;
 }

@@ -1,7 +1,7 @@
-"""Page of a report: one HTML file that holds its data, its charts and the token viewer, and asks for nothing else.
+"""Page of a report: one self-contained HTML file with data, charts and the token viewer.
 
-A strict content security policy names its scripts and its style by their hashes. Whatever a model wrote is JSON with
-`<` escaped, or compressed, and is shown as text only.
+A strict content security policy admits its scripts and style by hash. Model output is embedded as JSON with `<`
+escaped, or compressed, and only ever shown as text.
 """
 
 import base64
@@ -33,19 +33,19 @@ from gruppo.report.data import (
 from gruppo.run.reader import RunReader
 
 MOST_STEPS = 24
-"""Steps of a run whose completions are in a page."""
+"""Most steps of a run with completions on the page."""
 MOST_TOKENS = 300_000
-"""Tokens of all runs in a page: with their numbers about ten megabytes."""
+"""Most tokens on a page, over all runs: about ten megabytes with their numbers."""
 LEDGER_STEPS = 50
 
 NO_GAP = (
-    "No gap was measured: completions were sampled with the trainer's own weights, in its process. The token viewer "
-    "has the gap of each token where log-probs were computed twice."
+    "No gap was measured: completions were sampled with the trainer's own weights in its process. The token viewer "
+    "shows the gap of each token whose log-probs were computed twice."
 )
 
 
 class State(Protocol):
-    """How a run stands, in a word and in a sentence."""
+    """State of a run, in a word and in a sentence."""
 
     @property
     def name(self) -> str: ...
@@ -65,11 +65,11 @@ def report_page(
     findings: Sequence[Sequence[Finding]] = (),
     states: Sequence[State] = (),
 ) -> str:
-    """The report of one or several runs as HTML.
+    """Report of one or more runs as HTML.
 
     Args:
-        findings: for each run what may be wrong with it; empty: not looked for.
-        states: for each run how it stands; empty: as its status file has it.
+        findings: the doctor's findings for each run; empty if not looked for.
+        states: the state of each run; empty to take it from the status file.
     """
     data = page_data(runs, findings=findings, states=states)
     data |= chart_data(runs, findings=findings)
@@ -104,10 +104,10 @@ def report_page(
 
 
 def replay_page(run: RunReader, found: Mapping[str, Any]) -> str:
-    """A replayed step as HTML: the table of its losses, and its completions with the credit that each loss gives.
+    """Replayed step as HTML: a table of losses, and completions with the credit that each loss gives.
 
     Args:
-        found: the replay, as `Replay.as_json` gives it.
+        found: the replay, from `Replay.as_json`.
     """
     step = found["step"]
     data = page_data([run])
@@ -124,7 +124,7 @@ def replay_page(run: RunReader, found: Mapping[str, Any]) -> str:
 
 
 def live_page(title: str) -> str:
-    """The page that `gruppo view` serves: it fetches its data and the chart library from where it came from."""
+    """Page that `gruppo view` serves; it fetches its data and the chart library from the same server."""
     script = _source("page.js") + _source("viewer.js")
     block = _data_block("data", to_json({"live": True}), "application/json")
     policy = f"script-src 'self' {_hashes([script])}; connect-src 'self'"
@@ -134,7 +134,7 @@ def live_page(title: str) -> str:
 def page_data(
     runs: Sequence[RunReader], *, findings: Sequence[Sequence[Finding]] = (), states: Sequence[State] = ()
 ) -> dict[str, Any]:
-    """What the page shows of the runs besides charts, ledger and completions."""
+    """Data of the page except charts, ledger and completions."""
     names = run_names(runs)
     shown = []
     for i, run in enumerate(runs):
@@ -150,7 +150,7 @@ def page_data(
 
 
 def chart_data(runs: Sequence[RunReader], *, findings: Sequence[Sequence[Finding]] = ()) -> dict[str, Any]:
-    """The charts of the page."""
+    """Charts of the page."""
     questions = charts(runs, findings)
     if all(run.config().get("sampler") == "torch" for run in runs):
         questions[3]["none"] = NO_GAP
@@ -163,7 +163,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def _status_of(facts: Mapping[str, Any]) -> _Status:
-    """How a run stands by its status file alone."""
+    """State of a run from its status file alone."""
     of = f" of {facts['steps']}" if facts["steps"] else ""
     where = f"step {facts['step']}{of}"
     texts = {
@@ -177,7 +177,7 @@ def _status_of(facts: Mapping[str, Any]) -> _Status:
 
 
 def ledger_data(run: RunReader) -> dict[str, Any] | None:
-    """The ledger of the tokens, in words; None for a run without completions."""
+    """Token ledger in words; None for a run without completions."""
     recorded = run.completion_steps()
     steps = recorded[:: -(-len(recorded) // LEDGER_STEPS) or 1]
     found = ledger(run, steps)
@@ -187,39 +187,44 @@ def ledger_data(run: RunReader) -> dict[str, Any] | None:
     parts = _loss_parts(loss_text(run))
     rejects = "; ".join(f"{name}: {parts[name]}" for name in ("select", "correction") if name in parts)
     titles = {
-        "other": ("written by a tool or a user", "part of a completion that the policy did not sample"),
-        "left_out": ("in a group left out", "dynamic sampling: no signal, or more than a step takes"),
-        "masked": ("in a completion that is masked", "cut off at max_new_tokens, with mask_truncated"),
+        "other": ("written by a tool or a user", "the policy did not sample them"),
+        "left_out": (
+            "in a group left out",
+            "dropped by dynamic sampling: no signal, or more groups than the step takes",
+        ),
+        "masked": ("in a masked completion", "cut off at max_new_tokens, with mask_truncated"),
         "no_advantage": (
             "in a group without an advantage",
             "all completions of the group earned the same, or count as equal",
         ),
         "at_mean": (
             "at the mean of its group",
-            "others of the group have an advantage; it earned what they are compared with, or was not judged",
+            "others of the group have an advantage; this one earned the baseline, or was not judged",
         ),
         "rejected": ("rejected by the loss", rejects or "this loss rejects none"),
     }
     lines = [{"title": titles[name][0], "what": titles[name][1], "count": found["total"][name]} for name in titles]
     count = len(found["steps"])
-    weight = parts.get("weight", "not recorded; the documentation of the loss has it")
+    weight = parts.get("weight", "not recorded; see the documentation of the loss")
     config = run.config()
     minibatches, epochs = (int(config.get(name) or 1) for name in ("minibatches", "epochs_per_batch"))
     where = "In a recorded step that is"
     if minibatches * epochs > 1:
         where = f"A step has {minibatches * epochs} updates, and each divides by what it trains on: on average"
     sequences, scored = (found[name] / count / minibatches for name in ("sequences", "scored"))
-    limited = " Completions beyond completions_limit count too and are not among these." if found["unrecorded"] else ""
+    limited = (
+        " Completions beyond completions_limit count too but are not included here." if found["unrecorded"] else ""
+    )
     divisor = [
         f"The loss is a {weight}." if weight.startswith("mean") else f"Weight of a token: {weight}.",
-        f"{where} {sequences:,.0f} completions with {scored:,.0f} scored tokens. Those without an advantage count as "
-        f"well, and masked completions count as completions.{limited}",
+        f"{where} {sequences:,.0f} completions with {scored:,.0f} scored tokens. Tokens without an advantage "
+        f"and masked completions count too.{limited}",
     ]
     all_ = count == len(recorded)
     note = f"Over {'all ' if all_ else ''}{count} recorded steps{'' if all_ else f' of {len(recorded)}'}."
     if found["unrecorded"]:
         covered, made = found["recorded"], found["recorded"] + found["unrecorded"]
-        note += f" It covers {covered:,} of {made:,} completions: completions_limit left out the others."
+        note += f" It covers {covered:,} of {made:,} completions; completions_limit left out the rest."
     trained = found["total"][""]
     made = {"generated": sum(found["total"].values()), "lines": lines, "trained": trained, "divisor": divisor}
     return made | {
@@ -229,7 +234,7 @@ def ledger_data(run: RunReader) -> dict[str, Any] | None:
 
 
 def _left_out(run: RunReader, steps: Sequence[int]) -> str:
-    """A sentence on files of completions that cannot be read, after a space; empty where there are none."""
+    """Sentence on unreadable completions files, after a space; empty if there are none."""
     files = [run.completions_file(step) for step in steps]
     if not files:
         return ""
@@ -238,7 +243,7 @@ def _left_out(run: RunReader, steps: Sequence[int]) -> str:
 
 
 def _loss_parts(text: str) -> dict[str, str]:
-    """The parts of a loss by name, out of its text: a line for each, indented."""
+    """Parts of a loss by name, parsed from its text: one indented line each."""
     pairs = (line.strip().partition(" ") for line in text.splitlines() if line.startswith("  "))
     return {name: words.strip() for name, _, words in pairs}
 
@@ -247,7 +252,7 @@ def _loss_parts(text: str) -> dict[str, str]:
 
 
 def to_json(value: Any) -> str:
-    """JSON in ASCII; numbers that JSON does not have become null."""
+    """JSON in ASCII; NaN and infinity become null."""
     try:
         return json.dumps(value, allow_nan=False, default=str, separators=(",", ":"))
     except ValueError:
@@ -256,10 +261,10 @@ def to_json(value: Any) -> str:
 
 @cache
 def vega_script() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script."""
+    """Vega, Vega-Lite and Vega-Embed in one script."""
     import vl_convert
 
-    # In a function of its own: the bundle has thousands of names at its top level.
+    # Wrapped in a function: the bundle has thousands of top-level names.
     return _inlined(f"(() => {{{vl_convert.javascript_bundle('window.vegaEmbed = vegaEmbed;')}}})();")
 
 
@@ -269,7 +274,7 @@ def _source(name: str) -> str:
 
 
 def _inlined(script: str) -> str:
-    """A script that may stand in a page: nothing in it ends the element, or begins a comment."""
+    """Script made safe to embed: nothing in it closes the element or opens a comment."""
     assert "</script" not in script.lower() and "<!--" not in script
     return script
 

@@ -1,7 +1,7 @@
-"""Server of `gruppo view`: the page of a report on this machine alone, while the run goes on.
+"""Server of `gruppo view`: the live page of a run, for this machine only.
 
-It listens on the loopback interface, answers GET and HEAD for the Host that it was opened with, and only below a random
-token in the path: other users of the machine and pages of the web have neither. Nothing in a path is a file name.
+It listens on the loopback interface and answers GET and HEAD, for the Host it was opened with and below a random token
+in the path, which other users and web pages do not know. Nothing in a path is a file name.
 """
 
 import hmac
@@ -25,11 +25,11 @@ JSON, SCRIPT = "application/json", "text/javascript; charset=utf-8"
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves the page of some runs at `url`.
+    """Server of the page of some runs, at `url`.
 
     Args:
-        port: 0 takes a free one.
-        summary: how a run stands and what may be wrong with it, for what `report_page` takes as states and findings.
+        port: 0 for any free port.
+        summary: returns the state and findings of a run, as `report_page` takes them.
     """
 
     daemon_threads = True
@@ -47,7 +47,7 @@ class ViewServer(ThreadingHTTPServer):
         self.summary = summary
         self._summaries: tuple[str, list[State], list[Sequence[Finding]]] = ("", [], [])
         self._made: dict[str, tuple[str, str]] = {}
-        """Texts that many browsers ask for, each with the signature of the records that it was made from."""
+        """Responses shared by all browsers, each with the signature of the records behind it."""
         self._making = threading.Lock()
         try:
             super().__init__((LOOPBACK, port), _Handler)
@@ -57,7 +57,7 @@ class ViewServer(ThreadingHTTPServer):
         self.url = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
 
     def start(self) -> None:
-        """Serve in threads, from now on until `close`."""
+        """Serve in threads until `close`."""
         threading.Thread(target=self.serve_forever, name="gruppo-view", daemon=True).start()
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class ViewServer(ThreadingHTTPServer):
         self.server_close()
 
     def answer(self, path: str, query: str) -> tuple[str, str] | None:
-        """Kind and text of what lies at a path below the token; None: there is nothing, or nothing new."""
+        """Content type and text at a path below the token; None if there is nothing, or nothing new."""
         if path == "":
             return "text/html; charset=utf-8", live_page(f"{', '.join(run.path.name for run in self.runs)} · gruppo")
         if path == "vega.js":
@@ -84,7 +84,7 @@ class ViewServer(ThreadingHTTPServer):
         return JSON, to_json(content)
 
     def _shared(self, path: str, make: Callable[[str], str]) -> str:
-        """What `make` gives for the records as they are. It works once for them, however many browsers wait."""
+        """Result of `make` for the current records, computed once for all waiting browsers."""
         with self._making:
             seen = self.signature()
             if self._made.get(path, ("", ""))[0] != seen:
@@ -100,14 +100,14 @@ class ViewServer(ThreadingHTTPServer):
         return to_json(chart_data(self.runs, findings=findings) | {"ledgers": list(map(ledger_data, self.runs))})
 
     def _summed_up(self, signature: str) -> tuple[str, list[State], list[Sequence[Finding]]]:
-        """States and findings of the runs; looked for once for the records that have this signature."""
+        """States and findings of the runs, computed once per signature."""
         if self.summary is not None and self._summaries[0] != signature:
             states, findings = zip(*map(self.summary, self.runs), strict=True)
             self._summaries = (signature, list(states), list(findings))
         return self._summaries
 
     def signature(self) -> str:
-        """A text that changes with the records of the runs."""
+        """Text that changes whenever the records of the runs do."""
         parts: list[Any] = []
         for run in self.runs:
             names = ("metrics.jsonl", "timings.jsonl", "events.jsonl", "status.json", "lock", "completions")
@@ -117,33 +117,33 @@ class ViewServer(ThreadingHTTPServer):
                     parts.append(f"{found.st_size:x}.{found.st_mtime_ns:x}")
                 except OSError:
                     parts.append("-")
-            parts.append(is_owned(run.path))  # a run that is killed leaves its files as they are
+            parts.append(is_owned(run.path))  # a killed run leaves its files as they are
         return "_".join(map(str, parts))
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: ViewServer  # pyright: ignore[reportIncompatibleVariableOverride]  # what makes it
     server_version, sys_version = "gruppo", ""
-    default_request_version = "HTTP/1.0"  # a request that cannot be read gets a status too
+    default_request_version = "HTTP/1.0"  # an unreadable request gets a status too
     timeout = 30
 
     def do_GET(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:
-            return self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers on the loopback interface alone")
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server only answers on the loopback interface")
         try:
             parts = urlsplit(self.path)
         except ValueError as error:  # as of http://[
             return self._send(HTTPStatus.BAD_REQUEST, "text/plain", f"not an address: {error}")
         token, slash, path = parts.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found; open the whole address that was printed")
-        if not slash:  # links of the page are relative
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found; open the full address that was printed")
+        if not slash:  # links on the page are relative
             return self._send(HTTPStatus.MOVED_PERMANENTLY, "text/plain", "", Location=f"/{self.server.token}/")
         try:
             answer = self.server.answer(path, parts.query)
         except LookupError:
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found")
-        except GruppoError as error:  # a file that is damaged, or being written
+        except GruppoError as error:  # damaged, or still being written
             return self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", str(error))
         if answer is None:
             return self._send(HTTPStatus.NO_CONTENT, "text/plain", "")
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        self.close_connection = True  # what came with it is not read
+        self.close_connection = True  # the body is not read
         self._send(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", "this server only shows a run", Allow="GET, HEAD")
 
     do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_POST
@@ -179,8 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         try:
             super().handle()
-        except ConnectionError:  # the reader has left
+        except ConnectionError:  # the browser left
             self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal belongs to the run."""
+        """Log nothing: the terminal belongs to the run."""

@@ -1,6 +1,6 @@
 // @ts-check
 "use strict";
-// The token viewer: the groups of a step, and each completion as a strip of tokens coloured by a quantity.
+// The token viewer: the groups of a step, with each completion as a strip of coloured tokens.
 
 /**
  * @typedef {{sample: number, text: string, characters: number, stop: string, versions: number[], reward: number|null,
@@ -25,7 +25,7 @@ const k3 = (d) => (d === null ? null : Math.max(Math.expm1(d) - d, 0));
 /** @param {Rollout} r @param {number} i */
 const logRatio = (r, i) => minus(pick(r.new, i), pick(r.old, i));
 
-/** Names of the variants of a replay, each of which has a strip of its own; elsewhere there is one without a name.
+/** Names of the variants of a replay, with a strip each; otherwise there is one without a name.
  * @type {string[]} */
 const VARIANTS = DATA.replay ? DATA.replay.variants.map((/** @type {any} */ v) => visible(v.name)) : [""];
 /** @param {Rollout} r @param {number} i @param {number} v */
@@ -33,7 +33,7 @@ const lossCredit = (r, i, v) => pick(r.credit?.[v] ?? null, i);
 /** @type {Quantity} */
 const LOSS_CREDIT = { name: "loss_credit", title: "credit, d loss / d log p", kind: "signed", of: lossCredit };
 /** @type {Quantity} */
-const DIFFERENCE = { name: "difference", title: "difference of credit, to " + VARIANTS[0], kind: "signed", of: (r, i, v) => minus(lossCredit(r, i, v), lossCredit(r, i, 0)) };
+const DIFFERENCE = { name: "difference", title: "difference in credit from " + VARIANTS[0], kind: "signed", of: (r, i, v) => minus(lossCredit(r, i, v), lossCredit(r, i, 0)) };
 
 /** @type {Quantity[]} */
 const QUANTITIES = [
@@ -52,13 +52,13 @@ const QUANTITIES = [
 /** @param {string} name @returns {Quantity} */
 const byName = (name) => QUANTITIES.find((q) => q.name === name) ?? QUANTITIES[0];
 
-/** Reasons of `untrained`, by their code: a word, and a colour of the palette. */
+/** Reasons in `untrained` by code: their words, and a colour of the palette. */
 const REASONS = [["trained on", 1], ["written by a tool or a user", 6], ["group left out", 4], ["completion masked", 2], ["no advantage", 0], ["rejected by the loss", 3]];
 const CLIPS = [["not clipped", 0], ["clipped high", 2], ["clipped low", 1]];
 
-/** Tokens of a completion that are shown at a time. */
+/** Tokens of a completion shown at a time. */
 const PAGE = 1500;
-/** Characters of a prompt on the card of its group. */
+/** Characters of a prompt on its group's card. */
 const CARD = 60;
 
 /** How many characters at their ends all these prompts share: the lines of a system prompt, the marks of a chat.
@@ -150,7 +150,7 @@ class Viewer {
 
   build() {
     if (!DATA.runs.some((/** @type {any} */ r) => r.steps_here.length)) {
-      at("completions").replaceChildren(el("h2", { text: "Completions" }), el("p", { class: "note", text: "No completions are recorded yet; completions_every sets how often they are." }));
+      at("completions").replaceChildren(el("h2", { text: "Completions" }), el("p", { class: "note", text: "No completions recorded yet; completions_every sets how often they are." }));
       return false;
     }
     const change = () => this.showGroups();
@@ -167,7 +167,7 @@ class Viewer {
         el("button", { id: "v-next", type: "button", "aria-label": "Later step", text: "›", click: () => this.move(1) }),
         el("b", { id: "v-step" }))),
       label("colour", select("v-color", QUANTITIES.map((q) => [q.name, q.title]), () => this.recolour(input("v-color").value))),
-      label("sort groups by", select("v-sort", [["reward", "reward"], ["spread", "spread of reward"], ["moved", DATA.replay ? "difference of credit" : "largest KL"], ["drawn", "order drawn"]], change)),
+      label("sort groups by", select("v-sort", [["reward", "reward"], ["spread", "spread of reward"], ["moved", DATA.replay ? "difference in credit" : "largest KL"], ["drawn", "order drawn"]], change)),
       el("details", { class: "filters", open: innerWidth > 760 && !DATA.replay }, el("summary", { text: "filter and search" }), el("div", { class: "row" },
       label("text", el("input", { id: "v-text", type: "search", placeholder: "in prompt or completion", input: change })),
       label("reward from", el("input", { id: "v-low", type: "number", step: "any", input: change })),
@@ -186,7 +186,7 @@ class Viewer {
       el("aside", { id: "token", hidden: true, "aria-live": "polite" }), el("div", { id: "v-results" }));
     if (DATA.replay) input("v-sort").value = "moved";
     const panel = at("v-panel");
-    // Not pointerover: that comes also when a scroll brings a token under a pointer at rest.
+    // Not pointerover, which also fires when scrolling moves a token under a resting pointer.
     panel.addEventListener("pointermove", (e) => { if (e.pointerType !== "touch") this.hover(e.target); });
     panel.addEventListener("focusin", (e) => this.focused(/** @type {HTMLElement} */ (e.target)));
     panel.addEventListener("keydown", (e) => this.tokenKey(e));
@@ -203,7 +203,7 @@ class Viewer {
     return true;
   }
 
-  /** Called at the start, and when a run that goes on has new steps. */
+  /** Called at the start, and when a running run has new steps. */
   async update() {
     if (!document.getElementById("v-groups") && !this.build()) return;
     const steps = this.steps;
@@ -218,7 +218,7 @@ class Viewer {
     if (next >= 0 && next < this.steps.length) this.go(this.steps[next]);
   }
 
-  /** Show a step, and of it a group and a token where they are given.
+  /** Show a step, and a group and token in it if given.
    * @param {number|undefined} step @param {number} [group] @param {number} [sample] @param {number} [token] */
   async go(step, group, sample, token) {
     if (step === undefined) return;
@@ -231,7 +231,7 @@ class Viewer {
       at("v-note").textContent = "This step cannot be read: " + visible(String(error));
       return;
     }
-    if (this.number !== step) return; // another was chosen meanwhile
+    if (this.number !== step) return; // another step was chosen meanwhile
     this.data = data;
     if (!this.hasChosen) this.quantity = this.firstWithValues();
     input("v-color").value = this.quantity.name;
@@ -248,7 +248,7 @@ class Viewer {
     const back = button("v-back"), next = button("v-next"), focused = document.activeElement;
     back.disabled = i <= 0;
     next.disabled = i >= this.steps.length - 1;
-    // A button that is disabled loses the focus to the page.
+    // A disabled button loses the focus to the page.
     if (focused === back && back.disabled) next.focus();
     if (focused === next && next.disabled) back.focus();
   }
@@ -272,7 +272,7 @@ class Viewer {
   /** @param {Group} g @param {Rollout} r */
   fits(g, r) { return this.matches([g.prompt, r.text, r.stop, r.reward, r.correct]); }
 
-  /** Numbers of the groups that fit the filters, in the chosen order. */
+  /** Numbers of the groups that match the filters, in the chosen order. */
   order() {
     const groups = this.data?.groups ?? [];
     /** @param {Group} g */
@@ -288,7 +288,7 @@ class Viewer {
     return fitting.sort((a, b) => a.k - b.k || a.i - b.i).map((x) => x.i);
   }
 
-  /** Draw the groups and the panel. Where one of their elements had the focus, what stands in its place then has it. */
+  /** Draw the groups and the panel. If one of their elements had the focus, its replacement gets it. */
   showGroups() {
     if (!this.data) return;
     const had = /** @type {HTMLElement} */ (document.activeElement), panel = at("v-panel");
@@ -318,7 +318,7 @@ class Viewer {
     this.showPanel();
   }
 
-  /** The group whose policy moved most, else the one whose rewards differ most. */
+  /** Group whose policy moved most, else the one whose rewards differ most. */
   liveliest() {
     const order = this.order(), groups = this.data?.groups ?? [];
     /** @param {number} i */
@@ -374,7 +374,7 @@ class Viewer {
     document.documentElement.style.scrollPaddingBottom = "";
     this.marked = null;
     const g = this.data?.groups[this.group];
-    if (!g) { at("v-panel").replaceChildren(el("p", { class: "note", text: "No group fits." })); return; }
+    if (!g) { at("v-panel").replaceChildren(el("p", { class: "note", text: "No group matches." })); return; }
     /** @type {Record<string, any>} */
     let columns = {};
     try { columns = JSON.parse(g.columns || "{}"); } catch { columns = { columns: g.columns }; }
@@ -390,7 +390,7 @@ class Viewer {
       el("div", { class: "rollouts" + (isLong ? " long" : "") }, ...rollouts.map(({ r }) => this.rolloutCard(g, r)))));
   }
 
-  /** The tokens that moved most, by their KL; in a replay those whose credit differs most.
+  /** Tokens that moved most by KL; in a replay, those whose credit differs most.
    * @param {Group[]} groups @param {number} most */
   topTokens(groups, most) {
     const quantity = DATA.replay ? DIFFERENCE : byName("kl");
@@ -435,7 +435,7 @@ class Viewer {
     const card = el("div", { class: "rollout" + (this.fits(g, r) ? "" : " dim") }, head, ...(DATA.replay ? [el("div", { class: "variants" }, ...strips)] : strips));
     const known = Object.keys(this.data?.texts ?? {}).length > 0;
     const cut = r.characters > r.text.length ? ` (the first ${number(r.text.length)} of ${number(r.characters)} characters)` : "";
-    // A character whose bytes are several tokens is in none of them.
+    // A character split over several tokens is in none of them.
     const isSplit = r.ids.some((id) => this.piece(id).includes("\ufffd"));
     const isOpen = !known || (isSplit && r.ids.length <= 12);
     const text = el("details", { open: isOpen }, el("summary", { text: "text" + cut }));
@@ -446,7 +446,7 @@ class Viewer {
     return card;
   }
 
-  /** Tokens from one on; those that a tool or a user wrote stand in a block of their own.
+  /** Tokens from a given one on; those written by a tool or user get their own block.
    * @param {HTMLElement} strip @param {Rollout} r @param {number} from */
   fill(strip, r, from) {
     const until = Math.min(from + PAGE, r.ids.length);
@@ -474,11 +474,11 @@ class Viewer {
       });
       strip.append(more);
     } else if (r.length > r.ids.length) {
-      strip.append(el("span", { class: "note", text: ` … ${number(r.length - r.ids.length)} further tokens are not in this file; gruppo view shows them` }));
+      strip.append(el("span", { class: "note", text: ` … ${number(r.length - r.ids.length)} more tokens are not in this file; gruppo view shows them` }));
     }
   }
 
-  /** Colour by the chosen quantity. Shapes repeat what colours say: hatching, and lines above or below.
+  /** Colour by the chosen quantity. Hatching, and lines above or below, repeat what the colours say.
    * @param {HTMLElement} token @param {Rollout} r @param {number} i @param {number} v */
   paint(token, r, i, v) {
     const q = this.quantity, x = q.of(r, i, v);
@@ -527,7 +527,7 @@ class Viewer {
   /** @param {Quantity} q */
   largest(q) { return this.values(q).reduce((a, b) => Math.max(a, b), 0); }
 
-  /** The amount that has the full colour: what 99 of 100 tokens of the step do not exceed. */
+  /** Amount drawn in full colour: the 99th percentile of the step's tokens. */
   scaleLimit() {
     if (this.quantity.kind === "class") return 1;
     const values = this.values(this.quantity).filter((x) => x > 1e-9).sort((a, b) => a - b);
@@ -546,7 +546,7 @@ class Viewer {
         parts.push(el("span", {}, sample, " " + text));
       }
     } else if (values.every((x) => x <= 1e-9)) {
-      parts.push(q.name === "gap" ? "is 0 at every token: sampler and trainer agree" : "is 0 at every token" + (["credit", "kl"].includes(q.name) ? ": the step was one update, on its own policy" : ""));
+      parts.push(q.name === "gap" ? "is 0 at every token: sampler and trainer agree" : "is 0 at every token" + (["credit", "kl"].includes(q.name) ? ": the step was a single on-policy update" : ""));
     } else {
       const shades = q.kind === "signed" ? [-1, -0.5, 0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
       const ramp = shades.map((x) => {
@@ -556,7 +556,7 @@ class Viewer {
       });
       const high = number(this.limit, 2);
       parts.push(el("span", { class: "ramp" }, q.kind === "signed" ? "−" + high : "0", el("span", {}, ...ramp), high));
-      if (q.kind === "signed") parts.push("below 0 also underlined" + (q === LOSS_CREDIT ? ": the token is made likelier" : ""));
+      if (q.kind === "signed") parts.push("below 0 also underlined" + (q === LOSS_CREDIT ? ": the token becomes likelier" : ""));
     }
     at("v-legend").replaceChildren(...parts);
   }
@@ -596,7 +596,7 @@ class Viewer {
       el("dl", { class: "numbers" }, ...facts.map(([name, title, value]) => el("div", {}, el("dt", { text: title }), el("dd", { "data-name": name, text: number(value, 5) })))));
   }
 
-  /** A token that has the focus: the one of its strip that Tab reaches, and not behind what lies over the page.
+  /** Focus a token: Tab then reaches it in its strip, and nothing covers it.
    * @param {HTMLElement} token */
   focused(token) {
     if (!token.classList.contains("tok")) return;
@@ -607,7 +607,7 @@ class Viewer {
     token.scrollIntoView({ block: "nearest" });
   }
 
-  /** The token of a strip with a number, else its last; tokens that are not shown yet are shown up to it.
+  /** Token of a strip by number, else its last; shows further tokens up to it.
    * @param {Element|undefined} strip @param {number} i @returns {HTMLElement|undefined} */
   tokenAt(strip, i) {
     const shown = strip?.getElementsByClassName("tok") ?? [];
@@ -654,7 +654,7 @@ class Viewer {
     let found = 0;
     for (const [at_, step] of this.steps.entries()) {
       const rows = await this.source.rows(this.run, step).catch(() => []);
-      if (search !== this.search) return; // another search has begun
+      if (search !== this.search) return; // another search began
       for (const row of rows) {
         if (!fits(row)) continue;
         if (found++ >= most) continue;
@@ -665,10 +665,10 @@ class Viewer {
       status.textContent = `${number(found)} found in ${at_ + 1} of ${this.steps.length} steps` + (found > most ? `; the first ${most} are shown` : "");
     }
     const all = DATA.runs[this.run].steps_recorded.length;
-    if (this.steps.length < all) status.textContent += `; ${number(all - this.steps.length)} further steps are not in this file, gruppo view has them`;
+    if (this.steps.length < all) status.textContent += `; ${number(all - this.steps.length)} more steps are not in this file; gruppo view has them`;
   }
 
-  searchAll() { return this.walk((row) => this.matches(row.slice(3)), "Completions that fit, over all steps", 200); }
+  searchAll() { return this.walk((row) => this.matches(row.slice(3)), "Matching completions in all steps", 200); }
 
   /** @param {number} index */
   history(index) { return this.walk((row) => row[2] === index, `Prompt ${index} over the run`, 500); }
