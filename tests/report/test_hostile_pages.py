@@ -113,7 +113,7 @@ def test_ten_megabytes_open_and_are_cut_with_a_note(open_page, hostile_run):
         strip = page.locator(".rollout", has=page.locator("button, .strip .note")).first
         strip.locator("button").click()
     assert (
-        page.locator(".strip .note").text_content().strip().startswith("… 96,000 further tokens are not in this file")
+        page.locator(".strip .note").text_content().strip().startswith("… 96,000 more tokens are not in this file")
     )
     assert page.evaluate("window.hacked") is None
 
