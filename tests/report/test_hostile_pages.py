@@ -112,9 +112,7 @@ def test_ten_megabytes_open_and_are_cut_with_a_note(open_page, hostile_run):
     for _ in range(2):
         strip = page.locator(".rollout", has=page.locator("button, .strip .note")).first
         strip.locator("button").click()
-    assert (
-        page.locator(".strip .note").text_content().strip().startswith("… 96,000 more tokens are not in this file")
-    )
+    assert page.locator(".strip .note").text_content().strip().startswith("… 96,000 more tokens are not in this file")
     assert page.evaluate("window.hacked") is None
 
 
