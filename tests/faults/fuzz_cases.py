@@ -120,22 +120,16 @@ def data(_: Path) -> Iterator[Case]:
         "empty.csv": b"",
         "header.csv": b"prompt,answer\n",
         "twice.csv": b"prompt,prompt\na,b\n",
-        "wide.csv": b"prompt," + b"".join(b"k%d," % i for i in range(300_000)) + b"k299999\na\n",
         "self.csv": b"prompt,answer,self\n1+1=,2,x\n1+2=,3,x\n1+3=,4,x\n",
         "ragged.csv": b"prompt,answer\na\n",
         "open.csv": b'prompt,answer\n"a,b\n',
         "noprompt.csv": b"a,b\n1,2\n",
         "latin.csv": "prompt,answer\n\xe4,1\n".encode("latin-1"),
-        "long.csv": b"prompt,answer\n" + b"x" * (17 << 20) + b",1\n",
         "nul.csv": b"prompt,answer\n\0,1\n",
         "empty.parquet": b"",
         "junk.parquet": b"PAR1junkPAR1",
         "text.parquet": GOOD_ROWS.encode(),
         "cut.parquet": lambda: parquet_of(["01+01="])[:-20],
-        "bomb.parquet": lambda: parquet_of(["x" * (1 << 20)] * 3000),
-        "ones.parquet": lambda: parquet_of(["1"] * 4_000_000),
-        "wide.parquet": lambda: parquet_of(["1+1="], **{f"c{i}": ["y" * (1 << 20)] for i in range(1100)}),
-        "cell.parquet": lambda: parquet_of(["x" * (1 << 27)]),
         "zero.parquet": lambda: parquet_of([]),
         "numbers.parquet": lambda: parquet_of([1, 2]),  # type: ignore[list-item]
     }
@@ -478,7 +472,6 @@ MAKERS: dict[str, Callable[[bytes], bytes]] = {
     "controls": lambda _: b"\x1b[2Jsteps: 2\n",
     "deep_row": lambda _: b'{"prompt": "01+01=", "answer": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
     "digits_row": lambda _: b'{"prompt": "01+01=", "answer": ' + b"9" * 5000 + b"}\n",
-    "huge_row": lambda _: b'{"prompt": "01+01=", "answer": "' + b"9" * (17 << 20) + b'"}\n',
     "wide_row": lambda _: (
         b'{"prompt": "01+01=", ' + b"".join(b'"k%d": 1, ' % i for i in range(300_000)) + b'"k299999": 2}\n'
     ),

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import pickle
-import resource
 import shutil
 import socket
 import stat
@@ -33,7 +32,7 @@ from gruppo.sampler.vllm.http import HttpEngine
 from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.task.builtin import builtin_model_path
 from gruppo.task.dataset import read_rows
-from gruppo.task.prompts import render_chat
+from gruppo.task.template import render_chat
 from gruppo.trainer.config import TrainConfig
 from gruppo.weights.source import load_model, load_tokenizer, pin, resolve
 
@@ -149,17 +148,7 @@ def test_an_adapter_whose_base_is_itself_is_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path), dtype=torch.float32)
 
 
-# --- bombs --------------------------------------------------------------------------------------------------------
-
-
-def test_a_parquet_file_of_a_kilobyte_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "bomb.parquet"
-    file.write_bytes(parquet_of(["x" * 2**20] * 5000))
-    assert file.stat().st_size < 20_000
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(InputError, match=r"bytes unpack to [\d,]+ and more, limit 1,073,741,824"):
-        read_rows(file)
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20 < 3.0  # GiB; it was more than 5
+# --- data --------------------------------------------------------------------------------------------------------
 
 
 def test_a_parquet_file_of_many_equal_rows_is_read(tmp_path: Path) -> None:
@@ -169,13 +158,6 @@ def test_a_parquet_file_of_many_equal_rows_is_read(tmp_path: Path) -> None:
     assert [rows[0], rows[1], rows[2999]] == [
         {"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": None}, {"prompt": "1+1=", "answer": "\u20ac"}
     ]  # fmt: skip
-
-
-def test_a_row_of_a_parquet_file_has_the_limit_of_a_line(tmp_path: Path) -> None:
-    file = tmp_path / "long.parquet"
-    file.write_bytes(parquet_of(["x" * (17 * 2**20)]))
-    with pytest.raises(InputError, match=r"long\.parquet\[0\]: the row has 17,826,304 bytes, limit 16,777,216"):
-        read_rows(file)
 
 
 def test_aliases_that_stand_for_a_billion_values_are_refused(tmp_path: Path) -> None:
@@ -192,25 +174,20 @@ def test_aliases_that_stand_for_a_billion_values_are_refused(tmp_path: Path) -> 
     ("template", "says"),
     [
         (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "did not end within 0.5 s for one conversation",
+            "{{ messages.__class__.__mro__ }}",
+            "refuses the conversation: access to attribute '__class__' of 'list' object",
         ),
-        ("{{ 9 ** (9 ** 9) }}", "did not end within 0.5 s for one conversation"),
-        ("{{ 'x' * 2000000000 }}", "fails on the conversation: MemoryError"),
-        ("{{ 'x' * 20000000 }}", "makes 20,000,000 characters of the conversation, limit 16,777,216"),
+        ("{{ messages.append(1) }}", "refuses the conversation: access to attribute 'append'"),
         ("{{ 1 / 0 }}", "fails on the conversation: ZeroDivisionError"),
         ("{{ raise_exception('only one turn') }}", "refuses the conversation: only one turn"),
     ],
 )
-def test_a_chat_template_has_limits(template: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gruppo.task.template.SECONDS", 0.5 if "0.5 s" in says else 60.0)
+def test_a_chat_template_reaches_nothing_and_its_error_is_named(template: str, says: str) -> None:
     tokenizer = load_tokenizer("builtin")
     tokenizer.chat_template = template
-    before = {child.pid for child in psutil.Process().children()}  # workers of other tests
     with pytest.raises(InputError) as refused:
         render_chat([{"role": "user", "content": "1+1="}], tokenizer)
     assert says in str(refused.value)
-    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 def test_a_chat_template_gives_the_tokens_that_transformers_gives() -> None:

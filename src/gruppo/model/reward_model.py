@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from gruppo.errors import InputError
-from gruppo.task.template import render_all
+from gruppo.task.template import render
 from gruppo.weights.source import context_length, load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class RewardModel:
         return scores
 
     def _render(self, conversations: Sequence[Any]) -> list[str]:
-        """Conversations as text. The template is a program of the model's, and runs in a child process."""
+        """Conversations as text, by the template of the reward model."""
         if not conversations:
             return []
         if not self._tokenizer.chat_template:
@@ -82,13 +82,9 @@ class RewardModel:
                 "has, or give the prompts as text"
             )
         try:
-            texts = render_all(conversations, self._tokenizer, {}, add_generation_prompt=False)
-        except InputError as error:
-            raise InputError(f"reward model {self.model!r}: {error}") from error
-        for text in texts:
-            if isinstance(text, InputError):  # of one completion: an error of this call, and not of the run
-                raise ValueError(str(text))
-        return [str(text) for text in texts]
+            return [render(turns, self._tokenizer, add_generation_prompt=False) for turns in conversations]
+        except InputError as error:  # of one completion: an error of this call, and not of the run
+            raise ValueError(f"reward model {self.model!r}: {error}") from error
 
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":

@@ -189,7 +189,7 @@ def read_prompt(given: PromptLike, position: int, tokenizer: Any) -> Prompt:
         ids = tuple(tokenizer(prompt)["input_ids"])
         prompt = Prompt(token_ids=ids, text=prompt, source=prompt, index=position)
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(t, Mapping) and "role" in t for t in prompt):
-        from gruppo.task.prompts import render_chat
+        from gruppo.task.template import render_chat
 
         ids, text = render_chat(prompt, tokenizer)
         prompt = Prompt(token_ids=ids, text=text, source=prompt, index=position)

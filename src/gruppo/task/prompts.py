@@ -8,10 +8,8 @@
 ((1, 8, 11, 14, 12, 9, 15), {'answer': '132'})
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
@@ -19,18 +17,13 @@ from gruppo.reward.call import STANDARD
 from gruppo.task.dataset import BAD_ROW_REMEDY, BadRowPolicy, DroppedRow, Row, Rows, TooLongRow, prompt_kind
 from gruppo.task.order import HOLDOUT_STREAM, shuffle
 from gruppo.task.sources import resolve_source
-from gruppo.task.template import render_all
+from gruppo.task.template import Rendered, begun_turn, render_chats
 from gruppo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ENCODE_CHUNK = 1024
-MOST_COLUMNS = 1000
-"""Of a data set. Each row gets all of them, None where it has none: 5,000 rows with 5,000 take a gigabyte."""
-
-_FIXED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "tokenizer_kwargs", "messages"})
-"""Arguments of `apply_chat_template` that are not the caller's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +83,7 @@ class PromptSet:
 
 
 def check_columns(rows: Rows) -> None:
-    """Refuse too many columns, and names of something else that rewards receive; `self` is a method's object."""
-    if len(rows.columns) > MOST_COLUMNS:
-        raise InputError(
-            f"{rows.source}: its rows have {len(rows.columns):,} columns together, limit {MOST_COLUMNS:,}, since each "
-            "row gets all of them; put what differs from row to row under one name, as an object"
-        )
+    """Refuse columns with the name of something else that rewards receive; `self` is a method's object."""
     clash = [name for name in rows.columns if name in STANDARD | {"self"}]
     if clash:
         raise InputError(
@@ -139,13 +127,16 @@ def load_prompts(
     dropped = list(rows.dropped)
     columns = tuple(name for name in rows.columns if name != "prompt")
     is_text = prompt_kind(rows[0]["prompt"]) == "string"  # one source is of one kind
-    for row, rendered in _render(rows, tokenizer, is_text and not chat, system, chat_template_kwargs):
+    is_plain = is_text and not chat
+    for row, rendered in _render(rows, tokenizer, is_plain, system, chat_template_kwargs):
         if limit is not None and len(prompts) == limit:
             break
-        if isinstance(rendered, str):
+        if isinstance(rendered, InputError) or not rendered[0]:
+            empty = "prompt has no tokens" if is_plain else "the chat template makes an empty prompt of it"
+            reason = str(rendered) if isinstance(rendered, InputError) else empty
             if on_bad_row == "fail":
-                raise InputError(f"{row.place}: {rendered}; {BAD_ROW_REMEDY}")
-            dropped.append(DroppedRow(row.place, rendered))
+                raise InputError(f"{row.place}: {reason}; {BAD_ROW_REMEDY}")
+            dropped.append(DroppedRow(row.place, reason))
             continue
         token_ids, text = rendered
         if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
@@ -165,14 +156,14 @@ def load_prompts(
         remedy = "; raise the limit, or give shorter prompts" if isinstance(dropped[0], TooLongRow) else ""
         raise InputError(f"{rows.source} has no usable prompt; {dropped[0].row}: {dropped[0].reason}{remedy}")
     reading = rows.recognised()
-    begun = sum(not isinstance(prompt.source, str) and bool(_begun_turn(prompt.source)) for prompt in prompts)
+    begun = sum(not isinstance(prompt.source, str) and bool(begun_turn(prompt.source)) for prompt in prompts)
     if begun:
         reading.append(
             f"{begun:,} of {len(prompts):,} prompts end in the assistant's turn, which a completion continues"
         )
     if is_text and chat:
         reading.append("text prompts go through the chat template")
-    elif is_text and getattr(tokenizer, "chat_template", None):
+    elif is_plain and getattr(tokenizer, "chat_template", None):
         reading.append("text prompts go in as they are; chat=true (--chat) puts them through the model's chat template")
     return PromptSet(prompts=tuple(prompts), dropped=tuple(dropped), reading=tuple(reading))
 
@@ -183,30 +174,21 @@ def _render(
     is_plain: bool,
     system: str | None,
     template_kwargs: Mapping[str, Any] | None,
-) -> Iterator[tuple[Row, tuple[tuple[int, ...], str] | str]]:
-    """Each row with its token ids and text, or with the reason why there are none."""
-    if is_plain:
-        for name, value in (("a system message", system), ("chat_template_kwargs", template_kwargs)):
-            if value:
-                raise InputError(
-                    f"{name} needs conversations, and these prompts are text; set chat=true to make each the turn of a "
-                    "user"
-                )
-        remaining = iter(rows.rows)
-        while chunk := list(islice(remaining, ENCODE_CHUNK)):
-            texts = [row.values["prompt"] for row in chunk]
-            for row, text, token_ids in zip(chunk, texts, encode_texts(texts, tokenizer), strict=True):
-                yield row, (token_ids, text) if token_ids else "prompt has no tokens"
-        return
-    _check_chat_template(tokenizer)
-    remaining = iter(rows.rows)
-    while chunk := list(islice(remaining, ENCODE_CHUNK)):
-        conversations = [_conversation(row.values["prompt"], system) for row in chunk]
-        for row, rendered in zip(chunk, render_chats(conversations, tokenizer, template_kwargs), strict=True):
-            if isinstance(rendered, InputError):
-                yield row, str(rendered)
-            else:
-                yield row, rendered if rendered[0] else "the chat template makes an empty prompt of it"
+) -> Iterator[tuple[Row, Rendered | InputError]]:
+    """Each row with its prompt, or with the reason why there is none."""
+    for name, value in (("a system message", system), ("chat_template_kwargs", template_kwargs)):
+        if is_plain and value:
+            raise InputError(
+                f"{name} needs conversations, and these prompts are text; set chat=true to make each the turn of a user"
+            )
+    for start in range(0, len(rows), ENCODE_CHUNK):
+        chunk = rows.rows[start : start + ENCODE_CHUNK]
+        prompts = [row.values["prompt"] for row in chunk]
+        if is_plain:
+            found = zip(encode_texts(prompts, tokenizer), prompts, strict=True)
+        else:
+            found = render_chats([_conversation(prompt, system) for prompt in prompts], tokenizer, template_kwargs)
+        yield from zip(chunk, found, strict=True)
 
 
 def _conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:
@@ -217,69 +199,6 @@ def _conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:
     if system is not None and turns[0]["role"] not in ("system", "developer"):
         turns.insert(0, {"role": "system", "content": system})
     return turns
-
-
-def render_chat(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: "PreTrainedTokenizerBase",
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[tuple[int, ...], str]:
-    """Token ids and text of a conversation, ending where the assistant's turn begins, or goes on.
-
-    Raises InputError when the template refuses the conversation, as some do when roles do not alternate.
-    """
-    (rendered,) = render_chats([messages], tokenizer, template_kwargs)
-    if isinstance(rendered, InputError):
-        raise rendered
-    return rendered
-
-
-def render_chats(
-    conversations: Sequence[Sequence[Mapping[str, Any]]],
-    tokenizer: "PreTrainedTokenizerBase",
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> list[tuple[tuple[int, ...], str] | InputError]:
-    """Token ids and text of each conversation, or why there are none.
-
-    A last message of the assistant stands as it is where the template begins the assistant's turn: what the model would
-    have written there itself. Not by `continue_final_message`, with which some templates put an empty thought before
-    that turn, or strip it.
-    """
-    _check_chat_template(tokenizer)
-    options = dict(template_kwargs or {})
-    clash = sorted(options.keys() & _FIXED)
-    if clash:
-        raise InputError(f"chat_template_kwargs has {clash[0]!r}, which is not the template's to decide; leave it out")
-    begun = [_begun_turn(messages) for messages in conversations]
-    before = [messages[:-1] if text else messages for messages, text in zip(conversations, begun, strict=True)]
-    texts = render_all([[dict(message) for message in messages] for messages in before], tokenizer, options)
-    texts = [
-        text if isinstance(text, InputError) else _gone_on(text, start)
-        for text, start in zip(texts, begun, strict=True)
-    ]
-    # A template writes the special tokens itself; lengths are our caller's to judge.
-    found: Any = tokenizer(
-        [text for text in texts if isinstance(text, str)] or [""], add_special_tokens=False, verbose=False
-    )
-    ids = iter(found["input_ids"])
-    return [text if isinstance(text, InputError) else (tuple(next(ids)), text) for text in texts]
-
-
-def _begun_turn(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the assistant's last turn has already; empty where the last message is another's."""
-    return messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
-
-
-def _gone_on(text: str, start: str) -> str:
-    """The text with the start of the assistant's turn; a tag that both have, such as <think>, stands once.
-
-    >>> _gone_on("<assistant><think>", "<think>Well,"), _gone_on("<assistant>", "Well,")
-    ('<assistant><think>Well,', '<assistant>Well,')
-    """
-    tag = re.match(r"\s*(<[^<>\s]+>)", start)
-    if tag and text.rstrip().endswith(tag[1]):
-        return text.rstrip().removesuffix(tag[1]) + start.lstrip()
-    return text + start
 
 
 def encode_texts(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int, ...]]:
@@ -297,11 +216,3 @@ def encode_texts(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> 
             )
         result.append(tuple(ids))
     return result
-
-
-def _check_chat_template(tokenizer: "PreTrainedTokenizerBase") -> None:
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError(
-            "the prompts are conversations, but this tokenizer has no chat template; use the tokenizer of an "
-            "instruction-tuned model, set tokenizer.chat_template, or give the prompts as strings without chat=true"
-        )

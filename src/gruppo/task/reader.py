@@ -10,18 +10,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
 from gruppo.errors import InputError, require
-
-MAX_RECORD_BYTES = 16 * 2**20
-"""A longer line is a broken file (a missing newline), not a prompt; reading on would only fill the memory."""
-
-MAX_UNPACKED_BYTES = 2**30
-"""Of a Parquet file, which may hold in a kilobyte what fills the memory; or a hundred times its own size."""
-_ROW_BYTES = 512
 
 Record = tuple[str, Mapping[str, Any] | str]
 """A place and the values there, or the reason why there are none. The place is `file:line` for text files (from 1),
@@ -55,21 +47,12 @@ def _columns(value: Any) -> Mapping[str, Any] | str:
 def _read_jsonl(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         _refuse_utf16(file, path)
-        number = 0
-        # A file is read by line in bytes: one line that is not UTF-8 then costs one row, not the file.
-        while line := file.readline(MAX_RECORD_BYTES + 1):
-            number += 1
-            place, size = f"{path}:{number}", len(line)
-            if size > MAX_RECORD_BYTES:
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(MAX_RECORD_BYTES)
-                    size += len(line)
-                yield place, f"the line has {size:,} bytes, limit {MAX_RECORD_BYTES:,}"
-                continue
+        # Lines are bytes: one that is not UTF-8 costs a row, not the file.
+        for number, line in enumerate(file, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
             if line := line.strip(b" \t\r\n"):
-                yield place, _parse_line(line)
+                yield f"{path}:{number}", _parse_line(line)
 
 
 def _parse_line(line: bytes) -> Mapping[str, Any] | str:
@@ -120,7 +103,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
         _refuse_utf16(file, path)
     # surrogateescape turns bytes that are not UTF-8 into lone surrogates, which the row check then reports with their
     # line; strict decoding would end the file. The csv module keeps every value a string: "007" stays so.
-    limit = csv.field_size_limit(MAX_RECORD_BYTES)
+    limit = csv.field_size_limit(2**31 - 1)  # 128 KiB would be less than a long prompt
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.reader(file, delimiter=_delimiter(file), strict=True)
@@ -153,66 +136,28 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    index, size = 0, 0
-    allowed = max(MAX_UNPACKED_BYTES, 100 * path.stat().st_size)
+    index = 0
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
                 raise InputError(f"{path}: two columns have the same name: {_twice(names)!r}; rename one")
-            texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
-            groups = [file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)]
-            if max(groups, default=0) > allowed:
-                raise InputError(_too_large(path, max(groups), allowed))
-        # A text that many rows share is stored once, and unpacked only where its rows are not too large.
-        with pq.ParquetFile(path, read_dictionary=texts) as file:
             for batch in file.iter_batches(batch_size=1024):
-                sizes = _row_sizes(batch)
-                size += sum(sizes)
-                if size > allowed:
-                    raise InputError(_too_large(path, size, allowed))
-                for offset, row in _batch_rows(batch, sizes):
-                    yield f"{path}[{index + offset}]", row
-                index += batch.num_rows
+                for row in _batch_rows(batch):
+                    yield f"{path}[{index}]", row
+                    index += 1
     except (pa.ArrowException, OSError, MemoryError) as error:
         raise InputError(f"{path}: not a readable Parquet file: {error}; write it again, or as .jsonl") from error
 
 
-def _too_large(path: Path, size: int, allowed: int) -> str:
-    return (
-        f"{path}: {path.stat().st_size:,} bytes unpack to {size:,} and more, limit {allowed:,}; write the rows as "
-        ".jsonl if they are meant"
-    )
-
-
-def _row_sizes(batch: Any) -> list[int]:
-    """Bytes that each row of an Arrow batch takes at least, once it is a Python object."""
-    import pyarrow as pa
-    from pyarrow import compute
-
-    functions: Any = compute  # made when it is imported
-    total = pa.array([_ROW_BYTES] * batch.num_rows, pa.int64())
-    for column in batch.columns:
-        if pa.types.is_dictionary(column.type):
-            lengths = functions.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)
-            total = functions.add(total, functions.fill_null(lengths, 0))
-    return total.to_pylist()
-
-
-def _batch_rows(batch: Any, sizes: list[int]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Rows of an Arrow batch by number; a reason for one that is too large, or whose text is not UTF-8."""
-    if max(sizes, default=0) <= MAX_RECORD_BYTES:
-        with suppress(UnicodeDecodeError):
-            yield from enumerate(batch.to_pylist())
-            return
-    for index, size in enumerate(sizes):
-        if size > MAX_RECORD_BYTES:
-            yield index, f"the row has {size:,} bytes, limit {MAX_RECORD_BYTES:,}"
-            continue
-        try:
-            yield index, batch.slice(index, 1).to_pylist()[0]
-        except UnicodeDecodeError:
-            yield index, "not UTF-8"
+def _batch_rows(batch: Any) -> list[dict[str, Any] | str]:
+    """Rows of an Arrow batch, with a reason instead of one whose text is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return ["not UTF-8"]
+        return [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
 
 
 _PART = r"[A-Za-z0-9][\w.-]*"  # must not begin with a dot: `datasets` would take ../x for a local folder

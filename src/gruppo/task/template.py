@@ -1,121 +1,115 @@
-"""Chat templates, rendered in a child process with limits on time and memory.
+"""Chat templates: conversations as the text and the token ids of a prompt.
 
-A template comes with the model and is a program: transformers keeps it from the machine, but not from running for ever
-or filling the memory.
+transformers renders a template in a sandbox, out of reach of the machine, and with no limit on time or memory.
 """
 
-import gc
-import json
-import os
-import resource
-import select
-import signal
-import time
-import warnings
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
 
-SECONDS = 10.0
-"""For one conversation; a template needs about a millisecond."""
-MEMORY = 2**30
-"""Bytes that the child may take beyond what this process has."""
-MAX_BYTES = 16 * 2**20
-"""Of a rendered conversation."""
-REMEDY = "use the template of another model: tokenizer.chat_template = ..., or a folder with another chat_template"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FIXED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "tokenizer_kwargs", "messages"})
+"""Arguments of `apply_chat_template` that are not the caller's."""
+
+Rendered = tuple[tuple[int, ...], str]
+"""Token ids and text of a prompt."""
 
 
-def render_all(
-    conversations: Sequence[Sequence[Mapping[str, Any]]],
-    tokenizer: Any,
-    options: Mapping[str, Any],
+def render(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: Mapping[str, Any] | None = None,
     *,
     add_generation_prompt: bool = True,
-) -> list[str | InputError]:
-    """The text of each conversation, or why the template gives none.
+) -> str:
+    """The text of a conversation. Raises InputError when the template refuses it, as some do when roles do not
+    alternate.
 
     Args:
         add_generation_prompt: end where the assistant's turn begins; False: the conversation is complete.
     """
-    options = {**options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the child calls the template alone, no thread of ours
-        pid = os.fork()
-    if pid == 0:
-        _render(conversations, tokenizer, options, read, write)
-    os.close(write)
-    results: list[str | InputError] = []
-    try:
-        with open(read, "rb", buffering=0) as pipe:
-            for _ in conversations:
-                answer = _next(pipe)
-                results.append(
-                    InputError(f"the chat template {answer['error']}") if "error" in answer else answer["text"]
-                )
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return results
-
-
-def _next(pipe: Any) -> dict[str, str]:
-    """The next answer of the child: four bytes with its length, then JSON."""
-    ends = time.monotonic() + SECONDS
-    size = int.from_bytes(_exactly(pipe, 4, ends))
-    return json.loads(_exactly(pipe, size, ends))
-
-
-def _exactly(pipe: Any, size: int, ends: float) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        ready, _, _ = select.select([pipe], [], [], max(ends - time.monotonic(), 0))
-        if not ready:
-            raise InputError(f"the chat template did not end within {SECONDS:g} s for one conversation; {REMEDY}")
-        part = pipe.read(size - len(found))
-        if not part:
-            raise InputError(f"the chat template ended its process, by too much memory or a fault; {REMEDY}")
-        found += part
-    return bytes(found)
-
-
-def _render(conversations: Any, tokenizer: Any, options: Mapping[str, Any], read: int, write: int) -> None:
-    """The child: it answers and ends without any clearing up, which is the parent's."""
-    try:
-        gc.disable()
-        os.close(read)
-        _limit_memory()
-        for messages in conversations:
-            payload = json.dumps(_answer(messages, tokenizer, options)).encode()
-            left = memoryview(len(payload).to_bytes(4) + payload)
-            while left:
-                left = left[os.write(write, left) :]
-    finally:
-        os._exit(0)
-
-
-def _answer(messages: Any, tokenizer: Any, options: Mapping[str, Any]) -> dict[str, str]:
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError  # comes with torch and transformers
 
     try:
-        text = tokenizer.apply_chat_template(messages, **options)
+        text: Any = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            **(template_kwargs or {}),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
     except TemplateError as error:
-        return {"error": f"refuses the conversation: {str(error)[:1000]}"}
-    except Exception as error:
-        return {"error": f"fails on the conversation: {type(error).__name__}: {str(error)[:1000]}; {REMEDY}"}
-    if len(text) > MAX_BYTES:
-        return {"error": f"makes {len(text):,} characters of the conversation, limit {MAX_BYTES:,}; {REMEDY}"}
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        return {"error": f"makes half a character (a lone surrogate) of the conversation; {REMEDY}"}
-    return {"text": text}
+        raise InputError(f"the chat template refuses the conversation: {error}") from error
+    except Exception as error:  # of the template, which is a program
+        raise InputError(
+            f"the chat template fails on the conversation: {type(error).__name__}: {error}; use the template of "
+            "another model: tokenizer.chat_template = ..., or a folder with another chat_template"
+        ) from error
+    return text
 
 
-def _limit_memory() -> None:
-    with suppress(OSError, ValueError):  # no /proc, or a lower limit already
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def render_chats(
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Rendered | InputError]:
+    """The prompt of each conversation, or why there is none. It ends where the assistant's turn begins, or goes on.
+
+    A last message of the assistant stands as it is where the template begins the assistant's turn: what the model would
+    have written there itself. Not by `continue_final_message`, with which some templates put an empty thought before
+    that turn, or strip it.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            "the prompts are conversations, but this tokenizer has no chat template; use the tokenizer of an "
+            "instruction-tuned model, set tokenizer.chat_template, or give the prompts as strings without chat=true"
+        )
+    clash = sorted((template_kwargs or {}).keys() & _FIXED)
+    if clash:
+        raise InputError(f"chat_template_kwargs has {clash[0]!r}, which is not the template's to decide; leave it out")
+    texts: list[str | InputError] = []
+    for messages in conversations:
+        start = begun_turn(messages)
+        try:
+            text = render(messages[:-1] if start else messages, tokenizer, template_kwargs)
+            texts.append(_gone_on(text, start))
+        except InputError as error:
+            texts.append(error)
+    # A template writes the special tokens itself; lengths are our caller's to judge.
+    found: Any = tokenizer(
+        [text for text in texts if isinstance(text, str)] or [""], add_special_tokens=False, verbose=False
+    )
+    ids = iter(found["input_ids"])
+    return [text if isinstance(text, InputError) else (tuple(next(ids)), text) for text in texts]
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Rendered:
+    """The prompt of one conversation; raises InputError where there is none."""
+    (rendered,) = render_chats([messages], tokenizer, template_kwargs)
+    if isinstance(rendered, InputError):
+        raise rendered
+    return rendered
+
+
+def begun_turn(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What the assistant's last turn has already; empty where the last message is another's."""
+    return messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+
+
+def _gone_on(text: str, start: str) -> str:
+    """The text with the start of the assistant's turn; a tag that both have, such as <think>, stands once.
+
+    >>> _gone_on("<assistant><think>", "<think>Well,"), _gone_on("<assistant>", "Well,")
+    ('<assistant><think>Well,', '<assistant>Well,')
+    """
+    tag = re.match(r"\s*(<[^<>\s]+>)", start)
+    if tag and text.rstrip().endswith(tag[1]):
+        return text.rstrip().removesuffix(tag[1]) + start.lstrip()
+    return text + start

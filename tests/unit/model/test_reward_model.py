@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import (
@@ -16,7 +15,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from gruppo.errors import InputError, RewardError
+from gruppo.errors import InputError
 from gruppo.reward import RewardScorer, load_reward
 from gruppo.task.builtin import builtin_model_path
 from gruppo.trainer import GRPOTrainer, TrainConfig
@@ -142,30 +141,6 @@ def test_conversations_need_a_template(tmp_path: Path) -> None:
         pytest.raises(InputError, match=r"prompts are conversations, and reward model .* has no chat template"),
     ):
         scorer.score([[{"role": "user", "content": "1"}]], ["3"])
-
-
-ENDLESS = {
-    "a loop": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "did not end within"),
-    "memory": ("{{ 'x' * 2000000000 }}", "MemoryError"),
-    "length": ("{{ 'x' * 17000000 }}", "makes 17,000,000 characters"),
-}
-
-
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_runs_in_a_child_with_limits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    template, said = ENDLESS[name]
-    monkeypatch.setattr("gruppo.task.template.SECONDS", 0.5 if name == "a loop" else 60.0)
-    folder = save(tmp_path / "judge", template=template)
-    before, children = psutil.Process().memory_info().rss, set(psutil.Process().children())
-    with RewardScorer([str(folder)]) as scorer:
-        if name == "a loop":  # the same for every completion
-            with pytest.raises(InputError, match=rf"reward model .*judge': the chat template {said}"):
-                scorer.score([[{"role": "user", "content": "1"}]], ["3"])
-        else:
-            with pytest.raises(RewardError, match=said):
-                scorer.score([[{"role": "user", "content": "1"}]], ["3"])
-    assert psutil.Process().memory_info().rss - before < 2**29
-    assert set(psutil.Process().children()) <= children  # other tests keep a server of processes
 
 
 def test_a_conversation_that_the_template_refuses_fails_alone(tmp_path: Path) -> None:

