@@ -421,37 +421,3 @@ def test_a_template_that_makes_no_prompt_is_refused_before_anything_is_written(
     edit(folder / "tokenizer_config.json", lambda values: values.update(chat_template=template))
     data = jsonl(tmp_path / "rows.jsonl", *sums(20))
     assert TEMPLATES[template] in fails("--chat", model=folder, data=data)
-
-
-def test_an_end_token_beyond_all_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = copy_of_builtin(tmp_path)
-    for name in ("config.json", "generation_config.json"):
-        edit(folder / name, lambda values: values.update(eos_token_id=10**30))
-    with pytest.raises(SystemExit) as ended:
-        main(["sample", "1+2=", "--model", str(folder)])
-    assert ended.value.code == 2
-    assert f"has eos_token_id={10**30}, which must be a token's number" in capsys.readouterr().err
-
-
-def nested(processor: Any) -> Any:
-    return {"type": "Sequence", "processors": [processor]}
-
-
-@pytest.mark.parametrize("wrap", [lambda processor: processor, nested], ids=["alone", "in a sequence"])
-def test_a_post_processor_with_a_token_of_its_own_is_refused_without_a_panic_in_rust(
-    wrap: Callable[[Any], Any], tmp_path: Path
-) -> None:
-    folder = copy_of_builtin(tmp_path)
-    single = [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    processor = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
-    edit(folder / "tokenizer.json", lambda values: values.update(post_processor=wrap(processor)))
-    said = subprocess.run(
-        [sys.executable, "-m", "gruppo", "sample", "1+2=", "--model", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert said.returncode == 2
-    assert "puts the token '[X]' around prompts (post_processor)" in " ".join(said.stderr.split())
-    assert "panicked" not in said.stderr

@@ -11,7 +11,6 @@ from gruppo.errors import InputError
 from gruppo.types import Message, Prompt, SampleResponse, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
-from gruppo.weights.folder import cut
 
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """A prompt of the data set, a text, token ids, chat messages, or a row with `prompt`, `messages` or `input_ids`."""
@@ -217,7 +216,7 @@ def check_ids(prompts: Iterable[Prompt], vocabulary: int | None, tokenizer: Any)
         if foreign is not None:
             text = tokenizer.convert_ids_to_tokens(foreign) if tokenizer is not None and foreign >= 0 else None
             raise InputError(
-                f"prompt {prompt.index} has token {foreign}{'' if text is None else f' ({cut(str(text), 60)!r})'}, and "
+                f"prompt {prompt.index} has token {foreign}{'' if text is None else f' ({str(text)[:60]!r})'}, and "
                 f"the model has embeddings for {vocabulary} tokens, 0 to {vocabulary - 1}; use the model's own "
                 "tokenizer, or add rows to the model as well: model.resize_token_embeddings(len(tokenizer))"
             )

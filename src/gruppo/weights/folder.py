@@ -1,11 +1,14 @@
 """Checks of a model folder: that it holds a model, runs no code, and has no pickles. docs/security.md lists them."""
 
 import json
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gruppo.errors import CheckpointError, InputError
+from gruppo.errors import CheckpointError, GruppoError, InputError
+from gruppo.output import printable
 from gruppo.weights.files import MANIFEST, read_manifest
 
 ADAPTER = "adapter_config.json"
@@ -28,6 +31,45 @@ def cut(text: str, length: int = 400) -> str:
     return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
 
 
+@contextmanager
+def refusing(what: str, remedy: str = "copy its files again, or use another model") -> Iterator[None]:
+    """Turn what transformers, PEFT, tokenizers and others raise on a model's files, of any class, into an InputError.
+    What transformers logs meanwhile is escaped and cut.
+
+    Args:
+        what: the model's id and what is wrong, with which the error begins.
+    """
+    log = _SafeLog()
+    handlers = logging.getLogger("transformers").handlers
+    for handler in handlers:
+        handler.addFilter(log)
+    try:
+        yield
+    except GruppoError:
+        raise
+    except Exception as error:
+        reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        reason += f" {log.report}" if "above report" in reason else ""
+        raise InputError(f"{what}: {cut(reason, 1000)}; {remedy}") from error
+    finally:
+        for handler in handlers:
+            handler.removeFilter(log)
+
+
+class _SafeLog(logging.Filter):
+    """Escapes and cuts messages with what a file says, and keeps back the report on each tensor."""
+
+    report = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "LOAD REPORT" in text:
+            self.report = text
+            return False
+        record.msg, record.args = printable(cut(text, 1000)), ()
+        return True
+
+
 def check_whole(folder: Path) -> None:
     """Refuse weights that are not those of the folder's manifest, if it has one."""
     if (folder / MANIFEST).is_file():
@@ -46,9 +88,6 @@ def check_folder(folder: Path, *, name: str = "", needs_weights: bool = True) ->
         name: of a hub's model. Code that it brings besides a model that transformers has is not run, and no reason to
             refuse it.
     """
-    for path in folder.iterdir():
-        if path.exists() and not path.is_file() and not path.is_dir():  # a reader would wait for its other end
-            raise InputError(f"model folder {name or folder} holds {path.name!r}, which is no file; remove it")
     if (folder / ADAPTER).is_file():
         read_object(folder / ADAPTER)
         if needs_weights and not (folder / "adapter_model.safetensors").is_file():

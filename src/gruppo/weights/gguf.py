@@ -15,13 +15,14 @@ from typing import Any
 
 from gruppo.errors import CheckpointError, InputError, require
 from gruppo.weights.files import commit_folder, read_manifest, remove, remove_temporary, take_flock
-from gruppo.weights.folder import cut
+from gruppo.weights.folder import cut, refusing
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _UNKNOWN_KIND = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
+_REMEDY = "copy it again, or use the model's safetensors"
 DEADLINE_S = 600.0
 """Seconds to wait for another process that writes weights."""
 _POSITIONS = "rope_freqs.weight"
@@ -101,10 +102,18 @@ def _convert(file: Path, folder: Path, digest: str) -> None:
     except ImportError:
         raise require("gguf", "gguf", f"model {str(file)!r}") from None
 
-    with _refusing(file, "is cut off or damaged"):
-        reader = gguf.GGUFReader(file)
+    with refusing(f"{file} is cut off or damaged", _REMEDY):
+        try:
+            reader = gguf.GGUFReader(file)
+        except ValueError as error:
+            if (number := _UNKNOWN_KIND.search(str(error))) is None:
+                raise
+            raise InputError(
+                f"{file} holds tensors in quantisation {number[1]}, which the installed package gguf does not know; "
+                "upgrade it (pip install --upgrade gguf), or use a file in another quantisation (Q4_K_M, Q8_0, F16)"
+            ) from error
     _check(file, reader)
-    with _refusing(file, "cannot be made whole"):
+    with refusing(f"{file} cannot be made whole", _REMEDY):
         model = _model_of(file)
     elements = sum(int(tensor.n_elements) for tensor in reader.tensors)
     own = sum(parameter.numel() for parameter in model.parameters())
@@ -115,7 +124,7 @@ def _convert(file: Path, folder: Path, digest: str) -> None:
         )
     tokenizer = None
     if "tokenizer.ggml.tokens" in reader.fields:
-        with _refusing(file, "has no usable tokenizer"):
+        with refusing(f"{file} has no usable tokenizer", _REMEDY):
             tokenizer = _tokenizer_of(file)
 
     def write(aside: Path) -> None:
@@ -192,20 +201,3 @@ def _tokenizer_of(file: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-
-
-@contextmanager
-def _refusing(file: Path, what: str) -> Iterator[None]:
-    """Turn what readers of a stranger's file raise into an error with its name."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # a panic in Rust is no Exception
-        reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-        if number := _UNKNOWN_KIND.search(reason):
-            raise InputError(
-                f"{file} holds tensors in quantisation {number[1]}, which the installed package gguf does not know; "
-                "upgrade it (pip install --upgrade gguf), or use a file in another quantisation (Q4_K_M, Q8_0, F16)"
-            ) from error
-        raise InputError(f"{file} {what}: {cut(reason, 500)}; copy it again, or use the model's safetensors") from error
