@@ -202,6 +202,11 @@ def test_processes_that_ask_at_the_same_time_get_one_folder(
     file = write(tmp_path / "small.gguf", tensors(small_llama()))
     both, waits, writes = threading.Barrier(2), threading.Event(), []
     commit, make = ours.commit_folder, ours._folder_of.__wrapped__
+    model_of, alone = ours._model_of, threading.Lock()
+
+    def model_alone(path: Path) -> Any:
+        with alone:  # transformers patches itself while it loads, and two threads would leave the patch
+            return model_of(path)
 
     def slow_commit(folder: Path, *others: Any) -> None:
         writes.append(folder)
@@ -212,6 +217,7 @@ def test_processes_that_ask_at_the_same_time_get_one_folder(
         both.wait(60)
         return make(file, 0, 0)
 
+    monkeypatch.setattr(ours, "_model_of", model_alone)
     monkeypatch.setattr(ours, "commit_folder", slow_commit)
     monkeypatch.setattr("gruppo.weights.files.time.sleep", lambda seconds: waits.set())
     with ThreadPoolExecutor(2) as pool:
