@@ -30,6 +30,7 @@ from gruppo.trainer.learner import Learner, minibatch_parts
 from gruppo.trainer.objects import MARK, Objects, take_objects
 from gruppo.trainer.state import Snapshots
 from gruppo.types import Group, Rollout
+from gruppo.weights.source import load_tokenizer
 
 if TYPE_CHECKING:
     from gruppo.model import TransformersModel
@@ -300,8 +301,6 @@ def _why_not(run: RunReader, config: TrainConfig, step: int) -> str:
 
 def _with_weights(cases: list[_Case], run: RunReader, config: TrainConfig, step: int, notes: list[str]) -> float:
     """Take the updates of the step again; in the last, the gradient of each case. Returns the mean gradient norm."""
-    from gruppo.weights.source import load_tokenizer
-
     own = cases[0]
     if config.threads:
         torch.set_num_threads(config.threads)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gruppo.errors import InputError
 
@@ -119,8 +120,6 @@ def norm_by_rows(gradients: list[Tensor]) -> Tensor:
         own = local(gradient)
         rows = own.double().square().reshape(len(own), -1).sum(1) if own.numel() else own.new_zeros(len(own)).double()
         if own is not gradient:
-            from torch.distributed.tensor import DTensor
-
             assert isinstance(gradient, DTensor)
             shape = torch.Size([gradient.shape[0]])
             mesh, placements = gradient.device_mesh, gradient.placements

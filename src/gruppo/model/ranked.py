@@ -22,11 +22,12 @@ from gruppo.batch.packed import as_rollouts
 from gruppo.errors import CheckpointError, InputError, NumericError
 from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.metric import Metric
+from gruppo.model.checkpoint import write_generation_config, write_model
 from gruppo.model.optim import MasterWeights, StepReport
 from gruppo.model.plan import StepPlan
 from gruppo.model.precision import half_or_float, in_precision
 from gruppo.model.sharding import OrderedSum, RankWeights, ReplicatedWeights, ShardedWeights, like, shard, whole
-from gruppo.model.shards import read_weights
+from gruppo.model.shards import load_shards, read_weights, save_shards, write_whole
 from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch
 from gruppo.parallel.ranks import Ranks, is_of_ranks
 from gruppo.types import Prompt, Rollout, Trajectory
@@ -279,9 +280,6 @@ class RankedModel(TransformersModel):
 
     def write_weights(self, folder: Path) -> None:
         """As in one process; each rank writes its rows, and no rank gathers the model. An adapter is gathered."""
-        from gruppo.model.checkpoint import write_generation_config, write_model
-        from gruppo.model.shards import write_whole
-
         if self.replicated:
             super().write_weights(folder)
             return
@@ -307,16 +305,12 @@ class RankedModel(TransformersModel):
             self.ranks.highest(0)  # all files are there
 
     def save_state(self, folder: Path) -> Entries:
-        from gruppo.model.shards import save_shards
-
         if self.replicated:
             return super().save_state(folder)
         with self._on_all("save_state", folder=str(folder)):
             return save_shards(self.weights, self.optimizer, Path(folder), self.ranks)
 
     def load_state(self, folder: Path) -> None:
-        from gruppo.model.shards import load_shards
-
         with self._on_all("load_state", folder=str(folder)):
             refused = None
             try:

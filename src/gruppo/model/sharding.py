@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gruppo.model.blocks import find_blocks
 from gruppo.model.optim import MasterWeights, local
@@ -20,7 +21,6 @@ from gruppo.parallel.ranks import Ranks, gather_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.tensor import DTensor
 
 NONE = 1 << 62
 """Index of a parameter when there is none."""
@@ -154,8 +154,6 @@ class ReplicatedWeights(RankWeights):
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A whole tensor, sharded as a parameter is."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     if not isinstance(parameter, DTensor):
         return tensor
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)

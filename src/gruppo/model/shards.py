@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -148,8 +149,6 @@ def load_shards(weights: MasterWeights, optimizer: torch.optim.Optimizer, folder
 
 def _load_whole(tensors: dict[str, Tensor], folder: Path) -> None:
     """The rows of a checkpoint that one process wrote."""
-    from safetensors.torch import load_file
-
     saved = {f"weights.{n}": x for n, x in load_file(folder / "weights.safetensors").items()}
     saved |= {f"optimizer.{n}": x for n, x in load_file(folder / "optimizer.safetensors").items()}
     if saved.keys() != tensors.keys():

@@ -17,6 +17,13 @@ from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss, LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.metric import Metric, MismatchMetric
+from gruppo.model.checkpoint import (
+    load_pretrained,
+    load_training_state,
+    save_pretrained,
+    save_training_state,
+    write_model,
+)
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.offload import HostInputs
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
@@ -467,35 +474,26 @@ class TransformersModel:
 
     def save_state(self, folder: Path) -> Entries:
         """Write weights and optimizer into a folder of a checkpoint; entries of its manifest that are known by then."""
-        from gruppo.model.checkpoint import save_training_state
-
         save_training_state(self.weights, self.optimizer, folder)
         return {}
 
     def load_state(self, folder: Path) -> None:
         """Read what `save_state` wrote, in one process or on any number of ranks."""
-        from gruppo.model.checkpoint import load_training_state
-        from gruppo.model.shards import is_sharded, load_shards
+        from gruppo.model.shards import is_sharded, load_shards  # brings torch.distributed.checkpoint
 
         (load_shards if is_sharded(folder) else load_training_state)(self.weights, self.optimizer, folder)
 
     def save(self, folder: str | Path) -> None:
         """Write the model as transformers, PEFT and vLLM load it; with LoRA the adapter, in float32."""
-        from gruppo.model.checkpoint import save_pretrained
-
         with self.weights.in_full() if self.lora else nullcontext():
             save_pretrained(self.write_weights, self.tokenizer, Path(folder), {**self.quantized, **self._base})
 
     def write_weights(self, folder: Path) -> None:
         """Write all weights, or with LoRA the adapter, under the names that transformers and PEFT give them."""
-        from gruppo.model.checkpoint import write_model
-
         write_model(self.model, folder)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote into this model."""
-        from gruppo.model.checkpoint import load_pretrained
-
         with nullcontext() if self._weights is None else self._weights.in_full():
             load_pretrained(self.model, Path(folder), base=self._base.get("base"))
 

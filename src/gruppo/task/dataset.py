@@ -160,9 +160,11 @@ def read_rows(
 
 
 def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row: BadRowPolicy) -> None:
-    """Raises when the bad rows of a source are more than the policy allows, or all there is."""
+    """Raises when a source has bad rows that the policy does not allow, or no other."""
     if total == 0:
-        raise InputError("The data set is empty." if label == "rows" else f"{label} has no rows; give a file that has")
+        raise InputError(
+            "The data set is empty." if label == "rows" else f"{label} has no rows; choose a file that contains some"
+        )
     if dropped and on_bad_row == "fail":
         more = f" (the first of {len(dropped)} bad rows of {total})" if len(dropped) > 1 else ""
         raise InputError(f"{dropped[0].row}: {dropped[0].reason}{more}; {BAD_ROW_REMEDY}")
@@ -217,7 +219,7 @@ def _inside(row: Mapping[str, Any], name: str) -> Any:
 
 
 def is_stream(source: Any) -> bool:
-    """Whether rows come one after the other from something without a length: a generator, a `datasets.IterableDataset`.
+    """True for rows without a length: of a generator, or a `datasets.IterableDataset`.
 
     >>> is_stream({"prompt": str(n)} for n in range(3)), is_stream([{"prompt": "1"}])
     (True, False)

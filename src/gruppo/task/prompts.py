@@ -33,7 +33,7 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     dropped: tuple[DroppedRow, ...] = ()
     reading: tuple[str, ...] = ()
-    """How rows became prompts, one sentence each: which columns were recognised, and what became of the text."""
+    """Sentences on how rows became prompts: the columns that were recognised, and the template."""
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -1,5 +1,6 @@
 """Procedural tasks of `reasoning-gym` (extra `tasks`): rows by name, and the data set's own scorer as reward."""
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -7,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from gruppo.errors import InputError, require
+from gruppo.reward.verifiers import completion_texts, text_inside
 
 INSTRUCTION = "Put the final answer, and nothing else, between <answer> and </answer>."
 
@@ -34,8 +36,6 @@ def score(
     **_: Any,
 ) -> list[float]:
     """Reward: the data set's score of what stands in the last `<answer>...</answer>` of each completion, 0 to 1."""
-    from gruppo.reward.verifiers import completion_texts, text_inside
-
     scores = []
     rows = zip(completion_texts(completions), question, answer, metadata, reasoning_gym, strict=True)
     for text, q, a, m, spec in rows:
@@ -64,12 +64,9 @@ def _dataset(spec: str) -> Any:
         raise InputError(f"reasoning_gym:{spec} cannot be made: {error}") from error
 
 
-def _parse(text: str) -> bool | int | float | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def _parse(text: str) -> Any:
+    """A value as JSON has it; other text is itself."""
+    try:
+        return json.loads({"True": "true", "False": "false"}.get(text, text))
+    except ValueError:
+        return text

@@ -99,7 +99,7 @@ def render_chat(
 
 
 def begun_turn(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the assistant's last turn has already; empty where the last message is another's."""
+    """The beginning of the assistant's turn that ends a conversation; empty if another turn does."""
     return messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
 
 

@@ -1,7 +1,11 @@
 """Models without their weights: on the meta device, with the file that holds each tensor, for ranks that read rows."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from gruppo.errors import GruppoError
 from gruppo.output import printable
@@ -9,25 +13,19 @@ from gruppo.weights.files import read_header
 from gruppo.weights.folder import check_floating, check_whole, cut, read_object
 from gruppo.weights.source import holds_adapter, load_config, name_source, pin, resolve
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 class NotByRows(GruppoError):
-    """Why the weights of a model cannot be read row by row from its files."""
+    """The weights of a model cannot be read row by row from its files."""
 
 
 def load_empty(
     model_id: str, *, dtype: Any, attn_implementation: str | None = None, revision: str | None = None
-) -> "tuple[PreTrainedModel, dict[str, Path]]":
+) -> tuple[PreTrainedModel, dict[str, Path]]:
     """The language model of `model_id` with its weights on the meta device, and the file that holds each of them.
 
     Buffers that no file holds are there. Raises NotByRows where transformers has to load the weights: it renames or
     converts them on the way, or the files do not hold exactly them.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
     model_id, revision = pin(model_id, revision)
     pinned = model_id if revision is None else f"{model_id}@{revision}"
     path = Path(resolve(pinned, weights=True))
@@ -55,7 +53,7 @@ def load_empty(
     return model.eval(), files
 
 
-def _tensors_by_file(folder: Path) -> "tuple[dict[str, Path], dict[str, list[int]]]":
+def _tensors_by_file(folder: Path) -> tuple[dict[str, Path], dict[str, list[int]]]:
     """The file and the shape of each tensor of a model's folder."""
     index = folder / "model.safetensors.index.json"
     names = sorted(set(read_object(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
@@ -67,10 +65,8 @@ def _tensors_by_file(folder: Path) -> "tuple[dict[str, Path], dict[str, list[int
     return files, shapes
 
 
-def _check_plain(model: Any, shapes: "dict[str, list[int]]") -> None:
+def _check_plain(model: Any, shapes: dict[str, list[int]]) -> None:
     """Refuse files that hold other tensors than the model has in memory, by name and shape."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     # A tied weight has several names and is in the files under the first.
     own = dict(model.named_parameters())
     kept = model.state_dict()
@@ -89,8 +85,6 @@ def _check_plain(model: Any, shapes: "dict[str, list[int]]") -> None:
 
 def _fill_buffers(model: Any) -> None:
     """Compute the buffers that no file holds, such as rotary frequencies, by transformers' own rules."""
-    import torch
-
     kept = model.state_dict()
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = True  # transformers then leaves it as it is

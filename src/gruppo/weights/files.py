@@ -4,6 +4,7 @@ A folder is written aside under a temporary name, flushed to disk, given its man
 last, and renamed. A folder without a valid manifest is not a checkpoint, whatever it is called.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def replace_file(path: Path, content: bytes, *, flush: bool = False) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder at once: nothing half-removed keeps its name. Of a link the link alone goes."""
+    """Remove a file or folder atomically: rename, then delete. A link is unlinked, not followed."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -104,7 +105,7 @@ def remove(path: Path) -> None:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove what a killed process left half-written or half-removed in a folder, unless the folder is a link."""
+    """Remove what a killed process left half-written or half-removed in a folder. Links are not followed."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -116,14 +117,10 @@ def remove_temporary(folder: Path) -> None:
 
 
 def take_flock(descriptor: int, seconds: float) -> bool:
-    """Lock an open file or folder against other processes, until it is closed; False on a system that cannot.
+    """Lock an open file or folder against other processes, until it is closed; False on a file system that cannot.
 
-    Raises BlockingIOError where another keeps it for so many seconds.
+    Raises BlockingIOError if another process keeps it for that long.
     """
-    try:
-        import fcntl  # not on every system
-    except ImportError:
-        return False
     ends = time.monotonic() + seconds
     while True:
         try:
@@ -138,7 +135,7 @@ def take_flock(descriptor: int, seconds: float) -> bool:
 
 
 def is_free(folder: Path, *, kind: str) -> bool:
-    """Whether a folder may be written: it is absent or empty, or holds a complete folder of this kind."""
+    """True if a folder may be written: it is absent, empty, or a complete folder of this kind."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return True
     try:
@@ -149,7 +146,7 @@ def is_free(folder: Path, *, kind: str) -> bool:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[None]:
-    """Make room for a folder that is written inside; the one before comes back if that fails."""
+    """Move an existing folder aside while a new one is written; restore it on failure."""
     aside = temporary(folder)
     try:
         folder.rename(aside)
@@ -164,10 +161,8 @@ def replacing(folder: Path) -> Iterator[None]:
         if not folder.exists():
             aside.rename(folder)
         raise
-    if aside.is_symlink():
-        aside.unlink()
-    else:
-        shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):
+        remove(aside)
 
 
 def set_usual_mode(folder: Path) -> None:

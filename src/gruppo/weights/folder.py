@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from gruppo.errors import CheckpointError, GruppoError, InputError
 from gruppo.output import printable
 from gruppo.weights.files import MANIFEST, read_manifest
@@ -160,8 +162,6 @@ def _is_shard(name: Any) -> bool:
 
 def check_floating(folder: Path, parameters: set[str]) -> None:
     """Refuse parameters stored as whole numbers: transformers would take the numbers themselves for weights."""
-    from safetensors import safe_open
-
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in parameters.intersection(file.keys()):

@@ -30,7 +30,7 @@ _POSITIONS = "rope_freqs.weight"
 
 
 def is_gguf(model_id: str) -> bool:
-    """Whether a model id is the name of a GGUF file."""
+    """True for the name of a GGUF file."""
     return model_id.lower().endswith(SUFFIX)
 
 
@@ -59,7 +59,7 @@ def _folder_of(file: Path, _size: int, _time: int) -> Path:
 
 
 def _damage(folder: Path) -> CheckpointError | None:
-    """Why a folder cannot be used as it is; None: it can."""
+    """Damage of a folder in the cache; None if it is complete."""
     try:
         read_manifest(folder)
     except CheckpointError as error:
@@ -96,7 +96,7 @@ def cache() -> Path:
 
 
 def _convert(file: Path, folder: Path, digest: str) -> None:
-    """Write the folder of a file that is read whole before: what is wrong with it leaves nothing behind."""
+    """Write the folder of a file. The file is read whole first: one that is damaged leaves nothing behind."""
     try:
         import gguf  # pyright: ignore[reportMissingImports]  # optional
     except ImportError:

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from safetensors import safe_open
+
 from gruppo.errors import GruppoError, InputError, require
 from gruppo.output import printable, shell_word
 from gruppo.weights import gguf
@@ -121,7 +123,7 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> str:
 
 
 def check_repository(repo_id: str) -> None:
-    """Raise for what cannot be the name of a repository on the Hugging Face hub."""
+    """Refuse an invalid name of a repository on the Hugging Face hub."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -162,7 +164,7 @@ def _from_modelscope(name: str, revision: str | None, weights: bool) -> str:
 
 
 def holds_adapter(model_id: str) -> bool:
-    """Whether a model id is a folder with an adapter rather than a whole model."""
+    """True for a folder with an adapter rather than a whole model."""
     return (Path(resolve(model_id)) / ADAPTER).is_file()
 
 
@@ -186,7 +188,7 @@ def base_of(model_id: str) -> str:
 
 
 def quantization_of(model_id: str) -> dict[str, str]:
-    """How the base of an adapter's folder was quantised while it trained, and from which dtype; {}: not at all."""
+    """Quantisation of an adapter's base in training, and the dtype it was made from; {} if there was none."""
     file = Path(resolve(model_id)) / MANIFEST
     noted = read_object(file) if holds_adapter(model_id) and file.is_file() else {}
     return {name: noted[name] for name in ("quantize", "dtype")} if "quantize" in noted else {}
@@ -324,7 +326,6 @@ def _quantization(model_id: str, quantize: str, dtype: Any) -> dict[str, Any]:
 def _with_adapter(base: "PreTrainedModel", folder: str) -> Any:
     """A base with the adapter of a folder on it."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
 
     _check_base(folder)
     with refusing(f"model {folder!r} cannot be opened"):

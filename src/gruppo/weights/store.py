@@ -10,6 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from safetensors import safe_open
+
 from gruppo.errors import InputError, SamplerError
 from gruppo.weights.canary import Canary, Rows, TrainedModel
 from gruppo.weights.files import read_header, set_usual_mode
@@ -41,7 +43,7 @@ class Published:
     folder: Path
     contents: Contents
     is_adapter: bool
-    """Whether the folder holds a LoRA adapter rather than all weights."""
+    """The folder holds a LoRA adapter rather than all weights."""
     canary: Canary
 
     @property
@@ -201,8 +203,6 @@ def differing(model: TrainedModel, folder: Path) -> list[str]:
 
 def tensors_in(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
     """The tensors in a folder's safetensors files, by name."""
-    from safetensors import safe_open
-
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  it is not a dict
