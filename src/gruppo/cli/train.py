@@ -19,7 +19,7 @@ from gruppo.errors import InputError, RankError, Terminated
 from gruppo.keys import held_out_name
 from gruppo.output import shell_word, unhindered
 from gruppo.run.reader import RunReader
-from gruppo.run.signals import STOPPED, handling, stop_signals
+from gruppo.run.signals import STOPPED, StopFlag, handling, stop_signals
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ A data row is {"prompt": text or chat messages, "answer": ..., any further colum
 
 
 def train(arguments: Sequence[str]) -> int:
-    own, on_ray = RayOptions.take(list(arguments))
-    words, overwrite = take_flag(own, "--overwrite")
+    words, on_ray = RayOptions.take(list(arguments))
+    words, overwrite = take_flag(words, "--overwrite")
     words, is_viewed = take_flag(words, "--view")
     config = parse_run(words, verb="train", description=TRAIN_HELP, preset={}, others=(RayOptions,))
     if on_ray is not None:
-        return launch(on_ray, ["train", *own], config)
+        return launch(on_ray, config, partial(run, config, overwrite=overwrite, view=is_viewed))
     return run(config, overwrite=overwrite, view=is_viewed)
 
 
@@ -88,7 +88,7 @@ def resume(arguments: Sequence[str]) -> int:
     RunReader(given.directory).check_owner(given.trust)
     config = TrainConfig.of_run(given.directory, own)
     if on_ray is not None:
-        return launch(on_ray, ["resume", *words], config)
+        return launch(on_ray, config, partial(run, config, resume=True, accept_changes=given.accept_changes))
     return run(config, resume=True, accept_changes=given.accept_changes)
 
 
@@ -135,15 +135,17 @@ def run(
     view: bool = False,
     opening: str = "",
     show: Show = show_score,
+    heed: Callable[[StopFlag], None] = lambda stop: None,
 ) -> int:
     """Train: print `opening` before, and after a run that was not stopped what `show` prints. Of the ranks that a
-    launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile."""
+    launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile.
+    `heed` gets the flag by which a launcher stops a run that no signal reaches."""
     from gruppo.parallel.ranks import is_of_ranks, join, leave, world_of_launcher
 
     if _began_before(config.output):
         resume, overwrite = True, False
     options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "overwrite": overwrite}
-    train_alone = partial(_run, config, **options, view=view, opening=opening, show=show)
+    train_alone = partial(_run, config, **options, view=view, opening=opening, show=show, heed=heed)
     if world_of_launcher() == 1:
         return train_alone()
     ranks = join(config.rank_deadline)
@@ -183,7 +185,7 @@ def _launch() -> str | None:
 
 def _began_before(output: str) -> bool:
     """Whether a launcher starts the ranks again, and they had begun this run, not one that was there already."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if "GRUPPO_LAUNCH" not in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     launches = [event.get("name") for event in RunReader(output).events() if event.get("event") == "launch"]
     return launches[-1:] == [_launch()]
@@ -198,6 +200,7 @@ def _run(
     view: bool,
     opening: str,
     show: Show,
+    heed: Callable[[StopFlag], None],
     ranks: "Ranks | None" = None,
 ) -> int:
     # Before the imports: what they bring keeps the streams that it finds.
@@ -215,6 +218,7 @@ def _run(
             saved = f"went on; {RunReader(config.output).saved()}" if resume else "began; nothing was saved"
             print(f"left before training {saved}", file=sys.stderr)
             raise
+        heed(trainer.stop)
         if (name := _launch()) is not None:
             trainer.run.log_event("launch", step=trainer.step_number, name=name)
         if not view and trainer.has_steps:

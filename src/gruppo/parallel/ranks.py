@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from gruppo.errors import InputError, RankError
@@ -199,14 +199,19 @@ def join(deadline_s: float) -> Ranks:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend, deadline = "nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=deadline_s)
     store, world = None, 0
+    is_joined = dist.is_initialized()  # by Ray Train
     try:
-        store, rank, world = next(rendezvous("env://", timeout=min(START, deadline)))
+        if is_joined:
+            store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
+        else:
+            store, rank, world = next(rendezvous("env://", timeout=min(START, deadline)))
         store.set_timeout(START)
         # torchrun's store outlives a restart, and the addresses in it do not.
         store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set(f"came/{rank}", "")
         options: dict[str, Any] = {"store": PrefixStore("groups", store), "rank": rank, "world_size": world}
-        dist.init_process_group(backend, timeout=deadline, **options)
+        if not is_joined:
+            dist.init_process_group(backend, timeout=deadline, **options)
         control = dist.new_group(backend="gloo", timeout=deadline)
     except RuntimeError as error:
         raise RankError(

@@ -26,6 +26,7 @@ from gruppo.rollout.source import RolloutSource, SolvedPrompts
 from gruppo.rollout.stream import Streamed
 from gruppo.sampler import TorchSampler, vLLMSampler
 from gruppo.sampler.base import SamplingParams, check_ids
+from gruppo.sampler.vllm.placed import servers_of_launcher
 from gruppo.task import PromptSet, load_prompts
 from gruppo.task.dataset import first_rows, is_stream
 from gruppo.trainer.advantages import AdvantageStage
@@ -326,13 +327,7 @@ def build_hand_over(
     config: TrainConfig, model: "TransformersModel", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
 ) -> HandOver:
     """The sampler that the config names, with the way on which it gets the weights."""
-    from gruppo.sampler.replica import ReplicaSampler, replicas_of_launcher
-
     kind, servers = read_sampler(config.sampler)
-    if replicas := replicas_of_launcher():
-        options = {"threads": config.threads, "deadline_s": config.sampler_deadline, "poll": poll}
-        replicated = ReplicaSampler(config.pinned_model, model, replicas, **options)
-        return PublishedWeights(model, replicated, WeightStore(sync_folder, replicated.canary_rows))
     if kind == "torch":
         if config.max_staleness and model.device.type != "cpu":
             raise InputError(
@@ -344,7 +339,7 @@ def build_hand_over(
     longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
     sampler = vLLMSampler(
         config.pinned_model,
-        servers=servers,
+        servers=servers_of_launcher() or servers,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=longest + config.max_new_tokens + 1,  # no longer than the longest prompt needs
         lora=model.lora,
@@ -391,7 +386,6 @@ def build_model(
 ) -> "TransformersModel":
     """The actor with loss, optimizer, schedule and metric; with `ranks` this rank's part of it."""
     from gruppo.model import TransformersModel
-    from gruppo.sampler.replica import replicas_of_launcher
 
     make = TransformersModel
     if ranks is not None:
@@ -421,8 +415,7 @@ def build_model(
     options: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     options |= {} if config.lr is None else {"lr": config.lr}
     if ranks is not None:
-        keeps_copy = config.sampler == "torch" and replicas_of_launcher() is None
-        model.spread(keeps_copy=keeps_copy)  # type: ignore[attr-defined]  # a RankedModel's
+        model.spread(keeps_copy=config.sampler == "torch")  # type: ignore[attr-defined]  # a RankedModel's
     if config.ranks_exact:
         model.weights.by_rows = True
         # On a CPU the fused kernel rounds otherwise at the end of a tensor, and shards end elsewhere.

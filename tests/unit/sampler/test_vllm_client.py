@@ -4,12 +4,15 @@ import json
 import logging
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from gruppo.model import LoraSpec, TransformersModel
 from gruppo.sampler import SamplingParams, TorchSampler, vLLMSampler
 from gruppo.sampler.base import Samples
 from gruppo.sampler.vllm.http import HttpEngine
+from gruppo.sampler.vllm.placed import servers_of_launcher
 from gruppo.sampler.vllm.server import _flags
 from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.types import InputFeature, Prompt, SampleResponse
@@ -754,6 +758,60 @@ def test_one_of_two_servers_is_restarted_and_the_batch_is_the_same(stubs: MakeSt
     undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
     two[1].restart()
     assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+
+
+class Keeper:
+    """An actor of Ray that keeps a server: the first of these until a new one is wanted, and then the next."""
+
+    def __init__(self, places: list[StubServer]) -> None:
+        self.places = places
+        self.asked: list[tuple[dict[str, Any], bool]] = []
+        self.serve = SimpleNamespace(remote=self._serve)
+        self.check_alive = SimpleNamespace(remote=lambda: None)
+
+    def _serve(self, arguments: dict[str, Any], anew: bool) -> tuple[str, str]:
+        self.asked.append((arguments, anew))
+        if anew:
+            self.places.pop(0)
+        return self.places[0].address, "key"
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ray as a sampler sees it; calls have their answers at once."""
+    errors = SimpleNamespace(RayError=type("RayError", (Exception,), {}), RayTaskError=type("RayTaskError", (), {}))
+    given = {"actors": {}, "wait": lambda calls, timeout: (calls, []), "get": lambda call: call, "exceptions": errors}
+    made = SimpleNamespace(**given)
+    made.get_actor = lambda name: made.actors[name]
+    monkeypatch.setitem(sys.modules, "ray", made)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
+    return made
+
+
+@pytest.mark.row("R-36", "a server on Ray that comes back on another node")
+def test_a_server_that_moves_to_another_node_is_followed_and_given_its_weights(
+    stubs: MakeStub, monkeypatch: pytest.MonkeyPatch, ray: Any
+) -> None:
+    here, there = stubs(), stubs()
+    keeper = ray.actors["first"] = Keeper([here, there])
+    monkeypatch.setenv("GRUPPO_SERVERS", "first")
+    options = {"gpu_memory_utilization": 0.6}
+    with closing(vLLMSampler("builtin", servers=servers_of_launcher(), max_model_len=24, options=options)) as sampler:
+        sampler.sync(trained())
+        undisturbed = sampler.sample(PROMPTS, 3, PARAMS)
+        here.close()
+        assert sampler.sample(PROMPTS, 3, PARAMS) == undisturbed
+    assert "/collective_rpc" in there.seen
+    assert [anew for _, anew in keeper.asked] == [False, True]  # one that runs is not started again
+    assert keeper.asked[0] == (keeper.asked[1][0], False) and keeper.asked[0][0]["gpu_memory_utilization"] == 0.6
+
+
+def test_a_cluster_without_a_place_for_a_server_is_an_error_at_the_deadline(ray: Any) -> None:
+    ray.actors["first"] = Keeper([])
+    ray.actors["first"].serve = SimpleNamespace(remote=lambda *arguments: None)
+    ray.wait = lambda calls, timeout: ([], calls)
+    with pytest.raises(SamplerError, match=r"no place for first for 0\.1 s \(sampler_deadline\).*lower --samplers"):
+        vLLMSampler("builtin", servers=["ray:first"], max_model_len=24, deadline_s=0.1)
 
 
 # --- servers that were started with the wrong flags ---------------------------------------------------------------

@@ -114,27 +114,24 @@ LORA: dict[str, Any] = {"lora": True, "lora_rank": 4}
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about a group that is not there
 @pytest.mark.parametrize(
-    ("options", "replicas", "copied"),
+    ("options", "copied"),
     [
-        ({"dtype": "float32", "shard": "full"}, "", 4 * WHOLE),
-        ({"dtype": "bfloat16", "shard": "full"}, "", 2 * WHOLE),
-        ({"dtype": "bfloat16", "shard": "full", **LORA}, "", 2 * (WHOLE + ADAPTER)),
+        ({"dtype": "float32", "shard": "full"}, 4 * WHOLE),
+        ({"dtype": "bfloat16", "shard": "full"}, 2 * WHOLE),
+        ({"dtype": "bfloat16", "shard": "full", **LORA}, 2 * (WHOLE + ADAPTER)),
         # The head is there twice, and the files are not read by rows.
         (
             {"dtype": "bfloat16", "shard": "full", **LORA, "lora_modules_to_save": ("lm_head",)},
-            "",
             4 * (WHOLE + ADAPTER + VOCABULARY * HIDDEN),
         ),
-        ({"dtype": "bfloat16", "shard": "none"}, "", 2 * WHOLE),
-        ({"dtype": "bfloat16", "shard": "none", **LORA}, "", 2 * ADAPTER),  # the base is shared with the model
-        ({"dtype": "bfloat16", "shard": "full", "sampler": "vllm:start"}, "", 0),
-        ({"dtype": "bfloat16", "shard": "full"}, '{"names": ["sampler 1"]}', 0),
+        ({"dtype": "bfloat16", "shard": "none"}, 2 * WHOLE),
+        ({"dtype": "bfloat16", "shard": "none", **LORA}, 2 * ADAPTER),  # the base is shared with the model
+        ({"dtype": "bfloat16", "shard": "full", "sampler": "vllm:start"}, 0),
     ],
-    ids=["float32", "bfloat16", "lora", "loaded whole", "replicated", "replicated lora", "vllm", "ray samplers"],
+    ids=["float32", "bfloat16", "lora", "loaded whole", "replicated", "replicated lora", "vllm"],
 )
 def test_the_copy_that_samples_by_hand(
     options: dict[str, Any],
-    replicas: str,
     copied: int,
     group_of: Any,
     tmp_path: Path,
@@ -142,7 +139,6 @@ def test_the_copy_that_samples_by_hand(
 ) -> None:
     llama().save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(resolve("builtin")).save_pretrained(tmp_path)
-    monkeypatch.setenv("GRUPPO_REPLICAS", replicas)
     config, objects = take_objects(TrainConfig(model=str(tmp_path), rewards=("exact_match",), **options))
     model = build.build_model(config, objects, build.build_loss(config), None, Ranks(group_of(2)))
     assert make_plan(config, model, [Prompt(token_ids=(1, 2))]).copy == copied

@@ -18,6 +18,7 @@ from gruppo.errors import InputError, SamplerError
 from gruppo.output import printable
 from gruppo.sampler.base import Poll, SamplingParams
 from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request
+from gruppo.sampler.vllm.placed import PlacedServer
 from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.sampler.vllm.worker import EXTENSION
 
@@ -59,7 +60,18 @@ class HttpEngine(Engine):
 
     is_remote = True
 
-    def __init__(self, address: str, *, process: ServerProcess | None = None) -> None:
+    def __init__(self, address: str, *, process: ServerProcess | PlacedServer | None = None) -> None:
+        self._call(address)
+        self.process = process
+        self.poll: Poll = lambda: None
+        self.model = ""
+        """The name of what is sampled from: the model, or the adapter once one is loaded."""
+        self.gives_receipts = True
+        self._quiet_until = 0.0
+        """When the log may say again that the server is busy."""
+
+    def _call(self, address: str) -> None:
+        """Send requests to this address."""
         self.socket = address.removeprefix("unix://") if address.startswith("unix://") else None
         """Path of the socket of a server on this machine."""
         try:
@@ -71,13 +83,6 @@ class HttpEngine(Engine):
         if not is_usable:
             raise InputError(f"a vLLM server's address looks like http://127.0.0.1:8000, got {address!r}")
         self.name = f"vLLM at {self.socket or f'{self.host}:{self.port}'}"
-        self.process = process
-        self.poll: Poll = lambda: None
-        self.model = ""
-        """The name of what is sampled from: the model, or the adapter once one is loaded."""
-        self.gives_receipts = True
-        self._quiet_until = 0.0
-        """When the log may say again that the server is busy."""
 
     def wait_until_ready(self) -> None:
         """Wait for the server to come up."""
@@ -170,6 +175,7 @@ class HttpEngine(Engine):
     def revive(self) -> None:
         if self.process is not None:
             self.process.start()
+            self._call(self.process.address)
         self.wait_until_ready()
 
     def close(self) -> None:

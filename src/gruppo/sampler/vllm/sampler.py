@@ -16,6 +16,7 @@ from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingP
 from gruppo.sampler.vllm.engine import Engine, Request, engine_arguments
 from gruppo.sampler.vllm.http import HttpEngine
 from gruppo.sampler.vllm.inprocess import InProcessEngine
+from gruppo.sampler.vllm.placed import PREFIX, PlacedServer
 from gruppo.sampler.vllm.server import ServerProcess
 from gruppo.sampler.vllm.supervisor import Supervisor
 from gruppo.weights import Published, WeightStore, source
@@ -35,7 +36,7 @@ class vLLMSampler(Sampler):
     Args:
         model_id: the weights to start from: a folder, `hf://…`, `ms://…`, a hub id, or `builtin`.
         servers: addresses of running `vllm serve`s; () for an engine in this process; ("start",) for a server that is
-            started here and ends with this process.
+            started here and ends with this process; `ray:NAME` for one that a ServerKeeper of that name runs.
         dtype: of the weights in an engine that is started here.
         max_model_len: longest prompt and completion together; None: the model's own.
         lora: the adapter that will be loaded, with its rank and targets (`gruppo.model.LoraSpec`); None: all weights.
@@ -99,7 +100,7 @@ class vLLMSampler(Sampler):
         bound = BOUNDS[dtype] if canary_bound is None else canary_bound
         try:
             for address in servers or (None,):
-                engine = _start_engine(address, arguments, options)
+                engine = _start_engine(address, arguments, options, deadline_s, poll)
                 engine.deadline_s, engine.stop_ids = deadline_s, stop_ids
                 reading: dict[str, Any] = {"tokenizer": self.tokenizer, "vocabulary": vocabulary}
                 self.supervisors.append(Supervisor(engine, bound=bound, poll=poll, at_once=at_once, **reading))
@@ -183,13 +184,19 @@ class vLLMSampler(Sampler):
         return Request(prompt=request.prompt, num_samples=drawn, seed=(key >> 2) + request.first, copies=copies)
 
 
-def _start_engine(address: str | None, arguments: dict[str, Any], options: dict[str, Any] | None) -> Engine:
+def _start_engine(
+    address: str | None, arguments: dict[str, Any], options: dict[str, Any] | None, deadline_s: float, poll: Poll
+) -> Engine:
     """The engine behind an address, None for one in this process; `arguments` are for those that are started here."""
     if address is None:
         return InProcessEngine(arguments)
     if address == "start":
         process = ServerProcess(arguments)
         return HttpEngine(process.address, process=process)
+    if address.startswith(PREFIX):  # on GPUs of its own: all of their memory, but for what vLLM leaves free
+        own = {name: value for name, value in arguments.items() if name != "gpu_memory_utilization"} | (options or {})
+        placed = PlacedServer(address.removeprefix(PREFIX), own, deadline_s=deadline_s, poll=poll)
+        return HttpEngine(placed.address, process=placed)
     if options:
         raise InputError(f"options {sorted(options)} are for an engine started here, not for {address}")
     return HttpEngine(address)

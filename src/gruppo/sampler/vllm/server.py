@@ -5,6 +5,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,20 +29,24 @@ SETTINGS = {
 class ServerProcess:
     """A server on a socket in a folder that this user alone can open, started when it is made with `engine_arguments`.
 
-    Whoever reaches it can load other weights: a port would be open to every user of the machine and every web page.
+    Whoever reaches it can load other weights: a port is open to every user of the machine and every web page.
+
+    Args:
+        host: listen on a free port of this address instead, for a trainer on another machine.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], *, host: str | None = None) -> None:
         found = importlib.util.find_spec("vllm")
         if found is None or found.origin is None:  # or a folder of that name; the child's error is less clear
             raise require("vllm", "vllm", "sampler=vllm:start")
         self.arguments = {name: value for name, value in arguments.items() if name != "enable_sleep_mode"}
         self.folder = _private_folder()
         self.log = self.folder / "server.log"
-        self.address = f"unix://{self.folder / SOCKET}"
+        port = 0 if host is None else _free_port(host)
+        self.address = f"http://{host}:{port}" if port else f"unix://{self.folder / SOCKET}"
         self.key = secrets.token_hex(16)
         """Sent with every request. vLLM wants it for what is under /v1."""
-        self.listens: dict[str, Any] = {"uds": self.folder / SOCKET}
+        self.listens: dict[str, Any] = {"host": host, "port": port} if port else {"uds": self.folder / SOCKET}
         self.process: subprocess.Popen[bytes] | None = None
         self._has_failed = False
         self.start()
@@ -61,9 +66,13 @@ class ServerProcess:
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
     def check_alive(self) -> None:
         """Raise with the end of the log if the server has ended."""
-        if self.process is None or self.process.poll() is not None:
+        if not self.is_running:
             self._has_failed = True  # the log stays to be read
             lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
             telling = [line for line in lines if "Error" in line] or lines
@@ -96,6 +105,12 @@ def _private_folder() -> Path:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="gruppo-vllm-", dir="/tmp")
     return Path(folder)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return found.getsockname()[1]
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
