@@ -1,5 +1,6 @@
 """What all tests share: one thread, a plain terminal and fixed hypothesis examples. Two runs of the suite are alike."""
 
+import gc
 import os
 import re
 import signal
@@ -56,6 +57,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in ON_DEMAND.keys() - named:
             if item.get_closest_marker(mark):  # keywords would have the names of folders too
                 item.add_marker(pytest.mark.skip(reason=ON_DEMAND[mark]))
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage need not look through all that was imported: a seventh of the time of the tests."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
