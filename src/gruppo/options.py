@@ -5,7 +5,8 @@ concern one group are here, those between groups in `trainer/config.py`.
 """
 
 from os.path import expanduser
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -52,7 +53,7 @@ class Options(BaseModel):
     @classmethod
     def _check_kind(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true for a number and 1 for a truth value: `steps: yes` in YAML would train one step."""
-        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        kinds = kinds_of(cls.model_fields[info.field_name or ""].annotation)
         is_number, is_truth = bool(kinds & {int, float}), bool in kinds
         parts = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
         if is_number and not is_truth and any(isinstance(part, bool) for part in parts):
@@ -481,16 +482,30 @@ def read_pair(value: Plain) -> Plain | tuple[float, ...]:
         return value
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def kinds_of(annotation: Any) -> set[Any]:
     """The types that the values of an annotation have, also inside tuples and mappings.
 
-    >>> sorted(kind.__name__ for kind in _kinds(Positive | tuple[float, ...] | None))
+    >>> sorted(kind.__name__ for kind in kinds_of(Positive | tuple[float, ...] | None))
     ['NoneType', 'float', 'int']
     """
     parts = get_args(annotation)
     if get_origin(annotation) is Annotated:
-        return _kinds(parts[0])
-    return set().union(*map(_kinds, parts)) - {...} if parts else {annotation}
+        return kinds_of(parts[0])
+    return set().union(*map(kinds_of, parts)) - {...} if parts else {annotation}
+
+
+def members(annotation: Any) -> list[Any]:
+    """The types of an annotation that are joined by `|`, without their checks and without None.
+
+    >>> members(Positive | tuple[float, ...] | None)
+    [<class 'int'>, tuple[float, ...]]
+    """
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return members(parts[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [member for part in parts for member in members(part)]
+    return [] if annotation is NoneType else [annotation]
 
 
 def _name_of(value: Any, info: ValidationInfo) -> Any:

@@ -1,16 +1,12 @@
 """`gruppo convert`: the configuration of another trainer as a config file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-import tyro
-
-from gruppo.cli.options import parse
+from gruppo.cli.options import Arguments, Word, parse
 
 
-@dataclass
-class ConvertArguments:
+class ConvertArguments(Arguments):
     """Print the configuration of another trainer as a config file. Comments say what maps exactly, what differs in the
     maths, what has no counterpart, and what is left to set. Nothing of the source is executed.
 
@@ -20,9 +16,9 @@ class ConvertArguments:
     gruppo convert twinkle train_grpo.py
     """
 
-    peer: tyro.conf.Positional[Literal["trl", "open_instruct", "twinkle"]]
+    peer: Annotated[Literal["trl", "open_instruct", "twinkle"], Word("PEER", is_positional=True)]
     """Whose configuration it is."""
-    source: tyro.conf.Positional[tuple[str, ...]] = ()
+    source: Annotated[tuple[str, ...], Word("SOURCE", is_positional=True)] = ()
     """A .yaml, .sh or .py file and further flags of that trainer, which win over the file; or a command line alone."""
 
 

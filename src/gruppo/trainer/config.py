@@ -121,7 +121,7 @@ class TrainConfig(
         """The config of a run, with the directory where it now lies; `overrides` win."""
         run = RunReader(directory)
         try:
-            return cls.read(run.config() | (overrides or {}), where=str(Path(directory) / "config.yaml"))
+            return cls.read(saved_options(run) | (overrides or {}), where=str(Path(directory) / "config.yaml"))
         except InputError:
             run.check_format()  # its options may be those of another version, which explains more
             raise
@@ -135,6 +135,11 @@ class TrainConfig(
         import yaml
 
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def saved_options(run: RunReader) -> dict[str, Any]:
+    """The options in the config.yaml of a run."""
+    return run.config()
 
 
 def refuse_arguments(names: Iterable[str]) -> NoReturn:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from flags import config_of
 
 import gruppo
-from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED, answer
@@ -108,7 +108,7 @@ def test_the_answer_is_one_in_python_yaml_flags_and_the_trainer(name: str, tmp_p
     flag = f"--{name.replace('_', '-')}"
     for written in (flag, f"--{name}"):
         with pytest.raises(InputError) as caught:
-            parse_run([written, "x"], verb="train", description="", preset={})
+            config_of([written, "x"])
         assert str(caught.value) == f"unknown option {flag}; {said}"
     with pytest.raises(InputError) as caught:
         GRPOTrainer(TrainConfig(), **{name: value})
@@ -132,11 +132,11 @@ def test_options_of_verl_are_answered_dotted_nested_and_as_words(tmp_path: Path)
     with pytest.raises(
         InputError, match=r"^unknown option actor_rollout_ref\.rollout\.n; it is called --group-size here"
     ):
-        parse_run(["--lr", "1e-6", "+actor_rollout_ref.rollout.n=8"], verb="train", description="", preset={})
+        config_of(["--lr", "1e-6", "+actor_rollout_ref.rollout.n=8"])
 
 
 def test_a_value_with_dots_is_no_option_of_verl(tmp_path: Path) -> None:
-    config = parse_run(["--output", "data.shuffle"], verb="train", description="", preset={})
+    config = config_of(["--output", "data.shuffle"])
     assert config.output == "data.shuffle"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from flags import config_of
 
 from gruppo.cli.main import run
-from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.loss import DAPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
 from gruppo.trainer import TrainConfig
@@ -316,5 +316,5 @@ def test_an_option_of_a_loss_may_be_a_pair_of_numbers(given: dict[str, Any], tmp
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     assert build_loss(TrainConfig.from_yaml(tmp_path / "run.yaml")) == build_loss(config)
     words = ["--loss", "vespo", "--loss-options", "positive", "2.5,3", "negative", "1,2"]
-    by_flags = build_loss(parse_run(words, verb="train", description="", preset={}))
+    by_flags = build_loss(config_of(words))
     assert by_flags == LOSSES["vespo"](positive=(2.5, 3.0), negative=(1.0, 2.0))
