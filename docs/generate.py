@@ -113,6 +113,7 @@ WORDS = {
     "bool": "true or false", "int": "whole number", "float": "number", "str": "text", "Path": "path",
     "Positive": "whole number ≥ 1", "Count": "whole number ≥ 0", "Place": "path or name", "Named": "name",
     "Names": "list of texts", "AllNamed": "list of names", "HomePath": "path",
+    "AdvancedOptions": "names with values",
 }  # fmt: skip
 """Types of options as the tables call them."""
 
@@ -173,7 +174,7 @@ def options_of(cls: type) -> Iterator[Option]:
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(line)
             said = str(after.value.value)
             default = "" if line.value is None else ast.unparse(line.value)
-            default = "{}" if default == "Field(default_factory=dict)" else default
+            default = "{}" if default.startswith("Field(default_factory=") else default
             kind = ast.unparse(line.annotation)
             alias = getattr(sys.modules[owner.__module__], kind, None)  # a name for a Literal
             kind = f"Literal{list(get_args(alias))}" if get_origin(alias) is Literal else kind
@@ -217,6 +218,9 @@ def config_page() -> str:
         rows = (f"`{o.name}` | {o.values} | {shown(o.default)} | {o.what}" for o in options_of(group))
         parts.append(f"\n## {group.__name__.removesuffix('Options')}\n\n{inspect.getdoc(group)}\n\n")
         parts.append(table("option | values | default | what it is", rows))
+    rows = (f"`{o.name}` | {o.values} | {shown(o.default)} | {o.what}" for o in options_of(options.AdvancedOptions))
+    parts.append(f"\n## Advanced\n\n{inspect.getdoc(options.AdvancedOptions)}\n\n")
+    parts.append(table("option | values | default | what it is", rows))
     return "".join(parts)
 
 

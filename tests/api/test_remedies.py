@@ -19,7 +19,7 @@ import pytest
 import gruppo
 from gruppo.cli.main import VERBS
 from gruppo.cli.options import make_parser
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import OPTIONS, TrainConfig
 from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED
 
 SOURCE = Path(gruppo.__file__).parent
@@ -233,7 +233,7 @@ def identifiers() -> frozenset[str]:
 def wrong_names(text: Text) -> Iterator[str]:
     """Names of options in an error: those of a run, or of the function, class or call that the text has to do with."""
     calls = re.findall(r"\b([A-Za-z_]\w*)\((?!e?s\))", text.text)  # not the plural of "batch(es)"
-    known = {*TrainConfig.model_fields, *ELSEWHERE, *ABSENT, *REFUSED, *text.names, *EXTERNAL, *dir(builtins)}
+    known = {*OPTIONS, *ELSEWHERE, *ABSENT, *REFUSED, *text.names, *EXTERNAL, *dir(builtins)}
     for call in calls:
         known |= {call, *parameters().get(call, ())}
         if call not in parameters() and call not in EXTERNAL and not hasattr(builtins, call):
@@ -286,8 +286,8 @@ def test_what_exists_is_not_complained_of(told: str) -> None:
 
 
 def test_other_trainers_names_lead_to_options_of_ours() -> None:
-    assert {own.partition(":")[0] for own in ELSEWHERE.values()} <= TrainConfig.model_fields.keys()
-    assert not REFUSED.keys() & TrainConfig.model_fields.keys()
+    assert {own.partition(":")[0] for own in ELSEWHERE.values()} <= OPTIONS.keys()
+    assert not REFUSED.keys() & OPTIONS.keys()
 
 
 def test_every_missing_extra_is_one_of_the_project() -> None:

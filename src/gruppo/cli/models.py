@@ -12,7 +12,7 @@ from gruppo.cli.options import Arguments, HomePath, Word, parse, parse_options
 from gruppo.errors import InputError
 from gruppo.output import shell_word
 from gruppo.run.reader import RunReader, read_lines
-from gruppo.trainer.config import TrainConfig, saved_options
+from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
     from gruppo.reward import RewardScorer
@@ -136,7 +136,7 @@ def eval_config(given: EvalArguments, options: dict[str, Any]) -> TrainConfig:
 
 def of_run(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a run for the model that it has trained, with sampler=torch unless another is given."""
-    values = saved_options(RunReader(directory)) | {"model": str(directory), "tokenizer": None, "revision": None}
+    values = RunReader(directory).config() | {"model": str(directory), "tokenizer": None, "revision": None}
     return values if "vllm" in options.get("sampler", "") else values | {"sampler": "torch", "vllm_options": {}}
 
 
@@ -171,7 +171,7 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
         dtype=("bfloat16" if has_bf16 else "float32") if config.dtype == "auto" else config.dtype,
         max_model_len=longest + config.max_new_tokens + 1,
         options=dict(config.vllm_options),
-        deadline_s=config.sampler_deadline,
+        deadline_s=config.advanced.sampler_deadline,
     )
 
 

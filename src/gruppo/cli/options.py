@@ -16,9 +16,9 @@ from pydantic import AfterValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from gruppo.errors import InputError
-from gruppo.options import Options, kinds_of, members
+from gruppo.options import AdvancedOptions, Options, kinds_of, members, merged
 from gruppo.run.reader import at_home, read_yaml
-from gruppo.trainer.config import TrainConfig, explain
+from gruppo.trainer.config import OPTIONS, TrainConfig, explain
 from gruppo.trainer.elsewhere import REFUSED, answer
 
 COMMON = (
@@ -88,7 +88,7 @@ def parse_options(
     Args:
         preset: what help shows in place of an option's default.
     """
-    fields = {name: TrainConfig.model_fields[name] for name in options} | kind.model_fields
+    fields = {**OPTIONS, **kind.model_fields}
     given = parse_words(make_parser(kind, verb, options, preset or {}), arguments, kind)
     values = {name: _value(name, fields[name], words) for name, words in given.items()}
     try:
@@ -110,13 +110,13 @@ def run_config(
     preset = preset or {}
     chosen = None if given.recipe is None else recipe(given.recipe)
     file = {} if given.config is None else read_yaml(given.config)
-    values = preset | (chosen.values if chosen else {}) | file
+    values = merged(preset, chosen.values if chosen else {}, file)
     if given.config is not None:
         TrainConfig.read(values, where=str(given.config))  # an error in the file names the file
     for length, other in (("steps", "epochs"), ("epochs", "steps")):  # the flag wins, whichever of the two the file has
         if length in flags:
             values.pop(other, None)
-    config = TrainConfig.read(values | flags, where=verb)
+    config = TrainConfig.read(merged(values, flags), where=verb)
     if chosen and (reminder := chosen.reminder(preset.keys() | file.keys() | flags.keys())):
         print(reminder, file=sys.stderr)
     return config
@@ -143,6 +143,11 @@ def make_parser(
     )
     for name, field in kind.model_fields.items():
         _add(parser, name, field, field.default)
+    if "advanced" in options:
+        for name, field in AdvancedOptions.model_fields.items():  # flags of their own as well, which help need not show
+            _add(parser, name, field, None, is_of_a_run=True, is_shown=False)
+        lines = [f"  {name}: {field.description}" for name, field in AdvancedOptions.model_fields.items()]
+        parser.epilog = _wrapped("\n\n".join(["names of --advanced:", *lines])).replace("\n\n", "\n")
     for title, names in _themes(options):
         group = parser.add_argument_group(title)
         for name in names:
@@ -181,13 +186,16 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, not str(option_string).startswith("--no-") if is_switch else values)
 
 
-def _add(group: Any, name: str, field: FieldInfo, default: Any, *, is_of_a_run: bool = False) -> None:
+def _add(
+    group: Any, name: str, field: FieldInfo, default: Any, *, is_of_a_run: bool = False, is_shown: bool = True
+) -> None:
     """Add the flag of a field to a parser or one of its groups."""
     word, kinds, parts = _word(field), kinds_of(field.annotation), members(field.annotation)
     is_mapping, is_several = dict in _shapes(field), tuple in _shapes(field)
     text = " ".join((field.description or "").split()).replace("%", "%%")
     if isinstance(default, str | int | float) and default not in ("", False):
         text += f" (default: {'on' if default is True else default})"
+    text = text if is_shown else argparse.SUPPRESS
     choices = [str(choice) for part in parts if get_origin(part) is Literal for choice in get_args(part)]
     shown = "NAME VALUE" if is_mapping else f"{{{','.join(choices)}}}" if choices else ""
     shown = word.name or shown or next(kind.__name__.upper() for kind in get_args(parts[0]) or parts)
@@ -213,7 +221,7 @@ def parse_words(parser: argparse.ArgumentParser, arguments: Sequence[str], kind:
     """Name and words of each flag that was given."""
     found, left = parser.parse_known_args(_dashed(arguments))
     flags = [word.partition("=")[0] for word in left if word.startswith("-")]
-    of_a_run = [flag for flag in flags if _name(flag) in TrainConfig.model_fields]
+    of_a_run = [flag for flag in flags if _name(flag) in OPTIONS]
     if of_a_run:
         raise InputError(f"{', '.join(sorted(of_a_run))} cannot be given to `{parser.prog}`: {kind.refusal}")
     if left:
@@ -262,7 +270,7 @@ def _value(name: str, field: FieldInfo, words: Any) -> Any:
 
 def _shapes(field: FieldInfo) -> set[Any]:
     """dict, tuple, Literal, or None for a single value."""
-    return {get_origin(part) for part in members(field.annotation)}
+    return {dict if part is AdvancedOptions else get_origin(part) for part in members(field.annotation)}
 
 
 def plain(word: str) -> bool | int | float | str:

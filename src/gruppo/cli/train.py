@@ -147,7 +147,7 @@ def run(
     train_alone = partial(_run, config, **options, view=view, opening=opening, show=show)
     if world_of_launcher() == 1:
         return train_alone()
-    ranks = join(config.rank_deadline)
+    ranks = join(config.advanced.rank_deadline)
     code = 1
     try:
         if ranks.rank:

@@ -5,7 +5,7 @@ from math import ceil
 from typing import Any, get_args
 
 from gruppo.errors import InputError
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import OPTIONS, TrainConfig
 from gruppo.trainer.elsewhere import ABSENT, REFUSED, Reason
 
 
@@ -86,7 +86,7 @@ class Conversion:
             own, _, note = self.names.get(name, name).partition(": ")
             if name in ABSENT:
                 self.none(f"{name}={value}", ABSENT[name])
-            elif own in TrainConfig.model_fields and not note:
+            elif own in OPTIONS and not note:
                 self.same(f"{name}={value}", **{own: value})
             elif note:
                 self.ask(own, f"{name}={value} there; here {note}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gruppo.errors import InputError
 from gruppo.imports import did_you_mean
 from gruppo.keys import held_out_key
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import OPTIONS, TrainConfig
 from gruppo.trainer.elsewhere import TRL
 
 if TYPE_CHECKING:
@@ -206,9 +206,9 @@ class _Arguments:
 
     def __getattr__(self, name: str) -> Any:
         own = _NAMES.get(name, name)
-        if own not in TrainConfig.model_fields:
+        if own not in OPTIONS:
             raise AttributeError(
                 f"args.{name} does not exist here: args has the options of gruppo's TrainConfig, also by their "
                 "names in docs/from_trl.md"
             )
-        return getattr(self.config, own)
+        return getattr(self.config if own in TrainConfig.model_fields else self.config.advanced, own)

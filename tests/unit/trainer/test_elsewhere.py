@@ -13,6 +13,7 @@ from flags import config_of
 import gruppo
 from gruppo.errors import InputError
 from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.trainer.config import OPTIONS
 from gruppo.trainer.elsewhere import ABSENT, ELSEWHERE, REFUSED, answer
 
 # The fields of trl.GRPOConfig and trl.RLOOConfig 1.16.0 that are not transformers' own, deprecated ones included.
@@ -68,8 +69,8 @@ def transformers_own() -> list[str]:
 
 def test_every_option_of_trl_has_its_name_here_or_a_reason() -> None:
     names = {*TRL_OWN.split(), *TRL_SCRIPTS.split(), *transformers_own()}
-    assert sorted(name for name in names - TrainConfig.model_fields.keys() if not answer(name)) == []
-    assert names & TrainConfig.model_fields.keys() == SAME  # and mean the same
+    assert sorted(name for name in names - OPTIONS.keys() if not answer(name)) == []
+    assert names & OPTIONS.keys() == SAME  # and mean the same
     assert [name for name in f"{TRL_OLD} {TRL_TRAINER} {UNSLOTH}".split() if not answer(name)] == []
 
 
@@ -204,11 +205,11 @@ def test_no_reason_denies_an_option_that_a_run_has() -> None:
     """An option that appears here makes the sentence false: name it in ELSEWHERE, or map it in `gruppo.convert`."""
     found = reasons()
     assert len(found) > 50 and all(found.values())
-    assert false_ones(found, {*TrainConfig.model_fields}) == []
+    assert false_ones(found, {*OPTIONS}) == []
 
 
 def test_a_reason_that_an_option_has_made_false_is_found() -> None:
-    options = {*TrainConfig.model_fields, "optimizer", "max_turns", "correction_cap"}
+    options = {*OPTIONS, "optimizer", "max_turns", "correction_cap"}
     assert len(false_ones(reasons(), options)) >= 3
     assert false_ones({"a run is one process on one GPU": "num_ranks shard"}, options) == [
         "a run is one process on one GPU (shard)"
