@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from gruppo.errors import InputError
@@ -27,7 +27,7 @@ COMMON = (
 )
 """Options that help shows first."""
 
-HomePath = Annotated[Path, AfterValidator(at_home)]
+HomePath = Annotated[Path, BeforeValidator(lambda path: _named(path)), AfterValidator(at_home)]
 """A path; ~ is the home folder."""
 
 
@@ -181,7 +181,7 @@ class _Once(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
-            raise argparse.ArgumentError(self, "it is given twice; leave one out")
+            raise InputError(f"{self.option_strings[0]} is given twice; leave one out")
         is_switch = self.nargs == 0
         setattr(namespace, self.dest, not str(option_string).startswith("--no-") if is_switch else values)
 
@@ -211,6 +211,12 @@ def _add(
         action = "append" if word.is_repeated else _Once
         required = field.is_required()
         group.add_argument(flag, dest=name, action=action, nargs=nargs, metavar=shown, required=required, help=text)
+
+
+def _named(path: Any) -> Any:
+    if path == "":  # Path takes it for the working directory
+        raise ValueError("it is empty; name a file or folder")
+    return path
 
 
 def _word(field: FieldInfo) -> Word:

@@ -178,7 +178,7 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
             hint = f"did you mean {near[0]!r}?" if near else "see `gruppo train --help`"
             lines.append(f"{where}: unknown option {field!r}; {hint}")
         elif field:
-            lines.append(f"{where}: {field}={_shown(item['input'])}: {item['msg']}")
+            lines.append(f"{where}: {field}={_shown(item['input'])}: {item['msg'].removeprefix('Value error, ')}")
         else:
             lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
     if where.endswith((".yaml", ".yml")) and sum(item["loc"][0] in TRL for item in error.errors() if item["loc"]) > 1:
