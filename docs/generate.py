@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from gruppo import errors, options
-from gruppo.cli.demo import DEMO_HELP
 from gruppo.cli.main import VERBS
-from gruppo.cli.train import STOPPED, TRAIN_HELP
+from gruppo.cli.options import RunArguments
+from gruppo.cli.train import STOPPED
 from gruppo.keys import KEYS, Key
 from gruppo.loss import LOSSES
 from gruppo.peer_names import ABSENT, OPEN_INSTRUCT, REFUSED, TRL, TRL_TRAINER, TWINKLE, UNSLOTH, VERL
@@ -136,7 +136,8 @@ class Option:
 WORDS = {
     "bool": "true or false", "int": "whole number", "float": "number", "str": "text", "Path": "path",
     "Positive": "whole number ≥ 1", "Count": "whole number ≥ 0", "Place": "path or name", "Named": "name",
-    "Names": "list of texts", "AllNamed": "list of names",
+    "Names": "list of texts", "AllNamed": "list of names", "HomePath": "path",
+    "AdvancedOptions": "names with values",
 }  # fmt: skip
 """Types of options as the tables call them."""
 
@@ -157,8 +158,6 @@ def in_words(kind: ast.expr) -> str:
     assert isinstance(kind, ast.Subscript), ast.unparse(kind)
     outer, inside = ast.unparse(kind.value), kind.slice
     parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
-    if outer.endswith("Positional"):
-        return in_words(inside)
     if outer == "Annotated":
         limits = [part for part in parts[1:] if isinstance(part, ast.Call) and ast.unparse(part.func) == "Field"]
         return " ".join([in_words(parts[0]), *map(bounds, limits)])
@@ -186,9 +185,6 @@ def limit_of(value: ast.expr) -> str:
     return f"{number:,}"
 
 
-HELP = re.compile(r"""help=(['"])(.*?)\1""")
-
-
 def options_of(cls: type) -> Iterator[Option]:
     """Fields of a class and its bases, with the string under each."""
     for owner in reversed(cls.__mro__[:-1]):
@@ -197,12 +193,12 @@ def options_of(cls: type) -> Iterator[Option]:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         assert isinstance(definition, ast.ClassDef)
         for line, after in zip(definition.body, [*definition.body[1:], None], strict=True):
-            if not isinstance(line, ast.AnnAssign):
+            if not isinstance(line, ast.AnnAssign) or "ClassVar" in ast.unparse(line.annotation):
                 continue
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            said = str(after.value.value) if is_text else "".join(m[1] for m in HELP.findall(ast.unparse(line)))
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(line)
+            said = str(after.value.value)
             default = "" if line.value is None else ast.unparse(line.value)
-            default = {"Field(default_factory=dict)": "{}", "field(default_factory=dict)": "{}"}.get(default, default)
+            default = "{}" if default.startswith("Field(default_factory=") else default
             kind = ast.unparse(line.annotation)
             alias = getattr(sys.modules[owner.__module__], kind, None)  # a name for a Literal
             kind = f"Literal{list(get_args(alias))}" if get_origin(alias) is Literal else kind
@@ -246,6 +242,9 @@ def config_page() -> str:
         rows = (f"`{o.name}` | {o.values} | {shown(o.default)} | {o.what}" for o in options_of(group))
         parts.append(f"\n## {group.__name__.removesuffix('Options')}\n\n{inspect.getdoc(group)}\n\n")
         parts.append(table("option | values | default | what it is", rows))
+    rows = (f"`{o.name}` | {o.values} | {shown(o.default)} | {o.what}" for o in options_of(options.AdvancedOptions))
+    parts.append(f"\n## Advanced\n\n{inspect.getdoc(options.AdvancedOptions)}\n\n")
+    parts.append(table("option | values | default | what it is", rows))
     return "".join(parts)
 
 
@@ -260,9 +259,11 @@ def cli_page() -> str:
     parts = [CLI_HEADER]
     for words, (module, function) in VERBS.items():
         made = importlib.import_module(module)
-        kind = re.search(r"parse\((\w+Arguments),", inspect.getsource(getattr(made, function)))
-        cls = getattr(made, kind[1]) if kind else TrainConfig
-        help_text = {"train": TRAIN_HELP, "demo": DEMO_HELP}.get(words[0]) or inspect.cleandoc(cls.__doc__ or "")
+        source = inspect.getsource(getattr(made, function))
+        (name,) = re.findall(r"parse\w*\((\w+),", source)
+        of_a_run = re.findall(r"\w+_OPTIONS\b", source)
+        cls = getattr(made, name)
+        help_text = inspect.cleandoc(cls.__doc__ or "")
         commands = re.findall(r"^ *(gruppo .*)$", help_text, re.M)
         prose = re.sub(r"^ *gruppo .*\n?", "", help_text, flags=re.M).replace("\n\n\n", "\n\n").strip()
         parts.append(f"\n## gruppo {' '.join(words)}\n\n{prose}\n")
@@ -270,17 +271,21 @@ def cli_page() -> str:
             parts.append(
                 "\n```sh\n" + "".join(f"{re.sub(r'  +', '   # ', line, count=1)}\n" for line in commands) + "```\n"
             )
-        if cls is TrainConfig:
-            parts.append("\nOptions: all of [a run's](config.md), each as a flag.\n")
-        else:
-            rows = (f"{flag(o)} | {o.values} | {shown(o.default)} | {o.what}" for o in options_of(cls))
-            parts.append("\n" + table("option | values | default | what it is", rows))
+        rows = (f"{flag(o)} | {o.values} | {shown(o.default)} | {o.what}" for o in options_of(cls))
+        parts.append("\n" + table("option | values | default | what it is", rows))
+        if issubclass(cls, RunArguments):
+            parts.append("\nAnd all options of [a run](config.md), each as a flag.\n")
+        elif of_a_run:
+            names = ", ".join(f"`--{name.replace('_', '-')}`" for name in getattr(made, of_a_run[0]))
+            parts.append(f"\nAnd as for [a run](config.md): {names}.\n")
     return "".join(parts)
 
 
 def flag(option: Option) -> str:
-    is_place = "Positional" in option.kind
-    return f"`{option.name.upper()}`" if is_place else f"`--{option.name.replace('_', '-')}`"
+    if word := re.search(r"Word\('(\w+)', is_positional=True\)", option.kind):
+        return f"`{word[1]}`"
+    named = re.search(r"flag='([\w-]+)'", option.kind)
+    return f"`{named[1] if named else '--' + option.name.replace('_', '-')}`"
 
 
 def losses_page() -> str:

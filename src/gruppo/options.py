@@ -4,8 +4,10 @@ Not in the packages that they configure: those import torch, and `gruppo train -
 concern one group are here, those between groups in `trainer/config.py`.
 """
 
+from collections.abc import Mapping
 from os.path import expanduser
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -20,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from gruppo.errors import InputError
 from gruppo.imports import is_address, write_spec
 
 Positive = Annotated[int, Field(ge=1)]
@@ -52,7 +55,7 @@ class Options(BaseModel):
     @classmethod
     def _check_kind(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true for a number and 1 for a truth value: `steps: yes` in YAML would train one step."""
-        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        kinds = kinds_of(cls.model_fields[info.field_name or ""].annotation)
         is_number, is_truth = bool(kinds & {int, float}), bool in kinds
         parts = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
         if is_number and not is_truth and any(isinstance(part, bool) for part in parts):
@@ -60,6 +63,78 @@ class Options(BaseModel):
         if is_truth and not is_number and isinstance(value, int | float) and not isinstance(value, bool):
             raise PydanticCustomError("kind", "it is a number; write true or false")
         return value
+
+
+class AdvancedOptions(Options):
+    """What few runs set. In YAML and Python it stands under `advanced`, as in advanced: {adam_beta2: 0.95}; the flag is
+    --advanced adam_beta2 0.95."""
+
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Share of AdamW's mean gradient that a step keeps."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Share of AdamW's mean squared gradient that a step keeps."""
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of that mean, by which AdamW divides."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """Target KL per completion; `kl_in_reward` is adjusted to track it. Unset: fixed coefficient."""
+    kl_horizon: Positive = 10_000
+    """Number of completions over which kl_in_reward may change by a fifth."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Target entropy. While the policy's entropy is at or below it, the bonus is active and its coefficient grows;
+    above it the bonus is off. Unset: fixed coefficient."""
+    entropy_change: Annotated[float, Field(gt=0)] = 0.005
+    """Amount by which entropy_coef grows or shrinks per step under entropy_target."""
+    ref_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the policy that is mixed into the reference when it moves. 1 copies the policy."""
+    truncated_factor: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Factor on the reward of a completion that hit the token limit, unless it would raise the reward."""
+    retire_solved: Count = 0
+    """Retire a prompt after this many consecutive visits on which every completion was correct. 0 disables it."""
+    patience: Count = 0
+    """Stop early after this many evaluations in a row without a better held-out score. 0 disables it."""
+    stop_at_score: float | None = None
+    """Stop early once the held-out score reaches this value: the accuracy, or the reward where none decides what is
+    correct."""
+    reward_workers: Positive = 2
+    """Number of processes that run your own reward functions."""
+    completions_limit: Positive = 4096
+    """Most completions in the file of one step: whole groups, those that are trained on before others."""
+    keep_activations: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of its activations that a compiled block keeps for the backward pass; what is cheapest to compute again is
+    not kept. Unset: 0.9, where norms and activation functions are computed again and no product."""
+    compile: bool | None = None
+    """Compile the decoder blocks for scoring and training. Unset: on a GPU. It affects speed and memory only."""
+    offload: bool = False
+    """With gradient_checkpointing on a GPU: keep the inputs of the blocks in pinned host memory."""
+    ranks_exact: bool = False
+    """On several ranks: add gradients in the order of the micro-batches and take their norm row by row, so that any
+    number of ranks gives the same bits, also of one process with this option. Costs a reduction per micro-batch."""
+    rank_deadline: Annotated[float, Field(gt=0, le=30 * 86400)] = 1800.0
+    """Seconds that a rank may take for its part of a step before the others count it as lost."""
+    sampler_deadline: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that vLLM may take for a step's rollouts before it counts as lost."""
+    tracker_deadline: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that TensorBoard, W&B or trackio may take for one call before the run goes on without it."""
+
+
+def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a run in which later parts win, each advanced one for itself. Those may stand beside the others too,
+    as in the config of a run that is older than `advanced`.
+
+    >>> merged({"lr": 1, "ref_mix": 0.5}, {"advanced": {"adam_beta1": 0.8}})
+    {'lr': 1, 'advanced': {'ref_mix': 0.5, 'adam_beta1': 0.8}}
+    """
+    found: dict[str, Any] = {}
+    for part in parts:
+        flat = {name: value for name, value in part.items() if name in AdvancedOptions.model_fields}
+        given, before = part.get("advanced", {}), found.get("advanced", {})
+        given = given.model_dump(exclude_unset=True) if isinstance(given, AdvancedOptions) else given
+        found |= {name: value for name, value in part.items() if name not in flat}
+        if twice := flat.keys() & given if isinstance(given, dict) else ():
+            raise InputError(f"{min(twice)} and advanced.{min(twice)} are one option; leave the first out")
+        if isinstance(given, dict) and (inner := {**before, **given, **flat}):
+            found["advanced"] = inner
+    return found
 
 
 class ModelOptions(Options):
@@ -87,8 +162,6 @@ class ModelOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format the model computes in; `auto` is bfloat16 on a GPU that has it, else float32. Master weights,
     optimizer state, sums of gradients, log-probs and losses are always float32."""
-    compile: bool | None = None
-    """Compile the decoder blocks for scoring and training. Unset: on a GPU. It affects speed and memory only."""
     layout: Literal["auto", "padded", "packed", "shared"] = "auto"
     """Batch layout. `shared` computes each prompt once per group; `auto` uses it when repeating the prompts would cost
     at least 20 % more, otherwise `padded`; `packed` puts all sequences into one row. It affects speed only: a model
@@ -98,11 +171,6 @@ class ModelOptions(Options):
     gradient_checkpointing: bool = False
     """Keep only the inputs of the decoder blocks and recompute the rest in the backward pass: the least memory, about a
     third more time."""
-    offload: bool = False
-    """With gradient_checkpointing on a GPU: keep the inputs of the blocks in pinned host memory."""
-    keep_activations: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of its activations that a compiled block keeps for the backward pass; what is cheapest to compute again is
-    not kept. Unset: 0.9, where norms and activation functions are computed again and no product."""
 
     @property
     def pinned_model(self) -> str:
@@ -169,8 +237,6 @@ class RewardOptions(Options):
     """One weight per reward. Unset: all 1."""
     reward_deadline: Annotated[float, Field(gt=0)] = 10.0
     """Seconds that a reward may take for one call, and for one completion alone, before its process is killed."""
-    reward_workers: Positive = 2
-    """Number of processes that run your own reward functions."""
     correct_by: str | None = None
     """Name of the reward that decides which answers are correct. Unset: the first verifier. Without either, nothing
     does: a run then reports held-out reward instead of held-out accuracy."""
@@ -227,8 +293,6 @@ class RolloutOptions(Options):
     dynamic_sampling: Count = 0
     """Dynamic sampling: replace groups with identical rewards, sampling at most this many batches of prompts per step.
     0 disables it."""
-    retire_solved: Count = 0
-    """Retire a prompt after this many consecutive visits on which every completion was correct. 0 disables it."""
     sampler: str = "torch"
     """torch; vllm (an engine in this process); vllm:start (a server started for the run); vllm:http://host:8000,...
     (running servers)."""
@@ -240,8 +304,6 @@ class RolloutOptions(Options):
     """With `max_staleness`: a step takes the groups that are complete first, and longer ones stay in flight while it
     trains. A group of which a token is older than `max_staleness` steps is dropped, and its prompt sampled again. For
     completions of very different lengths; a run is not repeated bit for bit then."""
-    sampler_deadline: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that vLLM may take for a step's rollouts before it counts as lost."""
     vllm_options: dict[str, Plain] = Field(default_factory=dict)
     """Further arguments for a vLLM that the run starts, e.g. gpu_memory_utilization 0.5."""
 
@@ -282,20 +344,8 @@ class AdvantageOptions(Options):
     overlong_cache: Count = 0
     """Width in tokens of DAPO's soft overlong penalty, which rises from 0 to 1 over the last tokens before
     `max_new_tokens`. 0 disables it."""
-    truncated_factor: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Factor on the reward of a completion that hit the token limit, unless it would raise the reward."""
     kl_in_reward: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the log-ratio to the reference, summed over a completion and subtracted from its reward."""
-    kl_target: Annotated[float, Field(gt=0)] | None = None
-    """Target KL per completion; `kl_in_reward` is adjusted to track it. Unset: fixed coefficient."""
-    kl_horizon: Positive = 10_000
-    """Number of completions over which kl_in_reward may change by a fifth."""
-
-    @model_validator(mode="after")
-    def _check_kl_target(self) -> Self:
-        if self.kl_target is not None and not self.kl_in_reward:
-            raise ValueError("kl_target needs kl_in_reward above 0: the coefficient that it starts from")
-        return self
 
 
 class LossOptions(Options):
@@ -321,15 +371,8 @@ class LossOptions(Options):
     """0 k1, 1 k2, 2 k3, 3 ratio*k1, or a name: abs_kl, ratio_k3, k3_straight_through."""
     ref_every: Count = 0
     """Move the reference towards the policy every N steps. 0: it stays the model at the start."""
-    ref_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the policy that is mixed into the reference when it moves. 1 copies the policy."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
-    entropy_target: Annotated[float, Field(gt=0)] | None = None
-    """Target entropy. While the policy's entropy is at or below it, the bonus is active and its coefficient grows;
-    above it the bonus is off. Unset: fixed coefficient."""
-    entropy_change: Annotated[float, Field(gt=0)] = 0.005
-    """Amount by which entropy_coef grows or shrinks per step under entropy_target."""
 
     @field_validator("loss_options", mode="before")
     @classmethod
@@ -360,12 +403,6 @@ class OptimOptions(Options):
     """Optimizer steps over which the learning rate rises to its value."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Share of AdamW's mean gradient that a step keeps."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Share of AdamW's mean squared gradient that a step keeps."""
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of that mean, by which AdamW divides."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to it."""
 
@@ -389,11 +426,6 @@ class EvalOptions(Options):
     """Number of held-out prompts. 0 disables evaluation. Unset: 128, or a fifth of a data set of fewer than 640."""
     eval_samples: Count = 0
     """Sampled completions per held-out prompt, for pass@k. 0: the greedy completion only."""
-    stop_at_score: float | None = None
-    """Stop early once the held-out score reaches this value: the accuracy, or the reward where none decides what is
-    correct."""
-    patience: Count = 0
-    """Stop early after this many evaluations in a row without a better held-out score. 0 disables it."""
     keep_best: bool = False
     """Also save the model with the best held-out score so far, as `best` in the run directory."""
 
@@ -401,14 +433,6 @@ class EvalOptions(Options):
     def _check_evaluation(self) -> Self:
         if self.eval_samples and self.eval_prompts == 0:
             raise ValueError("eval_samples needs eval_prompts of at least 1")
-        for given in (
-            *([f"patience={self.patience}"] if self.patience else []),
-            *(["keep_best"] if self.keep_best else []),
-        ):
-            if self.eval_prompts == 0:
-                raise ValueError(f"{given} needs eval_prompts of at least 1")
-            if not self.eval_every:
-                raise ValueError(f"{given} needs eval_every of at least 1: nothing is evaluated on the way")
         return self
 
 
@@ -425,19 +449,12 @@ class RunOptions(Options):
     """On several ranks: full keeps each rank's rows of the weights and gathers a block when it runs; none keeps all
     weights on every rank and adds up gradients only. auto: none where weights, gradients and optimizer take at most a
     third of a rank's memory, else full. One process has all weights in any case."""
-    ranks_exact: bool = False
-    """On several ranks: add gradients in the order of the micro-batches and take their norm row by row, so that any
-    number of ranks gives the same bits, also of one process with this option. Costs a reduction per micro-batch."""
-    rank_deadline: Annotated[float, Field(gt=0, le=30 * 86400)] = 1800.0
-    """Seconds that a rank may take for its part of a step before the others count it as lost."""
     save_every: Positive = 50
     """Save a checkpoint every N steps, and at the end."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints to keep; older ones are deleted once a newer one is safe on disk."""
     completions_every: Count = 1
     """Write the completions of every Nth step to Parquet. 0 disables it."""
-    completions_limit: Positive = 4096
-    """Most completions in the file of one step: whole groups, those that are trained on before others."""
     metrics: AllNamed = ()
     """Metrics of your own, your.module:YourMetric (docs/extending.md), beside those that every run reports."""
     tensorboard: bool = True
@@ -446,8 +463,8 @@ class RunOptions(Options):
     """Log to Weights & Biases."""
     trackio: bool = False
     """Log to trackio."""
-    tracker_deadline: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that TensorBoard, W&B or trackio may take for one call before the run goes on without it."""
+    advanced: AdvancedOptions = Field(default_factory=AdvancedOptions)
+    """Options that few runs set, each by its name, such as adam_beta2 0.95."""
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -481,16 +498,32 @@ def read_pair(value: Plain) -> Plain | tuple[float, ...]:
         return value
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def kinds_of(annotation: Any) -> set[Any]:
     """The types that the values of an annotation have, also inside tuples and mappings.
 
-    >>> sorted(kind.__name__ for kind in _kinds(Positive | tuple[float, ...] | None))
+    >>> sorted(kind.__name__ for kind in kinds_of(Positive | tuple[float, ...] | None))
     ['NoneType', 'float', 'int']
     """
     parts = get_args(annotation)
     if get_origin(annotation) is Annotated:
-        return _kinds(parts[0])
-    return set().union(*map(_kinds, parts)) - {...} if parts else {annotation}
+        return kinds_of(parts[0])
+    if annotation is AdvancedOptions:
+        return set().union(*(kinds_of(field.annotation) for field in AdvancedOptions.model_fields.values()))
+    return set().union(*map(kinds_of, parts)) - {...} if parts else {annotation}
+
+
+def members(annotation: Any) -> list[Any]:
+    """The types of an annotation that are joined by `|`, without their checks and without None.
+
+    >>> members(Positive | tuple[float, ...] | None)
+    [<class 'int'>, tuple[float, ...]]
+    """
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return members(parts[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [member for part in parts for member in members(part)]
+    return [] if annotation is NoneType else [annotation]
 
 
 def _name_of(value: Any, info: ValidationInfo) -> Any:

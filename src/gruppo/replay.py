@@ -165,7 +165,7 @@ def replay(
     if len(groups) != expected:
         raise InputError(
             f"the file of step {step} has {len(groups)} of the {expected} groups that were trained on, since "
-            f"completions_limit={config.completions_limit}; a gradient of a part would be another one. Raise "
+            f"completions_limit={config.advanced.completions_limit}; a gradient of a part would be another one. Raise "
             "completions_limit in a run to replay"
         )
     cases = _cases(config, line, groups, losses, advantages)
@@ -239,7 +239,9 @@ def _loss(config: TrainConfig, name: str, line: dict[str, Any]) -> PolicyLoss:
         config = config.model_copy(update={"loss": name, **defaults})
     loss = build.build_loss(config)
     # The bonus that follows a target has another coefficient in every step.
-    return loss.replace(entropy_coef=line["policy/entropy_coef"]) if config.entropy_target is not None else loss
+    return (
+        loss.replace(entropy_coef=line["policy/entropy_coef"]) if config.advanced.entropy_target is not None else loss
+    )
 
 
 def _estimated(config: TrainConfig, line: dict[str, Any], groups: list[Group], name: str) -> list[Group]:
@@ -268,7 +270,7 @@ def _estimated(config: TrainConfig, line: dict[str, Any], groups: list[Group], n
         shape=RewardShape(
             max_length=config.max_new_tokens,
             overlong_cache=config.overlong_cache,
-            truncated_factor=config.truncated_factor,
+            truncated_factor=config.advanced.truncated_factor,
         ),
         weights=weights,
         correct_by=correct_by,

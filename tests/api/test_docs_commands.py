@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tyro
 
+from gruppo.cli import options
 from gruppo.cli.main import VERBS, run
 
 ROOT = Path(__file__).parents[2]
@@ -110,10 +110,10 @@ OF_PAGE = {name: found for name, found in OF_PAGE.items() if found}
 def finished_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs that a page may speak of without having made them: `runs/lora` has an adapter, any other all weights."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
-    for name, options in {"full": [], "lora": ["--lora"]}.items():
+    for name, flags in {"full": [], "lora": ["--lora"]}.items():
         made[name] = folder / name
         sizes = [word for pair in SIZES.items() for word in pair]
-        assert run(["demo", *sizes, *options, "--completions-every", "1", "--output", str(made[name])]) == 0
+        assert run(["demo", *sizes, *flags, "--completions-every", "1", "--output", str(made[name])]) == 0
     return made
 
 
@@ -136,17 +136,14 @@ class Parsed(Exception):
 
 
 def parse_only(words: list[str]) -> None:
-    real = tyro.cli
+    real = options.parse_words
 
     def stop_after_parsing(*args, **kwargs):
         real(*args, **kwargs)
         raise Parsed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tyro, "cli", stop_after_parsing)
-        if "--rebuild-base" in words:  # taken out before the parser
-            return
-        words = [word for word in words if word != "--llm"]
+        patch.setattr(options, "parse_words", stop_after_parsing)
         with pytest.raises(Parsed):
             run(words)
 

@@ -64,7 +64,7 @@ print(loss.item(), logps.grad.tolist(), metric.calculate()["train/approx_kl"], r
     assert run(code, TORCH) == "0.0 [[0.125, 0.125], [-0.25, 0.0]] 0.0 4\n"
 
 
-@pytest.mark.parametrize("package", ["transformers", "peft", "pydantic", "tyro", "yaml", "rich", "pyarrow", "numpy"])
+@pytest.mark.parametrize("package", ["transformers", "peft", "pydantic", "yaml", "rich", "pyarrow", "numpy"])
 def test_a_package_is_hidden_in_these_tests(package):
     code = f"""
 try:
@@ -169,7 +169,7 @@ print("gruppo.loss" in sys.modules, gruppo.loss.GRPOLoss().beta, gruppo.types.Pr
     [
         ("import gruppo.model", "gruppo.model", "transformers"),
         ("import gruppo.trainer", "gruppo.trainer", "pydantic"),
-        ("from gruppo.cli.main import run; run(['train'])", "gruppo train", "tyro"),
+        ("from gruppo.cli.main import run; run(['train'])", "gruppo train", "pydantic"),
     ],
 )
 def test_the_error_without_the_extra_says_what_to_install(code, what, module):

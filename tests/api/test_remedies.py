@@ -5,7 +5,6 @@ Texts are read from the syntax tree of the package, so a new one is held to it f
 
 import ast
 import builtins
-import dataclasses
 import importlib
 import inspect
 import re
@@ -19,10 +18,9 @@ import pytest
 
 import gruppo
 from gruppo.cli.main import VERBS
-from gruppo.cli.options import OF_THE_VERB
-from gruppo.cli.ray import RayOptions
+from gruppo.cli.options import make_parser
 from gruppo.peer_names import ABSENT, ELSEWHERE, REFUSED
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import OPTIONS, TrainConfig
 
 SOURCE = Path(gruppo.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -133,14 +131,15 @@ def texts() -> tuple[Text, ...]:
 def flags_of(verb: str) -> frozenset[str]:
     """The flags that a verb takes."""
     module, function = VERBS[tuple(verb.split())]
-    if verb in ("train", "demo"):
-        of_ray = [field.name for field in dataclasses.fields(RayOptions)]
-        own = [*OF_THE_VERB, *(["rebuild-base", "llm"] if verb == "demo" else of_ray), *TrainConfig.model_fields]
-        return frozenset(flag.replace("_", "-") for flag in own)
-    source = inspect.getsource(getattr(importlib.import_module(module), function))
-    (kind,) = re.findall(r"parse\((\w+),", source) or [None]
-    fields = dataclasses.fields(getattr(importlib.import_module(module), kind)) if kind else ()
-    return frozenset(field.name.replace("_", "-") for field in fields)
+    made = importlib.import_module(module)
+    source = inspect.getsource(getattr(made, function))
+    (kind,) = re.findall(r"parse\w*\((\w+),", source)
+    of_a_run = [getattr(made, name) for name in re.findall(r"\w+_OPTIONS\b", source)]
+    options = TrainConfig.model_fields if verb in ("train", "demo") else [name for names in of_a_run for name in names]
+    parser = make_parser(getattr(made, kind), verb, options)
+    return frozenset(
+        flag.removeprefix("--") for action in parser._actions for flag in action.option_strings or [action.dest]
+    )
 
 
 ALL_FLAGS = frozenset().union({"help", "version"}, *(flags_of(" ".join(words)) for words in VERBS))
@@ -165,7 +164,7 @@ def wrong_commands(text: str) -> Iterator[str]:
             yield f"there is no verb {verb!r}"
     vllm_page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
     for flag in re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]+)(?![a-z_])", text):  # one with _ is of another trainer
-        if flag not in {*ALL_FLAGS, *OF_PIP, "nproc-per-node"} and f"--{flag}" not in vllm_page:
+        if flag not in {*ALL_FLAGS, *OF_PIP, "nproc-per-node", "no-"} and f"--{flag}" not in vllm_page:
             yield f"no verb has --{flag}, and docs/vllm.md has no such flag of vLLM"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in re.findall(r"gruppo\[(\w+)\]", text):
@@ -234,7 +233,7 @@ def identifiers() -> frozenset[str]:
 def wrong_names(text: Text) -> Iterator[str]:
     """Names of options in an error: those of a run, or of the function, class or call that the text has to do with."""
     calls = re.findall(r"\b([A-Za-z_]\w*)\((?!e?s\))", text.text)  # not the plural of "batch(es)"
-    known = {*TrainConfig.model_fields, *ELSEWHERE, *ABSENT, *REFUSED, *text.names, *EXTERNAL, *dir(builtins)}
+    known = {*OPTIONS, *ELSEWHERE, *ABSENT, *REFUSED, *text.names, *EXTERNAL, *dir(builtins)}
     for call in calls:
         known |= {call, *parameters().get(call, ())}
         if call not in parameters() and call not in EXTERNAL and not hasattr(builtins, call):
@@ -287,8 +286,8 @@ def test_what_exists_is_not_complained_of(told: str) -> None:
 
 
 def test_other_trainers_names_lead_to_options_of_ours() -> None:
-    assert {own.partition(":")[0] for own in ELSEWHERE.values()} <= TrainConfig.model_fields.keys()
-    assert not REFUSED.keys() & TrainConfig.model_fields.keys()
+    assert {own.partition(":")[0] for own in ELSEWHERE.values()} <= OPTIONS.keys()
+    assert not REFUSED.keys() & OPTIONS.keys()
 
 
 def test_every_missing_extra_is_one_of_the_project() -> None:

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load, save
 
 from gruppo.task.builtin import builtin_model_path
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import OPTIONS, TrainConfig
 
 CORPUS = Path(__file__).parent / "corpus"
 SAMPLE = ("sample", "1+1=", "--max-new-tokens", "2")
@@ -229,7 +229,7 @@ def _expected(entry: dict[str, Any], default: str) -> dict[str, Any]:
 
 def wrong_values(source: random.Random) -> Iterator[Case]:
     """A value of a wrong kind for every option, in a config file and, where words can give one, as a flag."""
-    for name, option in TrainConfig.model_fields.items():
+    for name, option in OPTIONS.items():
         kinds = str(option.annotation)
         wrong: list[Any] = [{"a": {"b": 1}}, [[[1]]], float("nan"), -(10**30), "\ud83e\udd2f" * 3]
         if "str" in kinds and "Literal" not in kinds:

@@ -72,7 +72,7 @@ def train_on(options: "RayOptions", config: Any, run: Callable[..., int]) -> int
         trainer = TorchTrainer(
             _rank,
             train_loop_config=given,
-            torch_config=TorchConfig(timeout_s=int(config.rank_deadline)),
+            torch_config=TorchConfig(timeout_s=int(config.advanced.rank_deadline)),
             scaling_config=ScalingConfig(num_workers=options.ranks, use_gpu=has_gpus),
             run_config=RunConfig(
                 name=name,

@@ -1,18 +1,14 @@
 """`gruppo convert`: the configuration of another trainer as a config file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-import tyro
-
-from gruppo.cli.options import parse
+from gruppo.cli.options import Arguments, Word, parse
 from gruppo.convert import convert as converted
 from gruppo.trainer.config import TrainConfig
 
 
-@dataclass
-class ConvertArguments:
+class ConvertArguments(Arguments):
     """Print the configuration of another trainer as a config file of gruppo.
 
     It begins with what you must set yourself and what is left out, with the reasons. A comment on each option says what
@@ -28,9 +24,9 @@ class ConvertArguments:
     gruppo train --config run.yaml
     """
 
-    peer: tyro.conf.Positional[Literal["trl", "open_instruct", "twinkle"]]
+    peer: Annotated[Literal["trl", "open_instruct", "twinkle"], Word("PEER", is_positional=True)]
     """Whose configuration it is."""
-    source: tyro.conf.Positional[tuple[str, ...]] = ()
+    source: Annotated[tuple[str, ...], Word("SOURCE", is_positional=True)] = ()
     """A .yaml or .json file, flags of that trainer, or the command that starts it."""
 
 

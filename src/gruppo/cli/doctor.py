@@ -2,16 +2,15 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
-from gruppo.cli.options import parse, unset
+from gruppo.cli.options import Arguments, HomePath, Word, parse
 from gruppo.errors import InputError
 from gruppo.output import printable
 
@@ -21,8 +20,7 @@ LITTLE_DISK = 2 * 2**30
 STYLES = {"problem": "bold red", "warning": "yellow"}
 
 
-@dataclass
-class DoctorArguments:
+class DoctorArguments(Arguments):
     """Say what is likely wrong with a run: the cause, the evidence, and the option to change. Exit code 1: there is a
     problem. Without a run: versions, devices, disk, and a self-test of the invariances that training relies on, on the
     embedded model.
@@ -31,18 +29,18 @@ class DoctorArguments:
     gruppo doctor
     """
 
-    run: tyro.conf.Positional[Annotated[Path | None, unset("[RUN]")]] = None
+    run: Annotated[HomePath | None, Word("RUN", is_positional=True)] = None
     """The run directory, of a run that has ended or goes on."""
-    json: bool = False
+    as_json: Annotated[bool, Word(flag="--json")] = False
     """Print one JSON object instead of text; with a run."""
 
 
 def doctor(arguments: Sequence[str]) -> int:
     given = parse(DoctorArguments, arguments, "doctor")
-    if given.json and given.run is None:
+    if given.as_json and given.run is None:
         raise InputError("--json is for the findings of a run; name its directory, or leave --json out")
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    return check_installation(console) if given.run is None else check_run(given.run, console, as_json=given.json)
+    return check_installation(console) if given.run is None else check_run(given.run, console, as_json=given.as_json)
 
 
 def check_run(path: Path, console: Console, *, as_json: bool = False) -> int:

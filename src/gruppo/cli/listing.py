@@ -3,25 +3,21 @@
 import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
-import tyro
-
-from gruppo.cli.options import parse, unset
+from gruppo.cli.options import Arguments, Word, parse
 from gruppo.errors import InputError
 from gruppo.imports import import_object
 
 
-@dataclass
-class LossesArguments:
+class LossesArguments(Arguments):
     """What `gruppo train --loss NAME` can be.
 
     gruppo losses
     gruppo losses gspo
     """
 
-    name: tyro.conf.Positional[Annotated[str | None, unset("[NAME]")]] = None
+    name: Annotated[str | None, Word("NAME", is_positional=True)] = None
     """A loss of the table, or your.module:YourLoss. Unset: the whole table."""
 
 
@@ -69,15 +65,14 @@ def _name(part: Any) -> str:
     return getattr(part, "__name__", type(part).__name__)
 
 
-@dataclass
-class RecipeArguments:
+class RecipeArguments(Arguments):
     """Configurations of published runs. `gruppo recipes` lists them, `gruppo recipes NAME` prints one as a config file.
 
     gruppo recipes dapo > run.yaml
     gruppo train --recipe dapo --data problems.jsonl
     """
 
-    name: tyro.conf.Positional[Annotated[str, unset("[NAME]")]] = ""
+    name: Annotated[str, Word("NAME", is_positional=True)] = ""
     """Recipe to print as a config file. Unset: list all of them."""
 
 

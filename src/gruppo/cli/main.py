@@ -153,7 +153,7 @@ def run(arguments: list[str]) -> int:
         return 0
     for words, (module, function) in VERBS.items():
         if tuple(arguments[: len(words)]) == words:
-            require_train(f"gruppo {' '.join(words)}", "tyro", "rich")
+            require_train(f"gruppo {' '.join(words)}", "pydantic", "rich")
             return getattr(importlib.import_module(module), function)(arguments[len(words) :])
     started = [words for words in VERBS if words[0] == arguments[0]]  # `gruppo data`, without what is done with it
     if started and arguments[1:] in (["-h"], ["--help"]):

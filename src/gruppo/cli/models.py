@@ -4,14 +4,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
-from gruppo.cli.options import parse, unset
+from gruppo.cli.options import Arguments, HomePath, Word, parse, parse_options
 from gruppo.errors import InputError
 from gruppo.output import shell_word
 from gruppo.run.reader import RunReader, read_lines
@@ -28,69 +25,39 @@ MAX_SAMPLES = 65_536
 BUILTIN_HELD_OUT = "builtin:carries?split=heldout"
 
 
-@dataclass
-class EvalArguments:
+class EvalArguments(Arguments):
     """Score a model on held-out prompts: greedy accuracy with a 95 % interval and, with --num-samples, unbiased pass@k.
+
+    Of a run, its model, held-out rows and options are taken; flags win over them. Without a run, the embedded model is
+    scored on the held-out rows of builtin:carries.
 
     gruppo eval runs/demo --num-samples 8
     gruppo eval --model Qwen/Qwen3-0.6B --data problems.jsonl --rewards number_match --chat
     """
 
-    run: tyro.conf.Positional[Annotated[Path | None, unset("[RUN]")]] = None
-    """A run directory: its model, its held-out rows and its options. What is given besides wins."""
-    model: Annotated[str | None, unset("STR")] = None
-    """Folder (a run, a full model or an adapter), GGUF file, hub id, or 'builtin'. Unset: the model of the run, else
-    'builtin'."""
-    tokenizer: Annotated[str | None, unset("STR")] = None
-    """Folder or hub id of another tokenizer. Unset: the model's own."""
-    data: Annotated[str | None, unset("STR")] = None
-    """Prompts, as for `gruppo train`. Unset: the held-out rows of the run, else those of builtin:carries."""
-    rewards: Annotated[tuple[str, ...] | None, unset("STR [STR ...]")] = None
-    """Reward functions, as for `gruppo train`. Unset: those of the run, else that of the data."""
-    limit: Annotated[int | None, unset("INT")] = None
+    run: Annotated[HomePath | None, Word("RUN", is_positional=True)] = None
+    """A run directory."""
+    limit: int | None = None
     """Use only N of the prompts, chosen at random with --seed."""
-    num_samples: Annotated[int | None, unset("INT")] = None
+    num_samples: int | None = None
     """Sampled completions per prompt, for pass@k. 0: the greedy completion only. Unset: as the run, else 0."""
-    temperature: Annotated[float | None, unset("FLOAT")] = None
-    """Temperature of sampling. Unset: as the run, else 1."""
-    max_new_tokens: Annotated[int | None, unset("INT")] = None
-    """Token limit of a completion. Unset: as the run, else 256."""
-    stop: Annotated[tuple[str, ...] | None, unset("STR [STR ...]")] = None
-    """Texts that end a completion. Unset: as the run, else none."""
-    correct_by: Annotated[str | None, unset("STR")] = None
-    """Name of the reward that decides which answers are correct. Unset: as the run, else the first verifier; without
-    either there is a held-out reward and no accuracy."""
-    correct_at: Annotated[float | None, unset("FLOAT")] = None
-    """Lowest value of that reward that counts as correct. Unset: as the run, else 1."""
-    prompt_column: Annotated[str | None, unset("STR")] = None
-    """Column with the prompt: a string, or a list of chat messages. Unset: as the run, else prompt."""
-    answer_column: Annotated[str | None, unset("STR")] = None
-    """Column with the right answer. Unset: as the run, else answer."""
-    chat: bool = False
-    """Put text prompts through the model's chat template. A run that did so does it here too."""
-    system: Annotated[str | None, unset("STR")] = None
-    """System message put before every chat prompt that has none. Unset: as the run."""
-    chat_template_kwargs: Annotated[
-        dict[str, bool | int | float | str] | None, unset("NAME VALUE [NAME VALUE ...]")
-    ] = None
-    """Further variables of the model's chat template. Unset: as the run."""
-    seed: Annotated[int | None, unset("INT")] = None
-    """Seed of sampling, and of the choice of --limit. Unset: as the run, else 0."""
-    sampler: Literal["torch", "vllm", "vllm:start"] = "torch"
-    """torch; vllm (an engine in this process); vllm:start (a server started for the evaluation)."""
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"] | None, unset("{auto,float32,bfloat16}")] = None
-    """Number format the model computes in. Unset: as the run, else bfloat16 on a GPU that has it, else float32."""
-    output: Annotated[Path | None, unset("PATH")] = None
+    output: HomePath | None = None
     """New Parquet file for the completions. Unset: eval.parquet in the run, where one is given."""
-    json: bool = False
+    as_json: Annotated[bool, Word(flag="--json")] = False
     """Print one JSON object instead of a table."""
     trust: bool = False
     """Import the rewards that the run names although another user owns its directory or can write it."""
 
 
+EVAL_OPTIONS = (
+    *("model", "tokenizer", "data", "rewards", "temperature", "max_new_tokens", "stop", "correct_by", "correct_at"),
+    *("prompt_column", "answer_column", "chat", "system", "chat_template_kwargs", "seed", "sampler", "dtype"),
+)
+
+
 def evaluate_model(arguments: Sequence[str]) -> int:
-    given = parse(EvalArguments, arguments, "eval")
-    config = eval_config(given)
+    given, options = parse_options(EvalArguments, arguments, "eval", EVAL_OPTIONS)
+    config = eval_config(given, options)
     output = completions_file(given.output) or (given.run / "eval.parquet" if given.run else None)
     from gruppo.rollout.driver import Driver
     from gruppo.rollout.evaluate import evaluate
@@ -102,13 +69,13 @@ def evaluate_model(arguments: Sequence[str]) -> int:
 
     config, objects = take_objects(config)
     with build_rewards(config, objects) as scorer:
-        options = prompt_options(config)
-        options["max_prompt_tokens"] = longest_prompt(config.pinned_model, 1, config.max_prompt_tokens)
-        found = load_prompts(config.data, load_tokenizer(config.tokenizer_id), **options)
+        reading = prompt_options(config)
+        reading["max_prompt_tokens"] = longest_prompt(config.pinned_model, 1, config.max_prompt_tokens)
+        found = load_prompts(config.data, load_tokenizer(config.tokenizer_id), **reading)
         prompts = list(found)
         if given.limit is not None and given.limit < 1:
             raise InputError(f"limit must be at least 1, got {given.limit}")
-        check_length(config, given.max_new_tokens)
+        check_length(config, options)
         if given.limit is not None and given.limit < len(prompts):  # the rows of a file may be sorted
             prompts = [found[i] for i in sorted(shuffle(len(found), config.seed, EVAL_STREAM)[: given.limit].tolist())]
         sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
@@ -118,14 +85,14 @@ def evaluate_model(arguments: Sequence[str]) -> int:
             result = evaluate(prompts, driver, params, num_samples=config.eval_samples)
         finally:
             sampler.close()
-    if given.json:
+    if given.as_json:
         print(json.dumps({"prompts": len(prompts), **result.metrics}))
     else:
         show_evaluation(config, found, len(prompts), scorer, result)
     if output is not None:  # after the numbers, which a full disk must not cost
         sys.stdout.flush()
         write_completions(output, result.groups())
-        if not given.json:
+        if not given.as_json:
             print(f"completions: {output}")
     return 0
 
@@ -148,29 +115,29 @@ def show_evaluation(
             print(f"{name:<16}{value:.4f}{interval}")
 
 
-def eval_config(given: EvalArguments) -> TrainConfig:
+def eval_config(given: EvalArguments, options: dict[str, Any]) -> TrainConfig:
     """The options of the run, if there is one, with those that are given."""
     values: dict[str, Any] = {"model": "builtin", "data": BUILTIN_HELD_OUT}
     if given.run is not None:
-        run = RunReader(given.run)
-        if given.rewards is None:  # those of the run are imported
-            run.check_owner(given.trust)
-        values = run.config() | {"model": str(given.run), "tokenizer": None, "revision": None, "eval_data": None}
-        if given.data is None:
-            values |= _held_out(given.run)
-    own = {name: value for name, value in vars(given).items() if name in TrainConfig.model_fields and value is not None}
-    own |= {} if given.num_samples is None else {"eval_samples": given.num_samples, "eval_prompts": None}
-    if given.rewards is not None:  # the run's weights are of other rewards
-        own = {"reward_weights": None, "correct_by": None} | own
+        if "rewards" not in options:  # those of the run are imported
+            RunReader(given.run).check_owner(given.trust)
+        values = of_run(given.run, options) | {"eval_data": None} | ({} if "data" in options else _held_out(given.run))
+    if given.num_samples is not None:
+        values |= {"eval_samples": given.num_samples, "eval_prompts": None}
+    if "rewards" in options:  # the run's weights are of other rewards
+        values |= {"reward_weights": None, "correct_by": None}
     elif objects := [name for name in values.get("rewards") or () if name.startswith("object:")]:
         raise InputError(
             f"the rewards of {given.run} were Python objects, which its directory cannot hold: {', '.join(objects)}; "
             "name rewards: --rewards module:function"
         )
-    if given.sampler == "torch":
-        own["vllm_options"] = {}
-    own |= {"chat": given.chat or values.get("chat", False), "output": values.get("output", "runs/run")}
-    return TrainConfig.read(values | own, where="eval")
+    return TrainConfig.read(values | options, where="eval")
+
+
+def of_run(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a run for the model that it has trained, with sampler=torch unless another is given."""
+    values = RunReader(directory).config() | {"model": str(directory), "tokenizer": None, "revision": None}
+    return values if "vllm" in options.get("sampler", "") else values | {"sampler": "torch", "vllm_options": {}}
 
 
 def _held_out(run: Path) -> dict[str, Any]:
@@ -204,15 +171,15 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
         dtype=("bfloat16" if has_bf16 else "float32") if config.dtype == "auto" else config.dtype,
         max_model_len=longest + config.max_new_tokens + 1,
         options=dict(config.vllm_options),
-        deadline_s=config.sampler_deadline,
+        deadline_s=config.advanced.sampler_deadline,
     )
 
 
-def check_length(config: TrainConfig, given: int | None) -> None:
+def check_length(config: TrainConfig, options: dict[str, Any]) -> None:
     """Refuse a token limit beyond the model's context, if one was given: its memory is taken at once."""
     from gruppo.weights.source import context_length
 
-    context = None if given is None else context_length(config.pinned_model)
+    context = context_length(config.pinned_model) if "max_new_tokens" in options else None
     if context is not None and config.max_new_tokens > context:
         raise InputError(
             f"max_new_tokens={config.max_new_tokens} is more than the model's context of {context} tokens; lower it"
@@ -242,64 +209,49 @@ def write_completions(path: Path, groups: "Sequence[Group]") -> None:
         raise InputError(f"output={str(path)!r} cannot be written: {error}; choose another") from error
 
 
-@dataclass
-class SampleArguments:
+class SampleArguments(Arguments):
     """Draw completions.
+
+    With --run, of its model, with the template, limits and stop texts that it sampled with; flags win over them.
 
     gruppo sample "47+85=" "12+34=" --num-samples 4
     gruppo sample "47+85=" --run runs/demo
     """
 
-    prompts: tyro.conf.Positional[Annotated[tuple[str, ...], unset("PROMPT [PROMPT ...]")]]
+    prompts: Annotated[tuple[str, ...], Word("PROMPT", is_positional=True)] = ()
     """One or more prompts."""
-    run: Annotated[Path | None, unset("PATH")] = None
-    """A run directory: its model, and the template, limits and stop texts that it sampled with."""
-    model: Annotated[str | None, unset("STR")] = None
-    """Folder (a run, a full model or an adapter), GGUF file, hub id, or 'builtin'. Unset: the model of the run, else
-    'builtin'."""
-    tokenizer: Annotated[str | None, unset("STR")] = None
-    """Folder or hub id of another tokenizer. Unset: the model's own."""
+    run: HomePath | None = None
+    """A run directory."""
     num_samples: int = 1
     """Completions per prompt."""
-    temperature: Annotated[float | None, unset("FLOAT")] = None
+    temperature: float | None = None
     """Temperature of sampling. 0 is greedy. Unset: as the run, else 1."""
-    max_new_tokens: Annotated[int | None, unset("INT")] = None
-    """Token limit of a completion. Unset: as the run, else 64."""
     top_k: int = 0
     """Sample among the k most likely tokens. 0: all of them."""
     top_p: float = 1.0
     """Sample among the fewest tokens that hold this much probability."""
     min_p: float = 0.0
     """Sample among tokens with at least this share of the most likely token's probability."""
-    stop: Annotated[tuple[str, ...] | None, unset("STR [STR ...]")] = None
-    """Texts that end a completion. Unset: as the run, else none."""
-    chat: bool = False
-    """Put the prompt through the model's chat template. A run whose prompts went through it does so here too."""
-    system: Annotated[str | None, unset("STR")] = None
-    """System message put before every chat prompt. Unset: as the run."""
-    chat_template_kwargs: Annotated[
-        dict[str, bool | int | float | str] | None, unset("NAME VALUE [NAME VALUE ...]")
-    ] = None
-    """Further variables of that template. Unset: as the run."""
     seed: int = 0
     """Seed of sampling."""
-    sampler: Literal["torch", "vllm", "vllm:start"] = "torch"
-    """torch; vllm (an engine in this process); vllm:start (a server started for it)."""
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"] | None, unset("{auto,float32,bfloat16}")] = None
-    """Number format the model computes in. Unset: as the run, else bfloat16 on a GPU that has it, else float32."""
-    output: Annotated[Path | None, unset("PATH")] = None
+    output: HomePath | None = None
     """New Parquet file for the completions."""
 
 
+SAMPLE_OPTIONS = (
+    *("model", "tokenizer", "max_new_tokens", "stop", "chat", "system", "chat_template_kwargs", "sampler", "dtype"),
+)
+
+
 def sample(arguments: Sequence[str]) -> int:
-    given = parse(SampleArguments, arguments, "sample")
+    given, options = parse_options(SampleArguments, arguments, "sample", SAMPLE_OPTIONS)
     if not given.prompts:
         raise InputError('sample needs at least one prompt, e.g. gruppo sample "47+85="')
     if given.run is None and os.path.isfile(os.path.join(given.prompts[0], "config.yaml")):
         raise InputError(
             f"{given.prompts[0]!r} is a run directory, not a prompt; give it as --run {shell_word(given.prompts[0])}"
         )
-    config = sample_config(given)
+    config = sample_config(given, options)
     output = completions_file(given.output)
     from rich.console import Console
     from rich.text import Text
@@ -332,7 +284,7 @@ def sample(arguments: Sequence[str]) -> int:
     for sentence in found.reading:
         print(sentence, file=sys.stderr)
     prompts = found.prompts
-    check_length(config, given.max_new_tokens)
+    check_length(config, options)
     if given.num_samples > MAX_SAMPLES:
         raise InputError(f"num_samples={given.num_samples} is more than {MAX_SAMPLES:,}; lower it")
     sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
@@ -352,32 +304,27 @@ def sample(arguments: Sequence[str]) -> int:
     return 0
 
 
-def sample_config(given: SampleArguments) -> TrainConfig:
-    """The options of the run, if there is one, with those that are given; the temperature may be 0 and is not here."""
+def sample_config(given: SampleArguments, options: dict[str, Any]) -> TrainConfig:
+    """The options of the run, if there is one, with those that are given."""
     values: dict[str, Any] = {"model": "builtin", "max_new_tokens": 64}
     if given.run is not None:
-        run = RunReader(given.run)
-        values = run.config() | {"model": str(given.run), "tokenizer": None, "revision": None, "vllm_options": {}}
+        values = of_run(given.run, options)
         # A list of messages goes through the template whether the run was told so or not.
-        rows = read_lines(run.held_out)[:1]
+        rows = read_lines(RunReader(given.run).held_out)[:1]
         values["chat"] = values.get("chat", False) or any(isinstance(row.get("prompt"), list) for row in rows)
-    own = {name: value for name, value in vars(given).items() if name in TrainConfig.model_fields and value is not None}
-    own |= {"chat": given.chat or values.get("chat", False), "output": values.get("output", "runs/run")}
-    own.pop("temperature", None)
-    return TrainConfig.read(values | own, where="sample")
+    return TrainConfig.read(values | options, where="sample")
 
 
-@dataclass
-class ExportArguments:
+class ExportArguments(Arguments):
     """Copy a run's model into a folder of its own, for transformers, PEFT and vLLM.
 
     gruppo export runs/demo my-model
     gruppo export runs/lora my-merged-model --merge
     """
 
-    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
+    source: Annotated[HomePath, Word("SOURCE", is_positional=True)]
     """A run directory, or a model folder."""
-    output: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUTPUT")]]
+    output: Annotated[HomePath, Word("OUTPUT", is_positional=True)]
     """New folder to write."""
     merge: bool = False
     """Fold a LoRA adapter into the weights of its base."""

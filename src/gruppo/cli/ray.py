@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from itertools import product
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from gruppo.cli.options import take_value, unset
+from pydantic import Field, model_validator
+
+from gruppo.cli.options import Arguments, Word
 from gruppo.errors import InputError, require
 
 SETTINGS = {
@@ -23,53 +23,30 @@ SETTINGS = {
 """Environment of Ray, as it must be when Ray is imported."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayOptions:
+class RayOptions(Arguments):
     """Flags of a run on a Ray cluster: what is placed there."""
 
-    ray: Annotated[str | None, unset("auto|HOST:PORT")] = None
+    ray: Annotated[str | None, Word("auto|HOST:PORT")] = None
     """Run on a Ray cluster; auto starts one on this machine where none runs."""
-    ranks: int = 1
+    ranks: Annotated[int, Field(ge=1)] = 1
     """With --ray: processes that share the model."""
-    samplers: int = 0
+    samplers: Annotated[int, Field(ge=0)] = 0
     """With --ray: vLLM servers, for a run with sampler vllm:start. 0: the first rank samples, or starts the server."""
-    max_restarts: int = 3
+    max_restarts: Annotated[int, Field(ge=0)] = 3
     """With --ray: how often the ranks may start again after one of them is lost."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("ranks", 1), ("samplers", 0), ("max_restarts", 0)):
-            if getattr(self, name) < least:
-                flag = f"--{name.replace('_', '-')}"
-                raise InputError(f"{flag} must be at least {least}, got {getattr(self, name)}")
+    @model_validator(mode="after")
+    def _check_ray(self) -> Self:
+        given = sorted(self.model_fields_set & RayOptions.model_fields.keys())
+        if self.ray is None and given:
+            flag = f"--{given[0].replace('_', '-')}"
+            raise ValueError(f"{flag} is for a run on a Ray cluster; add --ray auto, or leave it out")
         if "://" in (self.ray or ""):
-            raise InputError(
+            raise ValueError(
                 f"--ray {self.ray}: the command runs on a machine of the cluster; give auto, or HOST:PORT of the "
                 "head as `ray start` prints it"
             )
-
-    @classmethod
-    def take(cls, words: list[str]) -> "tuple[list[str], RayOptions | None]":
-        """Remove the flags of Ray from the words of a command; None without --ray."""
-        given: dict[str, str] = {}
-        for name, separator in product((field.name for field in fields(cls)), "-_"):
-            flag = f"--{name.replace('_', separator)}"
-            words, value = take_value(words, flag, "a value")
-            if value is not None and name in given:
-                raise InputError(f"--{name.replace('_', '-')} is given twice; leave one out")
-            if value is not None:
-                given[name] = value
-        address = given.pop("ray", None)
-        if address is None:
-            if given:
-                flag = f"--{next(iter(given)).replace('_', '-')}"
-                raise InputError(f"{flag} is for a run on a Ray cluster; add --ray auto, or leave it out")
-            return words, None
-        try:
-            numbers = {name: int(value) for name, value in given.items()}
-        except ValueError:
-            shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
-            raise InputError(f"{shown}: these are whole numbers") from None
-        return words, cls(ray=address, **numbers)
+        return self
 
 
 def check_together(options: RayOptions, config: Any) -> None:

@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from gruppo.cli.options import parse, unset
+from gruppo.cli.options import Arguments, HomePath, Word, parse
 from gruppo.errors import InputError
 from gruppo.output import printable
 from gruppo.run.reader import RunReader
@@ -19,8 +17,7 @@ if TYPE_CHECKING:
     from gruppo.replay import Replay
 
 
-@dataclass
-class ReplayArguments:
+class ReplayArguments(Arguments):
     """Try other losses and advantages on the rollouts of a step that a run has recorded: loss, gradient norm, cosine
     between gradients, what is clipped or left out, and the credit of each token. The first line of the table is the
     run's own loss, with the gradient that was recorded. Each --loss is combined with each --advantage.
@@ -30,20 +27,20 @@ class ReplayArguments:
     gruppo replay runs/my-run --step 1 --loss gspo --page replay.html
     """
 
-    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
+    run: Annotated[HomePath, Word("RUN", is_positional=True)]
     """The run directory."""
     step: int
     """A step whose completions were written. Its gradients need the weights before it: those of a checkpoint of the
     step before, or for step 1 the base model. Without them the recorded log-probs stand in."""
-    loss: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction] = ()
+    loss: Annotated[tuple[str, ...], Word("NAME", is_repeated=True)] = ()
     """A loss, as for `gruppo train`; may be given several times. Unset: the run's own."""
-    advantage: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction] = ()
+    advantage: Annotated[tuple[str, ...], Word("NAME", is_repeated=True)] = ()
     """An advantage, as for `gruppo train`; may be given several times. Unset: the recorded advantages."""
     recorded: bool = False
     """Take the recorded log-probs even where the weights are there: needs no model."""
-    out: Annotated[Path | None, unset("FILE")] = None
+    out: Annotated[HomePath | None, Word("FILE")] = None
     """New JSON file for all numbers, with the credit of each token."""
-    page: Annotated[Path | None, unset("FILE")] = None
+    page: Annotated[HomePath | None, Word("FILE")] = None
     """New HTML file that needs no network: the table, and the completions with the credit that each loss gives a token,
     side by side."""
     trust: bool = False

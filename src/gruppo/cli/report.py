@@ -7,30 +7,26 @@ import threading
 import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from gruppo.cli.options import parse, unset
+from gruppo.cli.options import Arguments, HomePath, Word, parse
 from gruppo.errors import InputError
 from gruppo.run.reader import RunReader
 
 FILE = "report.html"
 
 
-@dataclass
-class ReportArguments:
+class ReportArguments(Arguments):
     """Write a run as one HTML file that needs no network: charts by question, the ledger of tokens, and its
     completions token by token. Several runs are overlaid, with the difference of their options.
 
     gruppo report runs/first
     gruppo report runs/first runs/second --output both.html"""
 
-    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...]")]]
+    runs: Annotated[tuple[HomePath, ...], Word("RUN", is_positional=True)] = ()
     """The run directories."""
-    output: Annotated[Path | None, unset("FILE")] = None
+    output: Annotated[HomePath | None, Word("FILE")] = None
     """The file. Without it: report.html in the run directory, or here for several runs."""
 
 
@@ -76,21 +72,20 @@ def write_report(runs: Sequence[RunReader], output: Path | None = None) -> str:
     return path.resolve().as_uri()
 
 
-@dataclass
-class ViewArguments:
+class ViewArguments(Arguments):
     """Serve the page of a run on this machine until Ctrl-C, also while the run goes on. Steps load as they are looked
     at, so that the size of a run does not matter. The link has a secret: others on the machine cannot open it.
 
     gruppo view runs/first
     gruppo view runs/first runs/second --open"""
 
-    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...]")]]
+    runs: Annotated[tuple[HomePath, ...], Word("RUN", is_positional=True)] = ()
     """The run directories."""
     port: int = 0
     """The port on the loopback interface; 0: a free one."""
-    open: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    open: bool = False
     """Open the link in a browser."""
-    until_closed: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False
+    until_closed: bool = False
     """Serve until standard input ends, for a program that started this one."""
 
 

@@ -9,13 +9,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.cli.options import parse, unset
+from gruppo.cli.options import Arguments, Word, parse
 from gruppo.errors import GruppoError, InputError
 from gruppo.output import printable
 from gruppo.reward import RewardResult, RewardScorer, load_reward
@@ -29,16 +28,15 @@ _MAX_PRINTED = 2000
 _JUNK = "\u202e\u0000\u001b[2J\ud800 \U0001f9ee ４２ Z\u0351\u036b\u0343 [/red] </script> "
 
 
-@dataclass
-class RewardCheckArguments:
+class RewardCheckArguments(Arguments):
     """Run a reward on good, bad, empty and huge completions and report what it gives, how long it takes and what fails.
 
     gruppo reward check number_match --data problems.jsonl
     """
 
-    reward: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="REWARD")]]
+    reward: Annotated[str, Word("REWARD", is_positional=True)]
     """A reward with its options, as for `gruppo train`."""
-    data: Annotated[str | None, unset("STR")] = None
+    data: str | None = None
     """Rows to take answers and columns from, as for `gruppo train`; without it, one made-up row."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""

@@ -5,17 +5,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import tyro
 from rich.console import Console
 
-from gruppo.cli.options import parse, parse_run, take_flag, unset
+from gruppo.cli.options import HomePath, RunArguments, Word, parse, parse_options, run_config
 from gruppo.cli.ray import RayOptions, launch
-from gruppo.errors import InputError, RankError, Terminated
+from gruppo.errors import RankError, Terminated
 from gruppo.keys import held_out_name
 from gruppo.output import shell_word, unhindered
 from gruppo.run.reader import RunReader
@@ -28,37 +26,44 @@ if TYPE_CHECKING:
 
 Show = Callable[[Console, "GRPOTrainer", "TrainResult"], None]
 
-TRAIN_HELP = """Train a model with group-relative policy optimization.
 
-Everything can stand in a file (gruppo train --config run.yaml); flags win over the file. --recipe NAME starts from
-what a paper trained with (gruppo recipes lists them); file and flags win over it. A step is set by three numbers:
-prompts_per_step, group_size, and tokens_per_microbatch, which affects memory only. The rest follows and is printed as a
-plan.
+class TrainArguments(RayOptions, RunArguments):
+    """Train a model with group-relative policy optimization.
 
-  gruppo train --data problems.jsonl --rewards number_match --model Qwen/Qwen3-0.6B --lora --output runs/math
-  gruppo train --config run.yaml --loss gspo --clip-range 3e-4 4e-4 --seed 1 --output runs/gspo-1
+    Everything can stand in a file (gruppo train --config run.yaml); flags win over the file. --recipe NAME starts from
+    what a paper trained with (gruppo recipes lists them); file and flags win over it. A step is set by three numbers:
+    prompts_per_step, group_size, and tokens_per_microbatch, which affects memory only. The rest follows and is printed
+    as a plan.
 
-A data row is {"prompt": text or chat messages, "answer": ..., any further columns}; rewards get the columns by name.
-"""
+    gruppo train --data problems.jsonl --rewards number_match --model Qwen/Qwen3-0.6B --lora --output runs/math
+    gruppo train --config run.yaml --loss gspo --clip-range 3e-4 4e-4 --seed 1 --output runs/gspo-1
+
+    A data row is {"prompt": text or chat messages, "answer": ..., any further columns}; rewards get the columns by
+    name.
+    """
 
 
 def train(arguments: Sequence[str]) -> int:
-    words, on_ray = RayOptions.take(list(arguments))
-    words, overwrite = take_flag(words, "--overwrite")
-    words, is_viewed = take_flag(words, "--view")
-    config = parse_run(words, verb="train", description=TRAIN_HELP, preset={}, others=(RayOptions,))
-    if on_ray is not None:
-        return launch(on_ray, config, partial(run, config, overwrite=overwrite, view=is_viewed))
-    return run(config, overwrite=overwrite, view=is_viewed)
+    given, flags = parse_options(TrainArguments, arguments, "train")
+    config = run_config(given, flags, "train")
+    if given.ray is not None:
+        return launch(given, config, partial(run, config, overwrite=given.overwrite, view=given.view))
+    return run(config, overwrite=given.overwrite, view=given.view)
 
 
-@dataclass(frozen=True)
-class ResumeOptions:
-    """Run that goes on, and what may be other than before."""
+class ResumeArguments(RayOptions):
+    """Go on with a run from its newest whole checkpoint. On the same machine with the same threads and versions the
+    result is that of a run that was never stopped, bit for bit. Code that the run's config names is run: its rewards,
+    loss and metrics."""
 
-    directory: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
+    refusal: ClassVar[str] = (
+        "the options of a run are those of its config.yaml, and only --steps changes. To go on with others, edit "
+        "config.yaml in the run directory and give --accept-changes; for another run, gruppo train --config"
+    )
+
+    directory: Annotated[HomePath, Word("RUN", is_positional=True)]
     """The run directory."""
-    steps: Annotated[int | None, unset("INT")] = None
+    steps: int | None = None
     """Go on to this step instead of the run's own last one."""
     accept_changes: bool = False
     """Go on although options in config.yaml, the prompts or the base weights are not those that the run began with."""
@@ -66,29 +71,13 @@ class ResumeOptions:
     """Run what the config names although another user owns the directory or can write it."""
 
 
-@dataclass(frozen=True)
-class ResumeArguments(RayOptions, ResumeOptions):
-    """Go on with a run from its newest whole checkpoint. On the same machine with the same threads and versions the
-    result is that of a run that was never stopped, bit for bit. Code that the run's config names is run: its rewards,
-    loss and metrics."""
-
-
 def resume(arguments: Sequence[str]) -> int:
-    words, on_ray = RayOptions.take(list(arguments))
-    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
-    fixed = {flag for flag in flags if flag[2:].replace("-", "_") in TrainConfig.model_fields} - {"--steps"}
-    if fixed:
-        raise InputError(
-            f"{', '.join(sorted(fixed))} cannot be given to `gruppo resume`: the options of a run are those of its "
-            "config.yaml, and only --steps changes. To go on with others, edit config.yaml in the run directory and "
-            "give --accept-changes; for another run, gruppo train --config"
-        )
-    given = parse(ResumeArguments, words, "resume")
+    given = parse(ResumeArguments, arguments, "resume")
     own = {} if given.steps is None else {"steps": given.steps}
     RunReader(given.directory).check_owner(given.trust)
     config = TrainConfig.of_run(given.directory, own)
-    if on_ray is not None:
-        return launch(on_ray, config, partial(run, config, resume=True, accept_changes=given.accept_changes))
+    if given.ray is not None:
+        return launch(given, config, partial(run, config, resume=True, accept_changes=given.accept_changes))
     return run(config, resume=True, accept_changes=given.accept_changes)
 
 
@@ -148,7 +137,7 @@ def run(
     train_alone = partial(_run, config, **options, view=view, opening=opening, show=show, heed=heed)
     if world_of_launcher() == 1:
         return train_alone()
-    ranks = join(config.rank_deadline)
+    ranks = join(config.advanced.rank_deadline)
     code = 1
     try:
         if ranks.rank:

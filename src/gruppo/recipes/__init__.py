@@ -13,6 +13,7 @@ import yaml
 
 from gruppo.errors import InputError
 from gruppo.imports import did_you_mean
+from gruppo.options import merged
 from gruppo.trainer.config import TrainConfig
 
 __all__ = ["RECIPES", "Recipe", "recipe"]
@@ -59,7 +60,7 @@ class Recipe:
 
     def config(self, **own: Any) -> TrainConfig:
         """Complete configuration; `own` options win."""
-        return TrainConfig.read(self.values | own, where=f"recipe {self.name}")
+        return TrainConfig.read(merged(self.values, own), where=f"recipe {self.name}")
 
     def reminder(self, given: Collection[str] = ()) -> str:
         """Sentence on the options of `yours` that are not `given`; empty if none is left.

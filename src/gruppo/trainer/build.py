@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,10 @@ def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> N
     for name, value in {"loss": objects.loss, "metrics": objects.metrics}.items():
         if any(not isinstance(each, str | type) for each in ([value] if name == "loss" else value) if each is not None):
             raise InputError(f"{name}: an object is for one process; on several ranks give a name, which each imports")
-    for name, usual in {"quantize": None, "offload": False, "ref_every": 0, "streaming": False}.items():
-        if getattr(config, name) != usual:
-            raise InputError(f"{name}={getattr(config, name)!r} is for one process; on several ranks leave it out")
+    given = {"quantize": config.quantize, "offload": config.advanced.offload}
+    for name, value in (given | {"ref_every": config.ref_every, "streaming": config.streaming}).items():
+        if value:
+            raise InputError(f"{name}={value!r} is for one process; on several ranks leave it out")
     if config.sampler == "vllm":
         raise InputError("sampler='vllm' is an engine inside of one process; on several ranks use sampler=vllm:start")
 
@@ -132,7 +134,7 @@ def _checked_loss(config: TrainConfig, loss: Any) -> PolicyLoss:
     """A loss that was made already. It has its own options: those of the config would change nothing."""
     if not isinstance(loss, PolicyLoss):
         raise InputError(f"loss must be a loss of gruppo.loss, a class of one or a name, got {type(loss).__name__}")
-    own = ("clip_range", "tau", "loss_options", "beta", "kl_estimator", "entropy_coef", "entropy_target")
+    own = ("clip_range", "tau", "loss_options", "beta", "kl_estimator", "entropy_coef", "advanced.entropy_target")
     _refuse_options(config, own, "loss")
     if config.correction not in ("auto", "none"):
         raise InputError(f"correction={config.correction!r} is for a loss that is named; make the object with it")
@@ -149,9 +151,10 @@ def _refuse_options(config: TrainConfig, names: Iterable[str], kind: str) -> Non
     """Raise for options that belong to a loss or an advantage that the config names, where an object was given."""
     usual = TrainConfig()
     for name in names:
-        if getattr(config, name) != getattr(usual, name):
+        value = attrgetter(name)(config)
+        if value != attrgetter(name)(usual):
             raise InputError(
-                f"{name}={getattr(config, name)!r} goes with the name of {kind}; an object has options of its own. "
+                f"{name}={value!r} goes with the name of {kind}; an object has options of its own. "
                 "Leave it out, or make the object with it"
             )
 
@@ -231,13 +234,13 @@ def build_rewards(config: TrainConfig, objects: Objects, poll: Any = None) -> Re
     rewards = all_of(*(partial(load_reward, spec, weight=weight) for spec, weight in each))
     scorer = RewardScorer(
         rewards,
-        workers=config.reward_workers,
+        workers=config.advanced.reward_workers,
         deadline_s=config.reward_deadline,
         correct_by=config.correct_by,
         correct_at=config.correct_at,
         poll=poll,
     )
-    needs = {"eval_samples": config.eval_samples, "retire_solved": config.retire_solved}
+    needs = {"eval_samples": config.eval_samples, "retire_solved": config.advanced.retire_solved}
     for name, value in needs.items():
         if value and scorer.correct_by is None:
             raise InputError(f"{name}={value} cannot be used here: {scorer.verdict}")
@@ -300,7 +303,7 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
     if num_held_out is None:
         num_held_out = 128 if eval_data is not None else min(128, len(train) // 5)
     if not num_held_out:
-        if config.patience or config.keep_best:
+        if config.advanced.patience or config.keep_best:
             raise InputError(
                 f"{len(train)} prompts leave none to evaluate on, which patience and keep_best need; give eval_data"
             )
@@ -344,7 +347,7 @@ def build_hand_over(
         max_model_len=longest + config.max_new_tokens + 1,  # no longer than the longest prompt needs
         lora=model.lora,
         options=dict(config.vllm_options),
-        deadline_s=config.sampler_deadline,
+        deadline_s=config.advanced.sampler_deadline,
         poll=poll,
         # Groups in flight, and a greedy completion of each for estimators that need it.
         at_once=2 * (1 + config.max_staleness) * config.prompts_per_step if config.streaming else 1,
@@ -391,7 +394,7 @@ def build_model(
     if ranks is not None:
         from gruppo.model.ranked import RankedModel
 
-        own = {"ranks": ranks, "exact": config.ranks_exact, "deadline_s": config.rank_deadline}
+        own = {"ranks": ranks, "exact": config.advanced.ranks_exact, "deadline_s": config.advanced.rank_deadline}
         make = partial(RankedModel, **own, replicated=replicates(config, objects.model, ranks))
     model = make(
         objects.model,
@@ -401,9 +404,9 @@ def build_model(
         tokens_per_microbatch=config.tokens_per_microbatch,
         temperature=config.temperature,
         gradient_checkpointing=config.gradient_checkpointing,
-        offload=config.offload,
-        keep_activations=config.keep_activations,
-        compile=config.compile,
+        offload=config.advanced.offload,
+        keep_activations=config.advanced.keep_activations,
+        compile=config.advanced.compile,
         layout=config.layout,
         tokenizer=tokenizer,
     )
@@ -412,11 +415,12 @@ def build_model(
     model.set_loss(loss)
     if config.kl_in_reward:
         model.reference()  # frozen now: the weights at the start
-    options: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    more = config.advanced
+    options: dict[str, Any] = {"betas": (more.adam_beta1, more.adam_beta2), "eps": more.adam_epsilon}
     options |= {} if config.lr is None else {"lr": config.lr}
     if ranks is not None:
         model.spread(keeps_copy=config.sampler == "torch")  # type: ignore[attr-defined]  # a RankedModel's
-    if config.ranks_exact:
+    if config.advanced.ranks_exact:
         model.weights.by_rows = True
         # On a CPU the fused kernel rounds otherwise at the end of a tensor, and shards end elsewhere.
         options |= {"fused": model.device.type == "cuda"}
@@ -535,7 +539,7 @@ def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) 
         shape=RewardShape(
             max_length=config.max_new_tokens,
             overlong_cache=config.overlong_cache,
-            truncated_factor=config.truncated_factor,
+            truncated_factor=config.advanced.truncated_factor,
         ),
         weights={reward.name: reward.weight for reward in scorer.rewards},
         correct_by=scorer.correct_by,
@@ -546,9 +550,10 @@ def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) 
 
 def build_state(config: TrainConfig, model: "TransformersModel", num_prompts: int) -> RunState:
     """The state of a run besides the model, as it is before the first step."""
+    more = config.advanced
     return RunState(
-        solved=SolvedPrompts(after=config.retire_solved, num_prompts=num_prompts, keep=config.prompts_per_step),
-        kl=AdaptiveKL(config.kl_in_reward, config.kl_target, config.kl_horizon),
-        entropy=AdaptiveEntropy(config.entropy_coef, config.entropy_target, config.entropy_change),
+        solved=SolvedPrompts(after=more.retire_solved, num_prompts=num_prompts, keep=config.prompts_per_step),
+        kl=AdaptiveKL(config.kl_in_reward, more.kl_target, more.kl_horizon),
+        entropy=AdaptiveEntropy(config.entropy_coef, more.entropy_target, more.entropy_change),
         reference=model.reference() if config.ref_every else None,
     )

@@ -9,7 +9,7 @@ from gruppo.errors import InputError
 from gruppo.imports import did_you_mean
 from gruppo.keys import held_out_key
 from gruppo.peer_names import TRL
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import OPTIONS, TrainConfig
 
 if TYPE_CHECKING:
     from gruppo.rollout.evaluate import Evaluation
@@ -206,9 +206,9 @@ class _Arguments:
 
     def __getattr__(self, name: str) -> Any:
         own = _NAMES.get(name, name)
-        if own not in TrainConfig.model_fields:
+        if own not in OPTIONS:
             raise AttributeError(
                 f"args.{name} does not exist here: args has the options of gruppo's TrainConfig, also by their "
                 "names in docs/coming_from.md"
             )
-        return getattr(self.config, own)
+        return getattr(self.config if own in TrainConfig.model_fields else self.config.advanced, own)

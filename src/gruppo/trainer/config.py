@@ -55,9 +55,10 @@ class TrainConfig(
         def __init__(self, **values: Any) -> None:
             where = values.pop(_WHERE, "TrainConfig")
             try:
-                super().__init__(**values)
+                super().__init__(**options.merged(values))
             except ValidationError as error:
-                raise InputError(explain(error, where, list(type(self).model_fields))) from None
+                advanced = [f"advanced.{name}" for name in options.AdvancedOptions.model_fields]
+                raise InputError(explain(error, where, [*OPTIONS, *advanced])) from None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -80,9 +81,10 @@ class TrainConfig(
             raise ValueError(
                 f"overlong_cache={self.overlong_cache} is more than max_new_tokens={self.max_new_tokens}; lower it"
             )
-        if self.completions_every and self.completions_limit < self.group_size:
+        more = self.advanced
+        if self.completions_every and more.completions_limit < self.group_size:
             raise ValueError(
-                f"completions_limit={self.completions_limit} is less than group_size={self.group_size}, and a file "
+                f"completions_limit={more.completions_limit} is less than group_size={self.group_size}, and a file "
                 "takes whole groups; raise it, or set completions_every=0"
             )
         if self.quantize and self.sampler != "torch":
@@ -100,13 +102,20 @@ class TrainConfig(
                 f"streaming=true cannot go with lora=true and sampler={self.sampler!r}: for requests that still run, "
                 "vLLM reads the adapter before again, in the place of the new one. Use lora=false, or no streaming"
             )
-        if self.ref_every and self.lora and self.ref_mix < 1:
+        if self.ref_every and self.lora and more.ref_mix < 1:
             raise ValueError(
-                f"ref_mix={self.ref_mix:g} needs all weights: a mixture of two adapters' factors is not a mixture of "
+                f"ref_mix={more.ref_mix:g} needs all weights: a mixture of two adapters' factors is not a mixture of "
                 "the models. With lora use ref_mix=1"
             )
         if self.ref_every and not (self.beta or self.kl_in_reward):
             raise ValueError("ref_every moves a reference that nothing uses; set beta or kl_in_reward")
+        if more.kl_target is not None and not self.kl_in_reward:
+            raise ValueError("kl_target needs kl_in_reward above 0: the coefficient that it starts from")
+        for given, value in {f"patience={more.patience}": more.patience, "keep_best": self.keep_best}.items():
+            if value and self.eval_prompts == 0:
+                raise ValueError(f"{given} needs eval_prompts of at least 1")
+            if value and not self.eval_every:
+                raise ValueError(f"{given} needs eval_every of at least 1: nothing is evaluated on the way")
         return self
 
     @classmethod
@@ -121,7 +130,7 @@ class TrainConfig(
         """The config of a run, with the directory where it now lies; `overrides` win."""
         run = RunReader(directory)
         try:
-            return cls.read(run.config() | (overrides or {}), where=str(Path(directory) / "config.yaml"))
+            return cls.read(options.merged(run.config(), overrides or {}), where=str(Path(directory) / "config.yaml"))
         except InputError:
             run.check_format()  # its options may be those of another version, which explains more
             raise
@@ -129,7 +138,7 @@ class TrainConfig(
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> "TrainConfig":
         """A config file; `overrides` win."""
-        return cls.read(read_yaml(path) | (overrides or {}), where=str(path))
+        return cls.read(options.merged(read_yaml(path), overrides or {}), where=str(path))
 
     def to_yaml(self) -> str:
         import yaml
@@ -137,11 +146,14 @@ class TrainConfig(
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+OPTIONS = TrainConfig.model_fields | options.AdvancedOptions.model_fields
+"""All options by name, the advanced last."""
+
+
 def refuse_arguments(names: Iterable[str]) -> NoReturn:
     """Raises for arguments that GRPOTrainer does not have: with their names here, or as Python does."""
-    options = TrainConfig.model_fields
-    own = [f"{name!r}: it is an option, for TrainConfig({name}=...)" for name in names if name in options]
-    theirs = [f"{name!r}: {answer(name)}" for name in names if name not in options and answer(name)]
+    own = [f"{name!r}: it is an option, for TrainConfig({name}=...)" for name in names if name in OPTIONS]
+    theirs = [f"{name!r}: {answer(name)}" for name in names if name not in OPTIONS and answer(name)]
     if own or theirs:
         raise InputError(f"GRPOTrainer has no argument {'; nor '.join(theirs + own)}")
     raise TypeError(f"GRPOTrainer got an unexpected keyword argument {next(iter(names))!r}")
@@ -166,7 +178,7 @@ def explain(error: ValidationError, where: str, known: list[str]) -> str:
             hint = f"did you mean {near[0]!r}?" if near else "see `gruppo train --help`"
             lines.append(f"{where}: unknown option {field!r}; {hint}")
         elif field:
-            lines.append(f"{where}: {field}={_shown(item['input'])}: {item['msg']}")
+            lines.append(f"{where}: {field}={_shown(item['input'])}: {item['msg'].removeprefix('Value error, ')}")
         else:
             lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
     if where.endswith((".yaml", ".yml")) and sum(item["loc"][0] in TRL for item in error.errors() if item["loc"]) > 1:

@@ -21,7 +21,7 @@ def follow(ranks: Ranks) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     # The first rank waits no longer than this for the others. A signal ends a rank that has nothing to save yet.
-    faulthandler.dump_traceback_later(config.rank_deadline + GRACE_S, exit=True)
+    faulthandler.dump_traceback_later(config.advanced.rank_deadline + GRACE_S, exit=True)
     model = build.build_model(config, objects, build.build_loss(config, objects.loss), None, ranks)
     faulthandler.cancel_dump_traceback_later()
     stop = StopFlag()

@@ -173,10 +173,10 @@ def _recorder(
     options: dict[str, Any] = config.model_dump(mode="json")
     return Recorder(
         run,
-        Trackers(config.trackers, run.path, options, deadline_s=config.tracker_deadline),
+        Trackers(config.trackers, run.path, options, deadline_s=config.advanced.tracker_deadline),
         steps=config.steps,
         completions_every=config.completions_every,
-        completions_limit=config.completions_limit,
+        completions_limit=config.advanced.completions_limit,
         quiet=quiet,
         advise=partial(doctor.advice, config=options, **scorer.facts),
         stage=lambda: watch.stage,

@@ -216,7 +216,7 @@ def training_memory(
     frozen = _frozen(config, parameters)
     return Memory(
         weights=-(-parameters * 4 // ranks),
-        gradients=-(-trained * 4 * (2 if config.ranks_exact else 1) // ranks),  # exact: and the sums so far
+        gradients=-(-trained * 4 * (2 if config.advanced.ranks_exact else 1) // ranks),  # exact: and the sums so far
         optimizer=-(-trained * 8 // ranks),
         reference=-(-frozen * 4 // ranks),
         gathered=gathered,
@@ -358,7 +358,7 @@ def disk_needs(config: TrainConfig, model: "TransformersModel", *, step: int = 0
     if config.sampler != "torch":
         num_models += 2 + config.max_staleness
     every, rows = config.completions_every, config.prompts_per_step * config.group_size
-    rows = min(rows * max(config.dynamic_sampling, 1), config.completions_limit)
+    rows = min(rows * max(config.dynamic_sampling, 1), config.advanced.completions_limit)
     num_files = config.steps // every - step // every if every else 0
     return DiskNeeds(
         checkpoint=3 * trained + (saved if config.ref_every else 0),  # weights, and two moments of Adam

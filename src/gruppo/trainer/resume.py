@@ -31,7 +31,8 @@ FREE = {"steps", "epochs", "output"}
 
 def options_of(config: TrainConfig) -> dict[str, Any]:
     """Options that stay as they are for all of a run."""
-    return config.model_dump(mode="json", exclude=FREE)
+    found = config.model_dump(mode="json", exclude=FREE)
+    return found | found.pop("advanced")
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:

@@ -128,7 +128,7 @@ class Ending:
 
     def holds(self, config: "TrainConfig") -> bool:
         """Whether a run with these options is still over."""
-        limits = {"patience": config.patience or inf, "score": config.stop_at_score}
+        limits = {"patience": config.advanced.patience or inf, "score": config.advanced.stop_at_score}
         limit = limits.get(self.by, self.limit)
         is_as_strict = self.limit is None or (limit is not None and limit <= self.limit)
         return config.steps <= self.steps and is_as_strict

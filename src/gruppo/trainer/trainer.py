@@ -202,7 +202,7 @@ class GRPOTrainer:
             kept = self.advantages.assign(kept, state.kl.coefficient)
             if config.kl_in_reward or not self.advantages.shape.does_nothing:
                 metrics |= shaped_mean(kept)
-        if config.entropy_target is not None:
+        if config.advanced.entropy_target is not None:
             bonus = state.entropy.at(metrics.get("rollout/entropy"))
             self.model.set_loss(self.model.loss.replace(entropy_coef=bonus))
         self._tokens = TokenRecord() if record else None
@@ -451,16 +451,16 @@ class GRPOTrainer:
     def _observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Move what later steps depend on besides the weights. After the update: a stopped step leaves no trace."""
         config, state, seen = self.config, self.state, {}
-        if config.retire_solved:
+        if config.advanced.retire_solved:
             state.solved.see([(g.prompt.index, [r.correct for r in g.rollouts]) for g in self.groups])
             seen["dynamic/prompts_retired"] = float(len(state.solved.retired))
         if config.kl_in_reward and "reward/kl" in metrics:
             state.kl.follow(metrics["reward/kl"], sum(len(g.rollouts) for g in self.kept))
-        if config.entropy_target is not None:
+        if config.advanced.entropy_target is not None:
             seen["policy/entropy_coef"] = self.model.loss.entropy_coef
             state.entropy.follow(metrics.get("rollout/entropy"))
         if state.reference is not None and self.step_number % config.ref_every == 0:
-            state.reference.refresh(config.ref_mix)
+            state.reference.refresh(config.advanced.ref_mix)
         return seen
 
     def _rollouts(self, number: int) -> tuple[list[Group], dict[str, float]]:
@@ -532,7 +532,7 @@ class GRPOTrainer:
 
     def _ended_by(self, metrics: Mapping[str, float]) -> str:
         """ "score" where `stop_at_score` is reached, "patience" where that is at its end, else ""."""
-        key, target, patience = held_out_key(metrics), self.config.stop_at_score, self.config.patience
+        key, target, patience = held_out_key(metrics), self.config.advanced.stop_at_score, self.config.advanced.patience
         if key is None:
             return ""
         if target is not None and metrics[key] >= target:
@@ -543,7 +543,7 @@ class GRPOTrainer:
 
     def _end_early(self, by: str) -> None:
         """The run ends with this step: its checkpoint will say so."""
-        limits = {"patience": float(self.config.patience), "score": self.config.stop_at_score}
+        limits = {"patience": float(self.config.advanced.patience), "score": self.config.advanced.stop_at_score}
         self.ended = Ending(by, self.config.steps, limits.get(by))
 
     def _scores(self, key: str) -> list[float]:

@@ -6,27 +6,26 @@ from pathlib import Path
 import pytest
 
 from gruppo.cli.main import run
-from gruppo.cli.ray import RayOptions
+from gruppo.cli.options import parse_options
+from gruppo.cli.train import TrainArguments
 from gruppo.errors import InputError, MissingExtraError
 
 
-def test_the_flags_are_taken_out_of_the_command() -> None:
+def test_the_flags_stand_among_the_options_of_the_run() -> None:
     words = ["--steps", "3", "--ray", "auto", "--ranks=2", "--samplers", "1", "--max_restarts", "5", "--lora"]
-    assert RayOptions.take(words) == (
-        ["--steps", "3", "--lora"],
-        RayOptions(ray="auto", ranks=2, samplers=1, max_restarts=5),
-    )
-    assert RayOptions.take(["--steps", "3"]) == (["--steps", "3"], None)
+    given, options = parse_options(TrainArguments, words, "train")
+    assert given == TrainArguments(ray="auto", ranks=2, samplers=1, max_restarts=5)
+    assert options == {"steps": 3, "lora": True}
 
 
 @pytest.mark.parametrize(("words", "told"), [
     (["--ranks", "2"], "--ranks is for a run on a Ray cluster; add --ray auto"),
     (["--max-restarts", "2"], "--max-restarts is for a run on a Ray cluster"),
-    (["--ray", "auto", "--ranks", "two"], "--ranks two: these are whole numbers"),
-    (["--ray", "auto", "--ranks", "0"], "--ranks must be at least 1, got 0"),
-    (["--ray", "auto", "--samplers", "-1"], "--samplers must be at least 0, got -1"),
+    (["--ray", "auto", "--ranks", "two"], "ranks='two': Input should be a valid integer"),
+    (["--ray", "auto", "--ranks", "0"], "ranks=0: Input should be greater than or equal to 1"),
+    (["--ray", "auto", "--samplers", "-1"], "samplers=-1: Input should be greater than or equal to 0"),
     (["--ray", "ray://host:10001"], "the command runs on a machine of the cluster"),
-    (["--ray"], "--ray needs a value after it"),
+    (["--ray"], "--ray: expected one argument"),
     (["--ray", "auto", "--samplers", "2", "--sampler", "vllm:http://a:8000"], "are vLLM servers, and the run"),
     (["--ray", "auto", "--samplers", "2", "--sampler", "vllm"], "are vLLM servers, and the run has sampler='vllm'"),
     (["--ray", "auto", "--samplers", "2"], "are vLLM servers, and the run has sampler='torch'"),

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
+from flags import config_of
 
 from gruppo.advantage import ADVANTAGES
 from gruppo.cli.main import run
-from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.loss import Clip, ClippedWeight, MaskedWeight, TruncatedWeight, k2, token_mean
 from gruppo.recipes import RECIPES, Recipe, recipe
@@ -135,21 +135,21 @@ def test_what_a_recipe_leaves_to_the_user_is_said_where_it_is_used(
         (["--config", str(tmp_path / "run.yaml")], "recipe cispo leaves max_new_tokens (256 here) to you\n"),
         (["--config", str(tmp_path / "run.yaml"), "--max-new-tokens=512"], ""),
     ):
-        parse_run(["--recipe", "cispo", *words], verb="train", description="", preset={})
+        config_of(["--recipe", "cispo", *words])
         assert capsys.readouterr().err == left, words
-    parse_run(["--recipe", "gspo"], verb="demo", description="", preset={"max_new_tokens": 4})
-    parse_run(["--recipe", "dapo"], verb="train", description="", preset={})
+    config_of(["--recipe", "gspo"], {"max_new_tokens": 4})
+    config_of(["--recipe", "dapo"])
     assert capsys.readouterr().err == ""
 
 
 def test_file_and_flags_win_over_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("group_size: 4\nlr: 0.5\n")
     words = ["--recipe", "dapo", "--config", str(tmp_path / "run.yaml"), "--lr", "0.25"]
-    config = parse_run(words, verb="train", description="", preset={"beta": 0.5, "seed": 3})
+    config = config_of(words, {"beta": 0.5, "seed": 3})
     assert (config.loss, config.clip_range, config.dynamic_sampling) == ("dapo", (0.2, 0.28), 10)  # the recipe's
     assert (config.beta, config.seed) == (0.0, 3)  # the recipe's over the preset's; the preset's
     assert (config.group_size, config.lr) == (4, 0.25)  # the file's; the flag's
-    assert parse_run(["--recipe=gspo"], verb="train", description="", preset={}).loss == "gspo"
+    assert config_of(["--recipe=gspo"]).loss == "gspo"
 
 
 def test_a_recipe_that_is_not_there_is_named_with_those_that_are() -> None:
@@ -157,8 +157,8 @@ def test_a_recipe_that_is_not_there_is_named_with_those_that_are() -> None:
         InputError, match=r"there is no recipe 'dap' \(did you mean 'dapo'\?\); there are deepseekmath, "
     ):
         recipe("dap")
-    with pytest.raises(InputError, match="--recipe needs a name after it"):
-        parse_run(["--recipe"], verb="train", description="", preset={})
+    with pytest.raises(InputError, match=r"^--recipe: expected one argument"):
+        config_of(["--recipe"])
 
 
 def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:

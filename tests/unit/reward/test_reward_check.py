@@ -17,7 +17,9 @@ CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row 
 
 def check(spec, data=ROWS, **options):
     out = io.StringIO()
-    code = check_reward(RewardCheckArguments(spec, data=data, **options), Console(file=out, width=100))
+    code = check_reward(
+        RewardCheckArguments.model_construct(reward=spec, data=data, **options), Console(file=out, width=100)
+    )
     return code, out.getvalue()
 
 

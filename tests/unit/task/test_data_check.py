@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gruppo.cli.data_check import DataCheckArguments, check_data
+from gruppo.cli.data_check import check_data
 from gruppo.task.builtin import builtin_model_path
 
 
 def report(source: Any, *, terminal: bool = False, **options: Any) -> tuple[int, str]:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100, color_system=None)
-    return check_data(DataCheckArguments(source, **options), console), stream.getvalue()
+    return check_data(source, options, console), stream.getvalue()
 
 
 def test_the_plain_report_of_a_clean_file(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_hostile_text_in_an_error_is_escaped() -> None:
 def test_an_output_that_cannot_show_a_character_gets_its_escape() -> None:
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), width=100)
-    assert check_data(DataCheckArguments([{"prompt": "caf\u00e9 \u20ac"}]), console) == 0
+    assert check_data([{"prompt": "caf\u00e9 \u20ac"}], {}, console) == 0
     assert rb"  caf\xe9 \u20ac" in raw.getvalue()
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
+from flags import config_of
 
 from gruppo import convert
-from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.peer_names import ABSENT, ELSEWHERE, REFUSED, answer
 from gruppo.trainer import GRPOTrainer, TrainConfig
+from gruppo.trainer.config import OPTIONS
 
 # The fields of trl.GRPOConfig and trl.RLOOConfig 1.16.0 that are not transformers' own, deprecated ones included.
 TRL_OWN = """
@@ -68,8 +69,8 @@ def transformers_own() -> list[str]:
 
 def test_every_option_of_trl_has_its_name_here_or_a_reason() -> None:
     names = {*TRL_OWN.split(), *TRL_SCRIPTS.split(), *transformers_own()}
-    assert sorted(name for name in names - TrainConfig.model_fields.keys() if not answer(name)) == []
-    assert names & TrainConfig.model_fields.keys() == SAME  # and mean the same
+    assert sorted(name for name in names - OPTIONS.keys() if not answer(name)) == []
+    assert names & OPTIONS.keys() == SAME  # and mean the same
     assert [name for name in f"{TRL_OLD} {TRL_TRAINER} {UNSLOTH}".split() if not answer(name)] == []
 
 
@@ -108,7 +109,7 @@ def test_the_answer_is_one_in_python_yaml_flags_and_the_trainer(name: str, tmp_p
     flag = f"--{name.replace('_', '-')}"
     for written in (flag, f"--{name}"):
         with pytest.raises(InputError) as caught:
-            parse_run([written, "x"], verb="train", description="", preset={})
+            config_of([written, "x"])
         assert str(caught.value) == f"unknown option {flag}; {said}"
     with pytest.raises(InputError) as caught:
         GRPOTrainer(TrainConfig(), **{name: value})
@@ -132,11 +133,11 @@ def test_options_of_verl_are_answered_dotted_nested_and_as_words(tmp_path: Path)
     with pytest.raises(
         InputError, match=r"^unknown option actor_rollout_ref\.rollout\.n; it is called --group-size here"
     ):
-        parse_run(["--lr", "1e-6", "+actor_rollout_ref.rollout.n=8"], verb="train", description="", preset={})
+        config_of(["--lr", "1e-6", "+actor_rollout_ref.rollout.n=8"])
 
 
 def test_a_value_with_dots_is_no_option_of_verl(tmp_path: Path) -> None:
-    config = parse_run(["--output", "data.shuffle"], verb="train", description="", preset={})
+    config = config_of(["--output", "data.shuffle"])
     assert config.output == "data.shuffle"
 
 
@@ -203,11 +204,11 @@ def test_no_reason_denies_an_option_that_a_run_has() -> None:
     """An option that appears here makes the sentence false: name it in ELSEWHERE, or map it in `gruppo.convert`."""
     found = reasons()
     assert len(found) > 50 and all(found.values())
-    assert false_ones(found, {*TrainConfig.model_fields}) == []
+    assert false_ones(found, {*OPTIONS}) == []
 
 
 def test_a_reason_that_an_option_has_made_false_is_found() -> None:
-    options = {*TrainConfig.model_fields, "optimizer", "max_turns", "correction_cap"}
+    options = {*OPTIONS, "optimizer", "max_turns", "correction_cap"}
     assert len(false_ones(reasons(), options)) >= 3
     assert false_ones({"a run is one process on one GPU": "num_ranks shard"}, options) == [
         "a run is one process on one GPU (shard)"

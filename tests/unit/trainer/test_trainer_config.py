@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
+from flags import config_of
 
 from gruppo.cli.main import run
-from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.loss import DAPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
 from gruppo.peer_names import ELSEWHERE
 from gruppo.trainer import TrainConfig
 from gruppo.trainer.build import LOSSES, build_loss
+from gruppo.trainer.config import OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_options_of_other_trainers_are_answered_with_their_name_here() -> None:
     with pytest.raises(InputError, match=r"'epsilon_high'; it is called clip_range here \(its second number\)"):
         TrainConfig.read({"epsilon_high": 0.28})
     for theirs, ours in ELSEWHERE.items():
-        assert theirs not in TrainConfig.model_fields and ours.partition(":")[0] in TrainConfig.model_fields, theirs
+        assert theirs not in OPTIONS and ours.partition(":")[0] in OPTIONS, theirs
 
 
 def rows(path: Path, num: int, **columns: Callable[[int], Any]) -> str:
@@ -316,5 +317,5 @@ def test_an_option_of_a_loss_may_be_a_pair_of_numbers(given: dict[str, Any], tmp
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     assert build_loss(TrainConfig.from_yaml(tmp_path / "run.yaml")) == build_loss(config)
     words = ["--loss", "vespo", "--loss-options", "positive", "2.5,3", "negative", "1,2"]
-    by_flags = build_loss(parse_run(words, verb="train", description="", preset={}))
+    by_flags = build_loss(config_of(words))
     assert by_flags == LOSSES["vespo"](positive=(2.5, 3.0), negative=(1.0, 2.0))

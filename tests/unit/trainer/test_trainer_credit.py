@@ -142,10 +142,10 @@ def test_the_help_names_every_estimator(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_estimator_and_options_from_flags() -> None:
-    from gruppo.cli.options import parse_run
+    from flags import config_of
 
     words = ["--advantage", "pass_at_k", "--advantage-options", "k", "2", "--normalization", "None"]
-    config = parse_run(words, verb="train", description="", preset={})
+    config = config_of(words)
     assert (config.advantage, config.advantage_options, config.normalization) == ("pass_at_k", {"k": 2}, None)
 
 

@@ -74,7 +74,7 @@ def test_a_run_of_epochs_goes_on_from_its_directory_and_from_the_same_options(
 
 
 def test_epochs_and_steps_together_are_refused_and_a_flag_wins_over_the_file(tmp_path: Path) -> None:
-    from gruppo.cli.options import parse_run
+    from flags import config_of
 
     with pytest.raises(InputError, match="epochs=2 and steps=5 both say how long to train; leave one out"):
         TrainConfig(epochs=2, steps=5)
@@ -84,7 +84,7 @@ def test_epochs_and_steps_together_are_refused_and_a_flag_wins_over_the_file(tmp
     ):
         path = tmp_path / "run.yaml"
         path.write_text(file)
-        config = parse_run(["--config", str(path), *flags], verb="train", description="", preset={})
+        config = config_of(["--config", str(path), *flags])
         assert (config.steps, config.epochs) == expected
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flags import config_of
 from peft import LoraConfig, get_peft_model
 from warm_process import run_python
 
-from gruppo.cli.options import parse_run
 from gruppo.errors import InputError
 from gruppo.reward import ExactMatch, load_reward
 from gruppo.task.builtin import builtin_model_path
@@ -194,7 +194,7 @@ def test_the_result_of_a_run_is_a_short_line(run: Make) -> None:
     ],
 )
 def test_a_run_that_names_no_reward_takes_that_of_its_data(words: list[str], reward: str) -> None:
-    config, objects = take_objects(parse_run(words, verb="train", description="", preset={}))
+    config, objects = take_objects(config_of(words))
     assert config.rewards == objects.rewards == (reward,)
     config, objects = take_objects(config)  # as a run that goes on reads it from its directory
     assert config.rewards == objects.rewards == (reward,)
