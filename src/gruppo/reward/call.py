@@ -5,6 +5,7 @@ that it names; docs/rewards.md lists them. A `CallResult` holds only what JSON c
 reward function (a tensor, a lazy proxy) reaches the trainer.
 """
 
+import ctypes
 import inspect
 import itertools
 import math
@@ -345,7 +346,8 @@ async def _all_of(awaitables: Sequence[Any]) -> list[Any]:
 def call_within(
     seconds: float, poll: Callable[[], None] | None, name: str, function: Callable[..., Any], *arguments: Any
 ) -> CallResult:
-    """`call_reward` in a thread that is given up after so many seconds. It cannot be killed, and stays behind."""
+    """`call_reward` in a thread that is given up after so many seconds: a loop in Python ends then, and a call inside a
+    C function goes on."""
     result: Future[CallResult] = Future()
 
     def run() -> None:
@@ -354,7 +356,8 @@ def call_within(
         except BaseException as error:  # MemoryError and KeyboardInterrupt, for the thread that waits
             result.set_exception(error)
 
-    threading.Thread(target=run, name=f"reward {name}", daemon=True).start()
+    thread = threading.Thread(target=run, name=f"reward {name}", daemon=True)
+    thread.start()
     expires = time.monotonic() + seconds
     while (left := expires - time.monotonic()) > 0:
         try:
@@ -362,6 +365,8 @@ def call_within(
         except TimeoutError:
             if poll is not None:
                 poll()
+    # Left alone, a loop would take half of the interpreter's time from training for the rest of the run.
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     return CallResult(kind="timeout", text=f"no answer within {seconds:g} s; the call was given up (reward_deadline)")
 
 

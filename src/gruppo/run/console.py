@@ -233,25 +233,27 @@ def readable_time(seconds: float) -> str:
 
 
 def questions_of(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """What a reader wants to see of each prompt, by its text: the last message of the user, else the text without the
-    words that all of them begin and end with.
+    """Question that a reader wants to see of each prompt, by its text: the last message of the user, else the row's
+    own text, before any chat template, without the words that all of them begin and end with.
 
     >>> texts = ("Add the numbers: 12+30=\\nAnswer:", "Add the numbers: 14+51=\\nAnswer:")
     >>> list(questions_of([Prompt(token_ids=(), text=text) for text in texts]).values())
     ['12+30=', '14+51=']
     """
-    texts = list(dict.fromkeys(prompt.text for prompt in prompts))
-    start, end = 0, 0
+    found: dict[str, str] = {}
+    rows: dict[str, str] = {}
+    for prompt in prompts:
+        if isinstance(prompt.source, str):
+            rows[prompt.text] = prompt.source or prompt.text
+        else:
+            asked = [message["content"] for message in prompt.source if message["role"] == "user"]
+            found[prompt.text] = asked[-1] if asked else prompt.text
+    texts, start, end = list(dict.fromkeys(rows.values())), 0, 0
     if len(texts) > 1:
         # Whole words only: the first digit of two numbers may be the same.
         start = _common(texts, _WHOLE_START)
         end = _common([text[start:][::-1] for text in texts], _WHOLE_END)
-    found = {text: text[start : len(text) - end].strip() or text for text in texts}
-    for prompt in prompts:
-        if not isinstance(prompt.source, str):
-            asked = [message["content"] for message in prompt.source if message["role"] == "user"]
-            found[prompt.text] = asked[-1] if asked else found[prompt.text]
-    return found
+    return found | {key: text[start : len(text) - end].strip() or text for key, text in rows.items()}
 
 
 def _common(texts: Sequence[str], whole: re.Pattern[str]) -> int:

@@ -1,10 +1,12 @@
 """R-15 and R-16 without processes: when failures are tolerated and when they stop the run."""
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 
 import pytest
+from processes import wait_until
 
 from gruppo.errors import InputError, RewardError
 from gruppo.reward import RewardScorer, load_reward
@@ -102,6 +104,12 @@ def test_sys_exit_in_a_reward_does_not_end_the_trainer():
 # --- in this process, with a deadline ------------------------------------------------------------------------------
 
 
+def loops(completions):
+    while "bad" in completions:
+        pass
+    return [1.0] * len(completions)
+
+
 def sleeps(completions):
     if "bad" in completions:
         time.sleep(1000)
@@ -118,7 +126,7 @@ def timed(function, **options):
     return RewardScorer([replace(load_reward(function, isolated=False), is_timed=True)], **options)
 
 
-@pytest.mark.parametrize("function", [sleeps, awaits])
+@pytest.mark.parametrize("function", [loops, sleeps, awaits])
 def test_a_call_in_this_process_is_given_up_at_its_deadline(function):
     with timed(function, deadline_s=0.8, failure_score=-1.0) as rewards:
         result = rewards.score(["p"] * 4, ["good", "bad", "good", "good"], step=1)
@@ -126,6 +134,12 @@ def test_a_call_in_this_process_is_given_up_at_its_deadline(function):
         assert result.metrics[f"reward/{function.__name__}/timeout_frac"] == 0.25
         assert "no answer within 0.8 s; the call was given up (reward_deadline)" in result.tracebacks[function.__name__]
         assert rewards.score(["p"] * 2, ["good"] * 2, step=2).totals == [1.0, 1.0]
+
+
+def test_a_loop_that_was_given_up_ends():
+    with timed(loops, deadline_s=0.1) as rewards:
+        rewards.score(["p"] * 2, ["bad", "good"], step=1)
+    wait_until(lambda: not any(thread.name == "reward loops" for thread in threading.enumerate()), seconds=60)
 
 
 def test_what_is_late_as_a_whole_is_called_again_by_group_with_the_deadline_for_each_completion(caplog):
