@@ -119,6 +119,7 @@ bench-all: $(INSTALLED)
 	.venv-bench/bin/python benchmarks/head.py --cpu --output .nightly
 	.venv-bench/bin/python benchmarks/shared_prompt.py --tiny --output .nightly
 	$(BIN)/python benchmarks/real_step.py
+	$(BIN)/python benchmarks/step_trace.py
 	.venv-bench/bin/python benchmarks/scaling.py --measure
 	OMP_NUM_THREADS=1 .venv-bench/bin/python benchmarks/guards.py
 

@@ -15,7 +15,7 @@ import yaml
 from gruppo.errors import InputError
 from gruppo.peer_names import ABSENT, ELSEWHERE, REFUSED, Reason
 from gruppo.run.reader import read_yaml
-from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.config import OPTIONS
 
 __all__ = ["Conversion", "convert"]
 
@@ -133,7 +133,7 @@ class Conversion:
                 self.left_out.append(f"{name}={value}: {refused}")
             elif note:
                 self.ask(own, f"{name}={value} there; here {note}")
-            elif own in TrainConfig.model_fields:
+            elif own in OPTIONS:
                 self.put(own, value, name)
             else:
                 self.left_out.append(f"{name}={value}: not known here")
@@ -152,7 +152,7 @@ class Conversion:
         lines = [f"# From {self.peer}. Comments say where an option comes from, and how it differs."]
         for title, sentences in (("Set these yourself", self.yours), ("Left out", self.left_out)):
             lines += [f"# {title}:"] * bool(sentences) + [f"#   {' '.join(text.split())}" for text in sentences]
-        for name in (name for name in TrainConfig.model_fields if name in self.values):
+        for name in (name for name in OPTIONS if name in self.values):
             value, comment = self.values[name], " ".join(self.comments[name].split())
             line = yaml.safe_dump({name: value}, default_flow_style=True, allow_unicode=True, width=inf)[1:-2]
             lines.append(f"{line}  # {comment}" if comment else line)
@@ -292,7 +292,7 @@ def _from_trl(c: Conversion) -> None:
     _trl_sampler(c)
     boards = _as_list(c.take("report_to", "tensorboard"))
     for board in ("tensorboard", "wandb", "trackio"):
-        if (board in boards) != TrainConfig.model_fields[board].default:
+        if (board in boards) != OPTIONS[board].default:
             c.put(board, board in boards, "report_to")
 
 

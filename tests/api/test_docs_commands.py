@@ -215,7 +215,7 @@ WITHOUT_TARGET = {
     "benchmarks/step.py": "needs a GPU",
     "benchmarks/sample.py": "needs a GPU",
     "benchmarks/train.py": "needs a GPU",
-    "benchmarks/step_trace.py": "test_step_trace.py runs it",
+    "benchmarks/real_learning.py": "needs a GPU",
     "benchmarks/communication.py": "tests/distributed/test_communication.py runs it",
 }
 """Scripts of a page that no target runs, and why."""

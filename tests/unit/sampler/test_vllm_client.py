@@ -237,7 +237,7 @@ def run_of(stub: StubServer, output: Path, **options: Any) -> GRPOTrainer:
 @pytest.mark.parametrize(
     ("shift", "said"),
     [
-        (lambda x: x - 3.0, "sampler/logp_gap_mean is 3, above 0.1: the sampler reports other log-probs"),
+        (lambda x: x - 3.0, "sampler/logp_gap_mean is 3, above 0.1: sampler and trainer disagree about the log-probs"),
         (lambda x: 0.0, r"sampler/logp_gap_(mean|max) is [\d.]+, above"),
         (lambda x: x, None),
     ],

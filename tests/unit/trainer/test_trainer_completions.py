@@ -140,4 +140,4 @@ def test_a_group_without_signal_has_no_advantage_in_the_file(make_trainer: Make)
 def test_a_limit_below_the_size_of_a_group_is_refused() -> None:
     with pytest.raises(InputError, match=r"completions_limit=4 is less than group_size=8.*or set completions_every=0"):
         TrainConfig.read({"completions_limit": 4})
-    assert TrainConfig.read({"completions_limit": 4, "completions_every": 0}).completions_limit == 4
+    assert TrainConfig.read({"completions_limit": 4, "completions_every": 0}).advanced.completions_limit == 4

@@ -144,7 +144,7 @@ def test_the_help_names_every_estimator(capsys: pytest.CaptureFixture[str]) -> N
 def test_estimator_and_options_from_flags() -> None:
     from flags import config_of
 
-    words = ["--advantage", "pass_at_k", "--advantage-options", "k", "2", "--normalization", "None"]
+    words = ["--advantage", "pass_at_k", "--advantage-options", "k", "2"]
     config = config_of(words)
     assert (config.advantage, config.advantage_options, config.normalization) == ("pass_at_k", {"k": 2}, None)
 
