@@ -110,7 +110,7 @@ def _llm_preset(flags: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
         preset |= LLM_ON_A_GPU
     if "model" not in flags:
         preset |= {"model": str(smollm2(print))}
-    return preset, 5e-6 if has_gpu else 2e-5
+    return preset, 5e-6 if has_gpu else 1e-5
 
 
 def _has_bfloat16() -> bool:
