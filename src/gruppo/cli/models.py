@@ -159,6 +159,11 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
     if config.threads:
         torch.set_num_threads(config.threads)
     kind, servers = read_sampler(config.sampler)
+    if any(server != "start" for server in servers):
+        raise InputError(
+            f"sampler={config.sampler!r} has a model of its own, whichever one is named here; use torch, vllm or "
+            "vllm:start"
+        )
     tokenizer = load_tokenizer(config.tokenizer_id)
     if kind == "torch":
         options: dict[str, Any] = {"temperature": config.temperature, "dtype": config.dtype}

@@ -244,6 +244,13 @@ def test_vllm_that_is_not_installed_is_named(verb: str) -> None:
         run([verb, *words])
 
 
+@pytest.mark.parametrize("verb", ["eval", "sample"])
+def test_a_running_server_is_refused_since_its_model_is_not_the_one_that_is_named(verb: str) -> None:
+    words = ["--max-new-tokens", "4", "--sampler", "vllm:http://127.0.0.1:9"]
+    with pytest.raises(InputError, match=r"sampler='vllm:http://127.0.0.1:9' has a model of its own.*vllm:start"):
+        run([verb, *words, *(["1+1="] if verb == "sample" else ["--limit", "4"])])
+
+
 def test_sample_says_when_text_goes_past_the_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_model(tmp_path / "base")
     tokenizer = builtin_tokenizer()
