@@ -4,6 +4,7 @@ Not in the packages that they configure: those import torch, and `gruppo train -
 concern one group are here, those between groups in `trainer/config.py`.
 """
 
+import re
 from collections.abc import Mapping
 from os.path import expanduser
 from types import NoneType, UnionType
@@ -295,7 +296,7 @@ class RolloutOptions(Options):
     0 disables it."""
     sampler: str = "torch"
     """torch; vllm (an engine in this process); vllm:start (a server started for the run); vllm:http://host:8000,...
-    (running servers)."""
+    (running servers); or your.module:YourSampler."""
     max_staleness: Count = 0
     """Sample this many steps ahead, in the background, while earlier steps train: a step takes as long as the slower of
     the two, and its rollouts come from weights of that many steps before. The sampler needs a device of its own, such
@@ -556,16 +557,19 @@ def _not_empty(texts: tuple[str, ...]) -> tuple[str, ...]:
 def read_sampler(sampler: str) -> tuple[str, tuple[str, ...]]:
     """The kind of sampler and, for vLLM, its servers: () means an engine in this process.
 
-    >>> read_sampler("vllm:http://a:8000,http://b:8000")
-    ('vllm', ('http://a:8000', 'http://b:8000'))
+    >>> read_sampler("vllm:http://a:8000,http://b:8000"), read_sampler("my_engine:Mine")
+    (('vllm', ('http://a:8000', 'http://b:8000')), ('own', ()))
     """
     if sampler in ("torch", "vllm"):
         return sampler, ()
+    if not sampler.startswith("vllm:") and re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", sampler):
+        return "own", ()
     kind, _, servers = sampler.partition(":")
     addresses = tuple(servers.split(","))
     if kind != "vllm" or not all(a == "start" or _is_address(a) for a in addresses):
         raise ValueError(
-            f"sampler={sampler!r} is unknown; use torch, vllm, vllm:start or vllm:http://host:port[,http://...]"
+            f"sampler={sampler!r} is unknown; use torch, vllm, vllm:start, vllm:http://host:port[,http://...] or "
+            "your.module:YourSampler"
         )
     return kind, addresses
 

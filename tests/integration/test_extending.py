@@ -1,4 +1,4 @@
-"""docs/extending.md, followed literally: its four files are saved, its commands run, and the numbers are right."""
+"""docs/extending.md, followed literally: its five files are saved, its commands run, and the numbers are right."""
 
 import json
 import math
@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from gruppo.cli.main import run
+from gruppo.errors import InputError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8").split("## Parts of a loss")[0]
 SECTIONS = {
@@ -54,8 +55,8 @@ def of_step(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
 
 
 def test_every_file_is_short() -> None:
-    assert sorted(SECTIONS) == ["my_advantage", "my_loss", "my_metric", "my_reward"]
-    assert all(code.count("\n") + 1 < 30 for code, _ in SECTIONS.values())
+    assert sorted(SECTIONS) == ["my_advantage", "my_loss", "my_metric", "my_reward", "my_sampler"]
+    assert all(code.count("\n") + 1 < 40 for code, _ in SECTIONS.values())
 
 
 def test_the_reward_of_the_page_scores_the_tens(follow: Any) -> None:
@@ -100,3 +101,16 @@ def test_the_metric_of_the_page_counts_unlikely_tokens(follow: Any) -> None:
         assert line["live/unlikely_frac"] == pytest.approx(fmean(x < math.log(0.5) for x in logps), abs=1e-9)
         seen.append(line["live/unlikely_frac"])
     assert max(seen) > 0
+
+
+def test_the_sampler_of_the_page_draws_with_the_log_probs_of_the_trainer(follow: Any) -> None:
+    metrics, rows, _ = follow("my_sampler")
+    for line in metrics[1:]:  # the first is the evaluation before the first step
+        drawn = of_step(rows, line["step"])
+        assert len(drawn) == 4 * 8
+        assert 0 < line["sampler/logp_gap_max"] < 1e-4
+    completions = {(row["prompt_index"], tuple(row["tokens"])) for row in rows}
+    assert len(completions) > len({row["prompt_index"] for row in rows})  # groups differ: it draws
+    assert run(["sample", "1+1=", "--sampler", "my_sampler:Generate", "--max-new-tokens", "4"]) == 0
+    with pytest.raises(InputError, match="sampler='math:sqrt' is no class of samplers"):
+        run(["train", "--sampler", "math:sqrt", "--output", "runs/none"])

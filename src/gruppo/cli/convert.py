@@ -21,7 +21,6 @@ class ConvertArguments(Arguments):
     gruppo convert trl config.yaml --num_processes 8 > run.yaml
     gruppo convert trl accelerate launch --num_processes 8 train.py --num_generations 8 --beta 0.04 > run.yaml
     gruppo convert open_instruct python grpo_fast.py --num_unique_prompts_rollout 64 --async_steps 4 > run.yaml
-    gruppo train --config run.yaml
     """
 
     peer: Annotated[Literal["trl", "open_instruct", "twinkle"], Word("PEER", is_positional=True)]

@@ -153,7 +153,8 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
     import torch
 
     from gruppo.options import read_sampler
-    from gruppo.sampler import TorchSampler, vLLMSampler
+    from gruppo.sampler import vLLMSampler
+    from gruppo.trainer.build import sampler_of
     from gruppo.weights.source import load_tokenizer
 
     if config.threads:
@@ -165,9 +166,11 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
             "vllm:start"
         )
     tokenizer = load_tokenizer(config.tokenizer_id)
-    if kind == "torch":
-        options: dict[str, Any] = {"temperature": config.temperature, "dtype": config.dtype}
-        return TorchSampler(config.pinned_model, tokenizer=tokenizer, **options)
+    if kind != "vllm":
+        from gruppo.model import TransformersModel
+
+        options: dict[str, Any] = {"temperature": config.temperature, "dtype": config.dtype, "trains": False}
+        return sampler_of(config)(TransformersModel(config.pinned_model, tokenizer=tokenizer, **options))
     has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return vLLMSampler(
         config.pinned_model,

@@ -11,7 +11,7 @@ import torch
 
 from gruppo.errors import SamplerError
 from gruppo.rollout.driver import Stopwatch
-from gruppo.sampler import Sampler, TorchSampler
+from gruppo.sampler import Sampler
 from gruppo.weights.store import NotTaken, Published, WeightStore
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class HandOver:
 class CopiedModel(HandOver):
     """A copy of the model in this process. What does not train is shared."""
 
-    def __init__(self, model: "TransformersModel", poll: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: "TransformersModel", make: Callable[["TransformersModel"], Sampler]) -> None:
         self.twin = model.twin()
-        super().__init__(model, TorchSampler(self.twin, poll=poll))
+        super().__init__(model, make(self.twin))
 
     def publish(self) -> "tuple[int, dict[str, Tensor]]":
         return self.model.version, self.model.trained()

@@ -1,4 +1,4 @@
-"""Sampler: the base class of all samplers, with SamplingParams and the forms in which a caller may give prompts."""
+"""Sampler: the base class of all samplers; with SamplingParams and the forms in which a caller may give prompts."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import InputError
+from gruppo.imports import import_object
 from gruppo.types import Message, Prompt, SampleResponse, Trajectory
 from gruppo.weights import Published
-from gruppo.weights.canary import TrainedModel
+from gruppo.weights.canary import Rows, TrainedModel
 
 PromptLike = Prompt | str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """A prompt of the data set, a text, token ids, chat messages, or a row with `prompt`, `messages` or `input_ids`."""
@@ -83,6 +84,11 @@ class Sampler(ABC):
 
     is_exact: ClassVar[bool] = False
     """Whether its log-probs are the trainer's own, so that there is no gap to measure or correct."""
+    reads_files: ClassVar[bool] = False
+    """Whether `load` takes weights from the folder of a `Published`, for an engine in another process. Else the sampler
+    is made with a model of this process, whose weights are the newest."""
+    canary_rows: Rows = ()
+    """Tokens whose log-probs are published with the weights, for a sampler that proves whose weights it has."""
 
     def __init__(self, tokenizer: Any, vocabulary: int | None = None) -> None:
         self.tokenizer = tokenizer
@@ -141,16 +147,16 @@ class Sampler(ABC):
         self.calls += params.step is None
         return requests
 
-    @abstractmethod
     def load(self, published: Published) -> dict[str, float]:
-        """Sample from published weights from now on, and prove it; returns what there is to report."""
+        """Sample from published weights from now on, and prove it; returns what there is to report. Nothing here, where
+        the model is the trainer's own."""
+        return {}
 
-    @abstractmethod
     def sync(self, model: TrainedModel) -> dict[str, float]:
         """Publish a model's weights and load them, in one call."""
+        return {}
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most hold nothing
         """Release what the sampler holds."""
 
 
@@ -258,3 +264,11 @@ def stopped_at(
     if before(longest - 1) is None:  # as a rule: a sampler ends there
         return longest, text
     return next((length, text) for length in range(1, longest) if (text := before(length)) is not None)
+
+
+def sampler_class(spec: str) -> type[Sampler]:
+    """The class `module:Class`."""
+    found = import_object(spec, "sampler")
+    if not (isinstance(found, type) and issubclass(found, Sampler)):
+        raise InputError(f"sampler={spec!r} is no class of samplers; derive one from gruppo.sampler.Sampler")
+    return found

@@ -21,7 +21,6 @@ from gruppo.errors import InputError, NumericError
 from gruppo.random import row_keys, row_uniforms
 from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams, stopped_at, text_before, texts_of
 from gruppo.types import InputFeature, Trajectory
-from gruppo.weights import Published
 from gruppo.weights.canary import TrainedModel
 from gruppo.weights.source import end_tokens_of, vocabulary_size
 
@@ -118,17 +117,6 @@ class TorchSampler(Sampler):
         for i, request in enumerate(requests):
             parts.setdefault(len(request.prompt.token_ids) if self.way == "by length" else 0, []).append(i)
         return list(parts.values())
-
-    def load(self, published: Published) -> dict[str, float]:
-        """Nothing to load: the model is the trainer's own."""
-        return {}
-
-    def sync(self, model: TrainedModel) -> dict[str, float]:
-        """Nothing to publish: the model is the trainer's own."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 class _Decoding:

@@ -26,7 +26,7 @@ from gruppo.rollout.schedule import Ahead, Schedule
 from gruppo.rollout.source import RolloutSource, SolvedPrompts
 from gruppo.rollout.stream import Streamed
 from gruppo.sampler import TorchSampler, vLLMSampler
-from gruppo.sampler.base import SamplingParams, check_ids
+from gruppo.sampler.base import SamplingParams, check_ids, sampler_class
 from gruppo.sampler.vllm.placed import servers_of_launcher
 from gruppo.task import PromptSet, load_prompts
 from gruppo.task.dataset import first_rows, is_stream
@@ -160,7 +160,7 @@ def _refuse_options(config: TrainConfig, names: Iterable[str], kind: str) -> Non
 
 
 def _has_gap(config: TrainConfig) -> bool:
-    return config.sampler != "torch" or config.max_staleness > 0  # torch's numbers are the trainer's
+    return not sampler_of(config).is_exact or config.max_staleness > 0
 
 
 def _try(what: str, call: Callable[..., Any]) -> None:
@@ -326,19 +326,30 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
     return Prompts(train, held_out)
 
 
+def sampler_of(config: TrainConfig) -> type[Any]:
+    """The class of the sampler that the config names, one of `Sampler`'s."""
+    kind, _ = read_sampler(config.sampler)
+    return {"torch": TorchSampler, "vllm": vLLMSampler}.get(kind) or sampler_class(config.sampler)
+
+
 def build_hand_over(
     config: TrainConfig, model: "TransformersModel", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
 ) -> HandOver:
     """The sampler that the config names, with the way on which it gets the weights."""
     kind, servers = read_sampler(config.sampler)
-    if kind == "torch":
+    if kind != "vllm":
+        cls = sampler_of(config)
+        make = partial(cls, poll=poll)
+        if cls.reads_files:
+            own = make(model)
+            return PublishedWeights(model, own, WeightStore(sync_folder, own.canary_rows))
         if config.max_staleness and model.device.type != "cpu":
             raise InputError(
-                f"max_staleness={config.max_staleness} samples while it trains, and sampler=torch does both on one "
-                "GPU; use sampler=vllm:start with another GPU, or max_staleness=0"
+                f"max_staleness={config.max_staleness} samples while it trains, and sampler={config.sampler} does both "
+                "on one GPU; use sampler=vllm:start with another GPU, or max_staleness=0"
             )
         samples_apart = config.max_staleness or model.ranks.world > 1
-        return CopiedModel(model, poll) if samples_apart else HandOver(model, TorchSampler(model, poll=poll))
+        return CopiedModel(model, make) if samples_apart else HandOver(model, make(model))
     longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
     sampler = vLLMSampler(
         config.pinned_model,
@@ -419,7 +430,7 @@ def build_model(
     options: dict[str, Any] = {"betas": (more.adam_beta1, more.adam_beta2), "eps": more.adam_epsilon}
     options |= {} if config.lr is None else {"lr": config.lr}
     if ranks is not None:
-        model.spread(keeps_copy=config.sampler == "torch")  # type: ignore[attr-defined]  # a RankedModel's
+        model.spread(keeps_copy=not sampler_of(config).reads_files)  # type: ignore[attr-defined]  # a RankedModel's
     if config.advanced.ranks_exact:
         model.weights.by_rows = True
         # On a CPU the fused kernel rounds otherwise at the end of a tensor, and shards end elsewhere.

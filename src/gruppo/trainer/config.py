@@ -87,17 +87,17 @@ class TrainConfig(
                 f"completions_limit={more.completions_limit} is less than group_size={self.group_size}, and a file "
                 "takes whole groups; raise it, or set completions_every=0"
             )
-        if self.quantize and self.sampler != "torch":
+        if self.quantize and self.sampler.startswith("vllm"):
             raise ValueError(
                 f"quantize={self.quantize!r} cannot go with sampler={self.sampler!r}: vLLM would sample from the base "
                 "in full precision, another policy than the one that trains. Use sampler=torch, or leave quantize out"
             )
-        if self.lora_modules_to_save and self.sampler != "torch":
+        if self.lora_modules_to_save and self.sampler.startswith("vllm"):
             raise ValueError(
                 f"lora_modules_to_save={list(self.lora_modules_to_save)} cannot go with sampler={self.sampler!r}: vLLM "
                 "takes adapters without whole modules only. Use sampler=torch, or leave lora_modules_to_save out"
             )
-        if self.streaming and self.lora and self.sampler != "torch":
+        if self.streaming and self.lora and self.sampler.startswith("vllm"):
             raise ValueError(
                 f"streaming=true cannot go with lora=true and sampler={self.sampler!r}: for requests that still run, "
                 "vLLM reads the adapter before again, in the place of the new one. Use lora=false, or no streaming"

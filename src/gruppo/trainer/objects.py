@@ -67,7 +67,7 @@ def take_objects(
     if model is not None and not isinstance(model, str):
         if tokenizer is None:
             raise InputError("a model object needs its tokenizer: GRPOTrainer(model=..., tokenizer=...)")
-        if config.sampler != "torch":
+        if config.sampler.startswith("vllm"):
             raise InputError(
                 f"sampler={config.sampler!r} loads the model itself and needs a folder, not a model object"
             )

@@ -195,9 +195,9 @@ def quantization_of(model_id: str) -> dict[str, str]:
 
 
 def weights_digest(model_id: str) -> str | None:
-    """Digest of the weights behind a model id that was loaded, of an adapter's folder also of its base; None if they
-    cannot be read."""
-    path = resolve(model_id)
+    """Digest of the weights behind a model id, fetched if they are on a hub, and for an adapter's folder also of its
+    base; None if they cannot be read."""
+    path = resolve(model_id, weights=True)
     base = weights_digest(base_of(path)) if holds_adapter(path) else None
     try:
         own = digest_tensors(Path(path))

@@ -60,9 +60,8 @@ class Engine(TorchSampler):
 class EngineWeights(CopiedModel):
     """A copy of the model in such an engine."""
 
-    def __init__(self, model: Any, poll: Any) -> None:
-        super().__init__(model, poll)
-        self.sampler = Engine(self.twin)
+    def __init__(self, model: Any, make: Any) -> None:
+        super().__init__(model, Engine)
 
     def load(self, published: Any) -> None:
         with self.sampler.lock:

@@ -314,8 +314,8 @@ class HttpEngine(Engine):
             if status != 429 or is_over.wait(pause):
                 return self._read(path, status, content.decode(errors="replace"), body, remedy)
             if (now := time.monotonic()) > self._quiet_until:
+                self._quiet_until = now + BUSY_WORD_S  # first: other requests of this batch are turned away, too
                 logger.warning("%s is too busy for %s (429); asking again until sampler_deadline", self.name, path)
-                self._quiet_until = now + BUSY_WORD_S
             pause = min(2 * pause, longest)
 
     def _sent(

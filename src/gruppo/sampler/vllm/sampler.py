@@ -50,6 +50,8 @@ class vLLMSampler(Sampler):
         tokenizer: reads prompts and writes the texts of completions; None: the model's own.
     """
 
+    reads_files = True
+
     def __init__(
         self,
         model_id: str,
