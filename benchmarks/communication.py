@@ -99,8 +99,8 @@ KINDS = {
     "allreduce_": "all-reduce", "all_reduce": "all-reduce", "broadcast_": "broadcast",
 }  # fmt: skip
 """Collectives by the names of torch's operators."""
-WAITS = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
-"""Operators that send nothing."""
+WAITS = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "send", "recv_")
+"""Operators that send nothing, or the eight bytes of a message's length."""
 
 
 class Counted(TorchDispatchMode):
