@@ -51,6 +51,7 @@ advantages → packed batch → log-probs → loss → step → metrics.
 | `gruppo.metric` | measures what the policy did, exactly, for any split of a step |
 | `gruppo.model` | scores tokens with a transformers model, plans a step and takes it |
 | `gruppo.parallel` | connects the ranks that share a step |
+| `gruppo.turns` | lets the policy and an environment take turns: tools, games, chat templates as token ids |
 | `gruppo.rollout` | drives sampler and rewards, and decides when the rollouts of a step are sampled |
 | `gruppo.options`, `gruppo.trainer` | every option of a run; the training loop |
 | `gruppo.run` | writes and reads the run directory: completions, checkpoints, trackers, terminal |

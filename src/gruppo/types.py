@@ -14,12 +14,19 @@ Example: a group of two for the prompt "1+1=".
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from gruppo.errors import InputError
 
-StopReason = Literal["stop", "length"]
-"""`stop`: the model ended the sequence (end token or stop string). `length`: the token limit cut it off."""
+StopReason = Literal["stop", "done", "length", "turns", "context", "deadline", "env_error"]
+"""Why a sequence ended.
+
+Complete: `stop`, the model ended it (end token or stop string); `done`, its environment did.
+Cut: at the limit of tokens (`length`), of turns (`turns`), or by the model's context (`context`).
+Lost: the environment did not answer in time (`deadline`) or failed (`env_error`). A lost episode has no reward.
+"""
+CUT: frozenset[StopReason] = frozenset({"length", "turns", "context"})
+LOST: frozenset[StopReason] = frozenset({"deadline", "env_error"})
 
 GroupStatus = Literal["kept", "no_signal", "surplus"]
 """`kept`: trained on. Dynamic sampling drops the others: `no_signal` teaches nothing, `surplus` exceeds the step."""
@@ -30,6 +37,14 @@ class Message(TypedDict):
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[Sequence[Mapping[str, Any]]]
+    """Calls in OpenAI's form. One that could not be read has an `error`, which says why."""
+    name: NotRequired[str]
+    """Of a tool's answer: the tool."""
+    tool_call_id: NotRequired[str]
+    is_error: NotRequired[bool]
+    """Of a tool's answer: the call failed, and `content` says why. Chat templates do not see it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +82,14 @@ class Trajectory:
     versions: tuple[int, int] = (0, 0)
     """Oldest and newest policy that wrote tokens here, as the number of weight updates each had seen."""
     text: str = ""
+    """What the policy wrote, decoded; with turns, its last one."""
     stop_reason: StopReason = "stop"
+    messages: tuple[Message, ...] | None = None
+    """The conversation after the prompt, where there are turns."""
+    env_reward: float | None = None
+    """The reward that the environment gave itself; None: it gives none."""
+    error: str = ""
+    """Why the episode was lost."""
 
     def __post_init__(self) -> None:
         if self.sampled is not None and len(self.sampled) != len(self.tokens):
@@ -100,7 +122,11 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        return self.stop_reason == "length"
+        return self.stop_reason in CUT
+
+    @property
+    def is_lost(self) -> bool:
+        return self.stop_reason in LOST
 
     @property
     def new_input_feature(self) -> "InputFeature":

@@ -9,7 +9,7 @@ ROOT = Path(gruppo.__file__).parent
 
 ORDER = ("errors", "faults", "types", "codec", "output", "child", "imports", "keys", "peer_names", "options",
          "batch", "random", "kernel", "loss", "advantage", "parallel", "metric", "reward", "task", "weights", "model",
-         "sampler", "rollout", "run", "doctor", "trainer", "replay", "convert", "recipes", "report", "cli",
+         "sampler", "turns", "rollout", "run", "doctor", "trainer", "replay", "convert", "recipes", "report", "cli",
          "__main__")  # fmt: skip
 
 
