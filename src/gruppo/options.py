@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gruppo.errors import InputError
-from gruppo.imports import is_address, write_spec
+from gruppo.process.by_name import is_address, write_spec
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]

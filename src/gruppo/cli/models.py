@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from gruppo.cli.options import Arguments, HomePath, Word, parse, parse_options
+from gruppo.cli.arguments import Arguments, HomePath, Word, parse, parse_options
 from gruppo.errors import InputError
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 from gruppo.run.reader import RunReader, read_lines
 from gruppo.trainer.config import TrainConfig
 
@@ -64,11 +64,11 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     from gruppo.task import load_prompts
     from gruppo.task.order import EVAL_STREAM, shuffle
     from gruppo.trainer.build import build_rewards, prompt_options, sampling_params
-    from gruppo.trainer.objects import take_objects
+    from gruppo.trainer.inputs import resolve_inputs
     from gruppo.weights.source import load_tokenizer, longest_prompt
 
-    config, objects = take_objects(config)
-    with build_rewards(config, objects) as scorer:
+    config, inputs = resolve_inputs(config)
+    with build_rewards(config, inputs) as scorer:
         reading = prompt_options(config)
         reading["max_prompt_tokens"] = longest_prompt(config.pinned_model, 1, config.max_prompt_tokens)
         found = load_prompts(config.data, load_tokenizer(config.tokenizer_id), **reading)

@@ -22,7 +22,7 @@ from gruppo.doctor.finding import (
 from gruppo.doctor.progress import LEAST_RISE, SOLVED, Fall, Progress, held_out_scores
 from gruppo.doctor.table import Points, Table
 from gruppo.keys import find
-from gruppo.output import printable
+from gruppo.process.streams import printable
 
 # --- ranges of the registry -------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from gruppo.errors import GruppoError, InputError, Terminated, require
-from gruppo.imports import did_you_mean, import_name, import_object, is_address, read_spec
-from gruppo.output import printable
+from gruppo.process.by_name import did_you_mean, import_name, import_object, is_address, read_spec
+from gruppo.process.streams import printable
 from gruppo.reward.call import Parameters, name_of, parameters_of, short_traceback
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.math_equal import MathMatch

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from gruppo.errors import InputError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.reward.budget import Budget
 from gruppo.reward.call import Call, CallResult, StepCompletions, TrainerState, call_reward, call_within
 from gruppo.reward.load import Reward, load_reward, number_names, sendable

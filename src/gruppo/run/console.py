@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.keys import HELD_OUT_SCORES, KEYS, Key, held_out_key
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.types import Group, Prompt
 
 ORDER = (

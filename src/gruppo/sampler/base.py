@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import InputError
-from gruppo.imports import import_object
+from gruppo.process.by_name import import_object
 from gruppo.types import Message, Prompt, SampleResponse, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import Rows, TrainedModel

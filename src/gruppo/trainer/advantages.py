@@ -28,7 +28,7 @@ FLOAT32_EPS = 2.0**-23
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageStage:
+class AdvantageAssigner:
     """The estimator of a run with the penalties that come before it."""
 
     estimate: Advantage

@@ -10,8 +10,8 @@ from pydantic import ValidationError, model_validator
 
 from gruppo import options
 from gruppo.errors import InputError
-from gruppo.output import shell_word
 from gruppo.peer_names import ABSENT, ELSEWHERE, REFUSED, TRL, answer
+from gruppo.process.streams import shell_word
 from gruppo.run.reader import RunReader, read_yaml
 
 _WHERE = " where"

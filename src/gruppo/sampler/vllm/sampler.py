@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gruppo.errors import InputError
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 from gruppo.random import row_keys
 from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
 from gruppo.sampler.vllm.engine import Engine, Request, engine_arguments

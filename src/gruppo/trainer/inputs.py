@@ -1,4 +1,4 @@
-"""Objects of a run: a model, rewards and data that are given in Python, where a config has only names.
+"""Inputs of a run: a model, rewards and data that are given in Python, where a config has only names.
 
 A config with objects holds `object:NAME` in their place: the run directory says what was trained, and what it cannot
 load again by itself.
@@ -28,7 +28,7 @@ MARK = "object:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objects:
+class Inputs:
     """Model, rewards and data of a run: the objects that it was given, else what its config names."""
 
     model: "PreTrainedModel | str"
@@ -45,7 +45,7 @@ class Objects:
     """Names, and metrics that were made already."""
 
 
-def take_objects(
+def resolve_inputs(
     config: TrainConfig,
     *,
     model: Any = None,
@@ -57,7 +57,7 @@ def take_objects(
     loss: Any = None,
     advantage: Any = None,
     metrics: Sequence[Any] | None = None,
-) -> tuple[TrainConfig, Objects]:
+) -> tuple[TrainConfig, Inputs]:
     """The config of a run with these objects, and the objects. Names among them go into the config, and so does the
     reward of the data where none is named."""
     changes: dict[str, Any] = {} if peft_config is None else _adapter(peft_config)
@@ -117,7 +117,7 @@ def take_objects(
         raise InputError(f"revision={made.revision!r} is for a model that is loaded by its name; leave it out")
     named: dict[str, Any] = {name: getattr(made, name) for name in ("rewards", "data", "eval_data")}
     named |= {"model": made.pinned_model, "metrics": made.metrics}
-    return made, Objects(**(named | given))
+    return made, Inputs(**(named | given))
 
 
 def _in_order(config: TrainConfig) -> dict[str, Any]:
