@@ -21,7 +21,7 @@ from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.math_equal import MathMatch
 from gruppo.reward.number import NumberMatch
 from gruppo.reward.remote import RemoteReward
-from gruppo.reward.verifiers import ExactMatch, NormalizedMatch, PatternMatch, TagFormat, ThinkFormat
+from gruppo.reward.verifiers import EnvironmentReward, ExactMatch, NormalizedMatch, PatternMatch, TagFormat, ThinkFormat
 
 BUILTIN: dict[str, Callable[..., Any]] = {
     "exact_match": ExactMatch,
@@ -33,6 +33,7 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "length_penalty": LengthPenalty,
     "soft_overlong": SoftOverlong,
     "pattern_match": PatternMatch,
+    "environment": EnvironmentReward,
 }
 
 REWARD_MODEL = "gruppo.model.reward_model:RewardModel"

@@ -36,9 +36,20 @@ from gruppo.trainer.estimate import replicates
 from gruppo.trainer.inputs import MARK, Inputs
 from gruppo.trainer.resume import prompts_digest
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState
+from gruppo.turns.chat import ChatCodec
+from gruppo.turns.environment import ENVIRONMENT_REWARD, Environments
+from gruppo.turns.player import Player, TurnLimits
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
-from gruppo.weights.source import context_length, holds_adapter, longest_prompt, vocabulary_size, weights_digest
+from gruppo.weights.source import (
+    context_length,
+    end_tokens,
+    end_tokens_of,
+    holds_adapter,
+    longest_prompt,
+    vocabulary_size,
+    weights_digest,
+)
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
@@ -72,6 +83,39 @@ def fit_context(config: TrainConfig, inputs: Inputs) -> TrainConfig:
     if "max_new_tokens" in config.model_fields_set or context is None or context >= 4 * config.max_new_tokens:
         return config
     return TrainConfig.read(config.model_dump(exclude_unset=True) | {"max_new_tokens": max(context // 4, 1)})
+
+
+def build_player(
+    config: TrainConfig,
+    environments: Environments | None,
+    model: Any,
+    tokenizer: Any,
+    poll: Callable[[], None] = lambda: None,
+) -> Player | None:
+    """What plays the episodes of a run with turns; None for a run without. A template that cannot is refused here.
+
+    Args:
+        model: its id, or the object.
+    """
+    if environments is None:
+        return None
+    more = config.advanced
+    if isinstance(model, str):
+        stop_ids = end_tokens(model, tokenizer)
+    else:
+        stop_ids = end_tokens_of(getattr(model, "generation_config", None), model.config, tokenizer)
+    codecs = {}
+    for name, tools in environments.tools.items():
+        codecs[name] = ChatCodec(tokenizer, sorted(stop_ids), tools, config.chat_template_kwargs)
+        codecs[name].check("tool" if tools else "user")
+    limits = TurnLimits(
+        max_turns=config.max_turns,
+        max_turn_tokens=more.max_turn_tokens,
+        max_context=context_length(model),
+        turn_deadline=more.turn_deadline,
+        episode_deadline=more.episode_deadline,
+    )
+    return Player(environments, codecs, limits, poll=poll)
 
 
 def count_steps(config: TrainConfig, prompts: "Prompts") -> "tuple[TrainConfig, Prompts]":
@@ -247,20 +291,21 @@ def build_rewards(config: TrainConfig, inputs: Inputs, poll: Any = None) -> Rewa
     return scorer
 
 
-def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt]) -> None:
+def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt], *, has_turns: bool = False) -> None:
     """Check that each reward finds its columns, and call it once: it must return one value per completion.
 
     The completions are made up. Their values do not matter, nor does an error on them: the first step judges those.
     """
     names = {name for p in prompts for name in p.columns}
-    scorer.check_columns(sorted(names))
+    own = {ENVIRONMENT_REWARD: [None] * 2} if has_turns else {}
+    scorer.check_columns(sorted(names | own.keys()))
     prompt = prompts[0]  # twice the same: a group goes to one call, so that a value too few is seen
     scorer.score(
         [prompt.source] * 2,
         ["", "0"],
         completion_ids=[(), (0,)],
         prompt_texts=[prompt.text] * 2,
-        columns={name: [prompt.columns.get(name)] * 2 for name in names},
+        columns={name: [prompt.columns.get(name)] * 2 for name in names} | own,
         step=1,
     )
 
@@ -271,8 +316,8 @@ class Prompts:
     held_out: PromptSet
 
 
-def prompt_options(options: DataOptions) -> dict[str, Any]:
-    """Options of `load_prompts`."""
+def prompt_options(options: DataOptions, environments: Environments | None = None) -> dict[str, Any]:
+    """Options of `load_prompts`; templates tell the model of the tools of its environment."""
     answers = {} if options.answer_column == "answer" else {options.answer_column: "answer"}
     return {
         "prompt_column": options.prompt_column,
@@ -282,12 +327,13 @@ def prompt_options(options: DataOptions) -> dict[str, Any]:
         "system": options.system,
         "chat_template_kwargs": options.chat_template_kwargs,
         "on_bad_row": options.on_bad_row,
+        "tools_of": environments and environments.tools_of,
     }
 
 
 def build_prompts(config: TrainConfig, inputs: Inputs, tokenizer: Any) -> Prompts:
     """Training and held-out prompts."""
-    options = prompt_options(config)
+    options = prompt_options(config, inputs.environments)
     options["max_prompt_tokens"] = longest_prompt(inputs.model, config.max_new_tokens, config.max_prompt_tokens)
     num_held_out = config.eval_prompts
     data, eval_data, streamed = inputs.data, inputs.eval_data, is_stream(inputs.data)
@@ -351,11 +397,14 @@ def build_hand_over(
         samples_apart = config.max_staleness or model.ranks.world > 1
         return CopiedModel(model, make) if samples_apart else HandOver(model, make(model))
     longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
+    length = longest + config.max_new_tokens + 1  # no longer than the longest prompt needs
+    if config.has_turns:  # answers of any length stand between the turns
+        length = context_length(config.pinned_model) or length
     sampler = vLLMSampler(
         config.pinned_model,
         servers=servers_of_launcher() or servers,
         dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=longest + config.max_new_tokens + 1,  # no longer than the longest prompt needs
+        max_model_len=length,
         lora=model.lora,
         options=dict(config.vllm_options),
         deadline_s=config.advanced.sampler_deadline,

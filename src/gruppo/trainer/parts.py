@@ -91,7 +91,10 @@ def assemble(
         config, prompts = build.count_steps(config, build.build_prompts(config, inputs, tokenizer))
         scorer.max_steps = config.steps
         scorer.steps_per_epoch = len(prompts.train) / config.prompts_per_step
-        build.try_rewards(scorer, prompts.train.prompts)
+        build.try_rewards(scorer, prompts.train.prompts, has_turns=config.has_turns)
+        player = build.build_player(config, inputs.environments, inputs.model, tokenizer, poll)
+        if player is not None:
+            stack.enter_context(closing(player))
         if resumes:
             run = RunDirectory.reopen(config.output)
         else:
@@ -125,7 +128,7 @@ def assemble(
         model.measures_gap = not weights.sampler.is_exact or loss.reads_sampler or config.max_staleness > 0
         source = RolloutSource(
             prompts=prompts.train.prompts,
-            driver=Driver(sampler=weights.sampler, scorer=scorer, watch=watch),
+            driver=Driver(sampler=weights.sampler, scorer=scorer, player=player, watch=watch),
             solved=state.solved,
             params=build.sampling_params(config),
             prompts_per_step=config.prompts_per_step,

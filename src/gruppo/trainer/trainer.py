@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
@@ -14,7 +14,7 @@ from gruppo.parallel.ranks import Ranks
 from gruppo.peer_names import METHODS
 from gruppo.process.streams import printable, safe_streams, shell_word
 from gruppo.reward import Reward
-from gruppo.rollout.driver import Driver, Stopwatch
+from gruppo.rollout.driver import Stopwatch
 from gruppo.rollout.evaluate import Evaluation, evaluate
 from gruppo.rollout.source import RolloutSource, dead_frac
 from gruppo.run.reader import at_home
@@ -84,6 +84,9 @@ class GRPOTrainer:
         data: a list of rows, a `datasets.Dataset`, a stream of rows, or a name; `eval_data` likewise.
         peft_config: a `LoraConfig` of PEFT.
         loss: a loss, its class, or a name; `advantage` an estimator likewise, `metrics` a list of metrics.
+        tools: functions that the model may call, with type hints and a docstring, or their names.
+        environment: what answers the model's turns: a class, a function that makes one, a mapping of these that the
+            column `environment` chooses among, or a name. `environment_factory` is TRL's word for it.
         callbacks: `Callback`s, `transformers.TrainerCallback`s, and functions that are called after each step with
             (trainer, step, metrics); one that returns True ends the run.
         resume: go on with the run in `config.output`; one without a checkpoint starts over.
@@ -106,6 +109,9 @@ class GRPOTrainer:
         loss: Any = None,
         advantage: Any = None,
         metrics: Sequence[Any] | None = None,
+        tools: Sequence[str | Callable[..., Any]] | None = None,
+        environment: Any = None,
+        environment_factory: Any = None,
         callbacks: Sequence[Callback | StepCallback | Any] = (),
         resume: bool = False,
         accept_changes: bool = False,
@@ -128,6 +134,9 @@ class GRPOTrainer:
             loss=loss,
             advantage=advantage,
             metrics=metrics,
+            tools=tools,
+            environment=environment,
+            environment_factory=environment_factory,
         )
         self.stop = StopFlag()
         self.step_number = 0
@@ -234,7 +243,7 @@ class GRPOTrainer:
         self.schedule.drain()  # the sampler has one set of weights
         self.weights.bring(self.watch)
         with self.watch("eval"):
-            driver = Driver(sampler=self.sampler, scorer=self.scorer)
+            driver = replace(self.source.driver, watch=Stopwatch())
             return evaluate(prompts, driver, self.source.params, num_samples=num_samples)
 
     # --- the whole run --------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ from typing import Any
 
 from gruppo.types import Message
 
+ENVIRONMENT_REWARD = "environment_reward"
+"""Column in which reward functions find what the environment gave."""
+
 ToolSchema = Mapping[str, Any]
 """A tool in OpenAI's form: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}."""
 
@@ -64,8 +67,8 @@ class Environments:
     """By the value of `column`; a single one has the name "" and needs no column."""
     tools: Mapping[str, Sequence[ToolSchema]]
     """The tools of each, which prompts are rendered with."""
-    name: str
-    """Name of the reward that the environment gives; empty: it gives none."""
+    gives_reward: bool = False
+    """Whether it rewards episodes itself."""
     column: str = "environment"
 
     def key(self, columns: Mapping[str, Any]) -> str:
