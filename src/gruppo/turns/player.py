@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gruppo.errors import InputError, RewardError
+from gruppo.errors import GruppoError, InputError, RewardError
 from gruppo.random import row_keys
 from gruppo.reward.call import short_traceback
 from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
@@ -264,8 +264,7 @@ class Player:
         elif is_last:
             episode.stop_reason = "turns"
         else:
-            codec = self.codecs[episode.key]
-            given = codec.between(episode.tokens[-1] if episode.tokens[-1] in codec.stop_ids else None, answer.messages)
+            given = self.codecs[episode.key].between(episode.tokens[-1], answer.messages)
             room, reason = episode.limit(params, self.limits, len(given))
             if room < 1:
                 episode.stop_reason = reason
@@ -312,6 +311,8 @@ class Player:
                 method = question.__name__.removeprefix("_")
                 episode.stop_reason = "deadline"
                 episode.error = f"{method} took longer than {name}={getattr(limits, name):g} s"
+            elif isinstance(outcome, GruppoError):  # a wrong kind of answer: the same in every step
+                raise outcome
             elif isinstance(outcome, BaseException):
                 episode.stop_reason, episode.error = "env_error", short_traceback(outcome)
             else:
