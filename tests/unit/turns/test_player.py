@@ -121,8 +121,8 @@ def test_a_later_turn_goes_on_where_the_draws_before_it_ended():
     ("limits", "reason", "num_turns", "num_tokens"),
     [
         ({"max_turns": 2}, "turns", 2, 10),
-        ({"max_context": 13}, "context", 2, 12),
-        ({"max_context": 14}, "context", 2, 12),
+        ({"max_context": 13}, "context", 2, 10),
+        ({"max_context": 16}, "context", 3, 15),
         ({"max_turn_tokens": 2}, "length", 1, 2),
     ],
 )
