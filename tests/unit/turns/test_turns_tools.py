@@ -89,7 +89,7 @@ def test_the_schema_is_that_of_transformers():
     environments = environments_of(tools=[multiply])
     assert environments.tools == {"": (MULTIPLY,)}
     assert environments.factories[""]().tools == (MULTIPLY,)
-    assert environments.name == "" and environments.key({}) == ""
+    assert not environments.gives_reward and environments.key({}) == ""
 
 
 def test_tools_alone_leave_the_prompt_and_give_no_reward():
@@ -124,7 +124,7 @@ def test_calls_of_a_turn_are_answered_in_order_as_one_tail():
 
 def test_a_turn_without_calls_ends_the_episode():
     answer = answered([multiply])
-    assert answer.is_over and answer.messages == ()
+    assert answer.messages == ()
 
 
 def test_what_a_tool_raises_is_its_answer():
