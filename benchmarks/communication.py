@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from gruppo.batch.packed import as_rollouts
 from gruppo.loss import GRPOLoss
 from gruppo.model import LoraSpec
-from gruppo.model.blocks import find_blocks
+from gruppo.model.compiled_blocks import find_blocks
 from gruppo.types import InputFeature, Rollout
 
 CASES: dict[str, dict[str, Any]] = {
@@ -170,7 +170,7 @@ def count(case: str, ranks: Any) -> dict[str, Any]:
             model.run(plan)
             model.clip_grad_and_step(1.0)
             model.calculate_metric()
-            ranks.tell({"call": "end", "code": 0})
+            ranks.broadcast({"call": "end", "code": 0})
         else:
             model.follow()
     rounds = -(-(SEQUENCES // 3) // ranks.world)  # micro-batches of three sequences

@@ -31,7 +31,7 @@ from gruppo.kernel.head import Head  # noqa: E402
 from gruppo.kernel.index import take_unique  # noqa: E402
 from gruppo.loss import GRPOLoss  # noqa: E402
 from gruppo.loss.inputs import align  # noqa: E402
-from gruppo.model.scorer import LossWalk  # noqa: E402
+from gruppo.model.logp_model import LossWalk  # noqa: E402
 
 # name: (rows of the padded batch, sequences, hidden size, vocabulary, trained, share of slots scored)
 SHAPES = {

@@ -212,7 +212,7 @@ def table(work: Work, cluster: Cluster, numbers: Sequence[int] = (8, 16, 32, 64,
 def fits(model: nn.Module, ranks: int, work: Work) -> bool:
     """Does a rank's part of the training fit into the memory of a GPU?"""
     from gruppo.trainer import TrainConfig
-    from gruppo.trainer.plan import training_memory
+    from gruppo.trainer.estimate import training_memory
 
     config = TrainConfig(gradient_checkpointing=True)
     memory = training_memory(config, model, tokens=work.tokens_per_microbatch, dtype=torch.bfloat16, ranks=ranks)
@@ -232,7 +232,7 @@ def measure(ranks: Any) -> dict[str, float]:
 
     from gruppo.loss import GRPOLoss
     from gruppo.model import TransformersModel
-    from gruppo.model.blocks import find_blocks
+    from gruppo.model.compiled_blocks import find_blocks
     from gruppo.model.ranked import RankedModel, packed, unpacked
 
     world, step = ranks.world, rollouts(SEQUENCES, COMPLETION)
@@ -240,7 +240,7 @@ def measure(ranks: Any) -> dict[str, float]:
     usual = {"device": "cpu", "layout": "padded", "tokens_per_microbatch": PROMPT + COMPLETION, "dtype": "float32"}
     alone = TransformersModel(small_model(512, 1024), **usual)  # type: ignore[arg-type]
     model = RankedModel(small_model(512, 1024), ranks=ranks, exact=False, deadline_s=300, **usual)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in find_blocks(model.scorer.base)]
+    sizes = [sum(p.numel() for p in block.parameters()) for block in find_blocks(model.logp_model.base)]
     whole = sum(parameter.numel() for parameter in model.model.parameters())
     groups = [*sizes, whole - sum(sizes)]
     for each in (alone, model):
@@ -268,9 +268,9 @@ def measure(ranks: Any) -> dict[str, float]:
 
     def message() -> None:
         if ranks.rank == 0:
-            ranks.tell({"call": "plan"}, packed(step))
+            ranks.broadcast({"call": "plan"}, packed(step))
         else:
-            unpacked(ranks.hear()[1])
+            unpacked(ranks.receive()[1])
 
     def compute() -> None:
         alone.run(alone.plan(step[:rounds]))

@@ -5,7 +5,7 @@
     python benchmarks/shared_prompt.py --draw FILE.json     # only the chart
 
 A shape is (prompt, completion, G): G completions of one prompt. Repeated: G rows of prompt + completion through SDPA's
-kernels, the fastest counts. Shared: the prompt once. Both run through the same scorer, on the same model with random
+kernels, the fastest counts. Shared: the prompt once. Both run through the same LogpModel, on the same model with random
 weights, and get the same gradient at the scored slots; the contenders take turns.
 """
 
@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gruppo.batch import pack, pack_shared
 from gruppo.kernel import shared_prompt_attention as attention
-from gruppo.model.scorer import Scorer
+from gruppo.model.logp_model import LogpModel
 from gruppo.types import InputFeature
 
 ROOT = Path(__file__).parents[1]
@@ -60,11 +60,11 @@ def make_features(prompt, completion, group, vocabulary, *, groups=1, seed=0):
 class Contender:
     """One way to run the body over a batch."""
 
-    def __init__(self, scorer, batch, groups=1, *, backend=None, route=None):
-        self.scorer, self.batch, self.groups, self.route = scorer, batch, groups, route
+    def __init__(self, logp_model, batch, groups=1, *, backend=None, route=None):
+        self.logp_model, self.batch, self.groups, self.route = logp_model, batch, groups, route
         self.context = (lambda: sdpa_kernel(backend)) if backend else contextlib.nullcontext
         draw = torch.Generator().manual_seed(1)
-        weight = scorer.head.weight
+        weight = logp_model.head.weight
         shape = (len(batch.scored), weight.shape[1])
         self.gradient = torch.randn(shape, generator=draw).to(weight.device, weight.dtype)
 
@@ -73,13 +73,13 @@ class Contender:
         if self.route:
             attention.best_route = lambda *_: self.route
         try:
-            keywords, take = self.scorer._keywords(self.batch)
-            return take(self.scorer.base.base_model(**keywords).last_hidden_state)
+            keywords, take = self.logp_model._keywords(self.batch)
+            return take(self.logp_model.base.base_model(**keywords).last_hidden_state)
         finally:
             attention.best_route = best
 
     def __call__(self):
-        for parameter in self.scorer.model.parameters():
+        for parameter in self.logp_model.model.parameters():
             parameter.grad = None
         with self.context():
             hidden = self.forward()
@@ -87,10 +87,10 @@ class Contender:
         return hidden
 
 
-def contenders(scorer, shape, routes, budget=None, vocabulary=500):
+def contenders(logp_model, shape, routes, budget=None, vocabulary=500):
     """Per layout a batch of one group, or as many groups as the budget holds."""
     prompt, completion, size = shape
-    device = scorer.head.weight.device
+    device = logp_model.head.weight.device
 
     def features(slots):
         return make_features(*shape, vocabulary, groups=1 if budget is None else max(budget // slots, 1))
@@ -99,9 +99,11 @@ def contenders(scorer, shape, routes, budget=None, vocabulary=500):
     shared = features(prompt + size * completion)
     backends = {"cudnn": SDPBackend.CUDNN_ATTENTION} if device.type == "cuda" else {"sdpa": None}
     batch = pack(repeated).to(device)
-    made = {f"repeated, {n}": Contender(scorer, batch, len(repeated) // size, backend=b) for n, b in backends.items()}
+    made = {
+        f"repeated, {n}": Contender(logp_model, batch, len(repeated) // size, backend=b) for n, b in backends.items()
+    }
     batch = pack_shared(shared, multiple_of=attention.BLOCK if device.type == "cuda" else 1).to(device)
-    made |= {f"shared, {r}": Contender(scorer, batch, len(shared) // size, route=r) for r in routes}
+    made |= {f"shared, {r}": Contender(logp_model, batch, len(shared) // size, route=r) for r in routes}
     return made, size * (prompt + completion) / (prompt + size * completion)
 
 
@@ -119,7 +121,7 @@ def measure(made, repeats):
             continue
         rows[name] = {"groups": call.groups, "gib": 0.0, "kernels_ms": 0.0}
         if cuda:
-            for parameter in call.scorer.model.parameters():
+            for parameter in call.logp_model.model.parameters():
                 parameter.grad = None
             torch.cuda.synchronize()
             kept = torch.cuda.memory_allocated()
@@ -168,32 +170,32 @@ def distance(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def numbers(scorer, features, routes, exact=None):
+def numbers(logp_model, features, routes, exact=None):
     """Relative distances of hidden states and of all gradients: shared, repeated, and repeated in another batch shape.
 
-    `exact` is a scorer with the same weights in float32: the distance from it says which of them is nearer the truth.
+    `exact` has the same weights in float32: the distance from it says which of them is nearer the truth.
     """
-    device = scorer.head.weight.device
+    device = logp_model.head.weight.device
     made = {
         "repeated, one batch": Contender(
-            scorer, pack(features).to(device), backend=FLASH if device.type == "cuda" else None
+            logp_model, pack(features).to(device), backend=FLASH if device.type == "cuda" else None
         )
     }
     rows = pack_shared(features, multiple_of=attention.BLOCK).to(device)
-    made |= {f"shared, {r}": Contender(scorer, rows, route=r) for r in routes}
+    made |= {f"shared, {r}": Contender(logp_model, rows, route=r) for r in routes}
     if device.type == "cuda":
-        made["repeated, cudnn"] = Contender(scorer, pack(features).to(device), backend=SDPBackend.CUDNN_ATTENTION)
+        made["repeated, cudnn"] = Contender(logp_model, pack(features).to(device), backend=SDPBackend.CUDNN_ATTENTION)
 
     def run(call):
         hidden = call().detach()
         return hidden, torch.cat(
-            [p.grad.flatten().float() for p in scorer.base.base_model.parameters() if p.grad is not None]
+            [p.grad.flatten().float() for p in logp_model.base.base_model.parameters() if p.grad is not None]
         )
 
     results = {name: run(call) for name, call in made.items()}
     whole = next(iter(made.values()))
     single = [
-        Contender(scorer, pack([f]).to(device), backend=FLASH if device.type == "cuda" else None) for f in features
+        Contender(logp_model, pack([f]).to(device), backend=FLASH if device.type == "cuda" else None) for f in features
     ]
     sizes = [len(c.batch.scored) for c in single]
     pieces, total = [], 0
@@ -223,7 +225,7 @@ def compilations(sizes, device, dtype, routes, steps):
     """Graphs that torch compiles over steps of random lengths, and the seconds of the slowest steps."""
     from torch._dynamo.utils import counters
 
-    scorer = Scorer(make_model(sizes | {"num_hidden_layers": 2}, device, dtype))
+    logp_model = LogpModel(make_model(sizes | {"num_hidden_layers": 2}, device, dtype))
     draw = torch.Generator().manual_seed(2)
     number = lambda low, high: int(torch.randint(low, high, (1,), generator=draw))  # noqa: E731
     out = {}
@@ -237,7 +239,7 @@ def compilations(sizes, device, dtype, routes, steps):
             ]
             batch = pack_shared(features, multiple_of=attention.BLOCK).to(device)
             start = time.perf_counter()
-            Contender(scorer, batch, route=route)()
+            Contender(logp_model, batch, route=route)()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
@@ -301,14 +303,14 @@ def main():
     name = "cpu" if tiny else torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}", flush=True)
     result = {"device": name, "torch": torch.__version__, "rows": []}
-    scorer = Scorer(make_model(sizes, device, dtype))
+    logp_model = LogpModel(make_model(sizes, device, dtype))
     folder = Path(given.output)
     folder.mkdir(parents=True, exist_ok=True)
 
     def table(cases, routes):
         for shape, budget in cases:
             slots = min(budget or 200, 200) if tiny and budget else budget
-            made, tokens = contenders(scorer, shape, routes, slots, sizes["vocab_size"])
+            made, tokens = contenders(logp_model, shape, routes, slots, sizes["vocab_size"])
             what = "one group a forward" if slots is None else f"{slots} slots a forward"
             result["rows"] += report(shape, what, measure(made, given.repeats), tokens)
             del made
@@ -319,10 +321,10 @@ def main():
     if "numbers" in parts:
         print("distances from the first, and from float32:", flush=True)
         model = make_model(sizes, device, torch.float32)
-        model.load_state_dict({n: w.float() for n, w in scorer.model.state_dict().items()})
+        model.load_state_dict({n: w.float() for n, w in logp_model.model.state_dict().items()})
         features = make_features(*shapes[0][:2], 4, sizes["vocab_size"], groups=2, seed=3)
         ragged = [replace(f, completion_ids=f.completion_ids[: -1 - 7 * i]) for i, f in enumerate(features) if i < 7]
-        result["numbers"] = numbers(scorer, ragged if not tiny else features, routes, Scorer(model))
+        result["numbers"] = numbers(logp_model, ragged if not tiny else features, routes, LogpModel(model))
         del model
     if "compilations" in parts:
         result["compilations"] = compilations(sizes, device, dtype, routes[-1:], given.steps)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from gruppo import errors, options
+from gruppo.cli.arguments import RunArguments
 from gruppo.cli.main import VERBS
-from gruppo.cli.options import RunArguments
 from gruppo.cli.train import STOPPED
 from gruppo.keys import KEYS, Key
 from gruppo.loss import LOSSES

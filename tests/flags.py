@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gruppo.cli.options import parse_options, run_config
+from gruppo.cli.arguments import parse_options, run_config
 from gruppo.cli.train import TrainArguments
 from gruppo.trainer import TrainConfig
 

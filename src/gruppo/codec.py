@@ -7,6 +7,7 @@ same: what the codec cannot keep exactly (objects that rewards logged) it turns 
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, groupby
 from math import isfinite
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from gruppo.types import Group, Prompt, Rollout, Trajectory
+from gruppo.types import LOST, Group, Prompt, Rollout, Trajectory
 
 UNTRAINED = ("", "other", "left_out", "masked", "no_advantage", "rejected")
 """Reasons why a token is not trained on; the first that holds counts. Empty: it is."""
@@ -37,6 +38,7 @@ SCHEMA = pa.schema(
         "prompt_ids": IDS,
         "columns": NAMES,
         "completion": pa.string(),
+        "messages": pa.string(),
         "stop_reason": NAMES,
         "versions": IDS,
         "reward": pa.float64(),
@@ -52,6 +54,11 @@ SCHEMA = pa.schema(
     }
 )
 """The columns that every table has; `reward/NAME`, `extra/NAME` and `error/NAME` of reward functions follow them."""
+LATER = frozenset({"messages"})
+"""Columns that tables of earlier versions lack."""
+
+ENVIRONMENT = "environment"
+"""Name among the errors of a rollout under which a lost episode says why."""
 
 
 def encode(groups: Sequence[Group], step: int = 0, *, with_greedy: bool = False) -> pa.Table:
@@ -79,10 +86,11 @@ def encode(groups: Sequence[Group], step: int = 0, *, with_greedy: bool = False)
         "prompt_index": pa.array([prompt.index for prompt in prompts], pa.int64()),
         "sample": pa.array([sample for _, sample, _ in lines], pa.int32()),
         "status": _names([group.status for group, _, _ in lines]),
-        "prompt": _names([prompt.text for prompt in prompts]),
-        "prompt_ids": pa.array([prompt.token_ids for prompt in prompts], IDS),
+        "prompt": _names([s.prompt.text for s in said]),
+        "prompt_ids": pa.array([s.prompt_ids for s in said], IDS),
         "columns": _names([json_of[id(prompt)] for prompt in prompts]),
         "completion": _texts([s.text for s in said]),
+        "messages": _texts([None if s.messages is None else json_text(s.messages) for s in said]),
         "stop_reason": _names([s.stop_reason for s in said]),
         "versions": pa.array([s.versions for s in said], IDS),
         "reward": _floats([r.reward for r in rollouts]),
@@ -115,7 +123,8 @@ def decode(table: pa.Table, prompts: Mapping[int, Prompt] | None = None) -> list
     tokens a loss rejected is not read back.
 
     Args:
-        prompts: the prompts by their numbers, with what a table does not hold; None: as the table has them.
+        prompts: the prompts by their numbers, with what a table does not hold; None: as the table has them. A
+            trajectory whose prompt has other tokens keeps them.
     """
     check(table)
     columns = {name: _values(table.column(name)) for name in table.column_names if name != "untrained"}
@@ -127,7 +136,7 @@ def decode(table: pa.Table, prompts: Mapping[int, Prompt] | None = None) -> list
         first, *others = run
         index = columns["prompt_index"][first]
         prompt = prompts[index] if prompts is not None else _prompt(columns, first)
-        made = {i: _rollout(columns, i, prompt, kinds) for i in (first, *others)}
+        made = {i: _rollout(columns, i, _own_prompt(columns, i, prompt), kinds) for i in (first, *others)}
         greedy = made.pop(first) if columns["sample"][first] == GREEDY else None
         status = columns["status"][first]
         groups.append(Group(prompt=prompt, rollouts=tuple(made.values()), status=status, greedy=greedy))
@@ -153,6 +162,8 @@ def from_bytes(content: bytes) -> list[pa.Table]:
 def check(table: pa.Table) -> None:
     """Raise ValueError for a table that lacks a column, or has it in another type."""
     for field in SCHEMA:
+        if field.name in LATER and field.name not in table.column_names:
+            continue
         if table.schema.get_field_index(field.name) < 0 or table.schema.field(field.name).type != field.type:
             raise ValueError(f"it has no column {field.name!r} of type {field.type}")
     for field in table.schema:
@@ -290,6 +301,16 @@ def _prompt(columns: Mapping[str, list[Any]], i: int) -> Prompt:
     return Prompt(token_ids=ids, text=columns["prompt"][i], columns=own, index=columns["prompt_index"][i])
 
 
+def _own_prompt(columns: Mapping[str, list[Any]], i: int, prompt: Prompt) -> Prompt:
+    """The prompt of a trajectory: its group's, unless an environment gave it one of its own."""
+    ids = _known("prompt_ids", columns["prompt_ids"][i])
+    return prompt if ids == prompt.token_ids else replace(prompt, token_ids=ids, text=columns["prompt"][i])
+
+
+def _messages(text: str | None) -> tuple[Any, ...] | None:
+    return None if text is None else tuple(json.loads(text))
+
+
 def _rollout(columns: Mapping[str, list[Any]], i: int, prompt: Prompt, kinds: Mapping[str, Sequence[str]]) -> Rollout:
     sampled = columns["sampled"][i]
 
@@ -302,6 +323,8 @@ def _rollout(columns: Mapping[str, list[Any]], i: int, prompt: Prompt, kinds: Ma
     def by_name(kind: str) -> dict[str, Any]:
         return {name.removeprefix(f"{kind}/"): columns[name][i] for name in kinds[kind]}
 
+    errors = {name: text for name, text in by_name("error").items() if text is not None}
+    stop_reason = columns["stop_reason"][i]
     advantages, policy_logps, entropies = map(per_token, ("token_advantages", "policy_logps", "entropies"))
     (advantage,) = _known("advantage", (columns["advantage"][i],)) if advantages is None else (advantages,)
     trajectory = Trajectory(
@@ -312,7 +335,9 @@ def _rollout(columns: Mapping[str, list[Any]], i: int, prompt: Prompt, kinds: Ma
         entropies=entropies if policy_logps is None else None,
         versions=_known("versions", columns["versions"][i]),  # type: ignore[arg-type]  # two numbers
         text=columns["completion"][i],
-        stop_reason=columns["stop_reason"][i],
+        stop_reason=stop_reason,
+        messages=_messages(columns["messages"][i]) if "messages" in columns else None,
+        error=errors.get(ENVIRONMENT, "") if stop_reason in LOST else "",
     )
     return Rollout(
         trajectory=trajectory,
@@ -320,7 +345,7 @@ def _rollout(columns: Mapping[str, list[Any]], i: int, prompt: Prompt, kinds: Ma
         rewards=by_name("reward"),
         correct=columns["correct"][i],
         extras={name: value for name, value in by_name("extra").items() if value is not None},
-        errors={name: text for name, text in by_name("error").items() if text is not None},
+        errors=errors,
         shaped=columns["shaped"][i],
         advantage=advantage,
         is_masked=columns["is_masked"][i],

@@ -89,6 +89,7 @@ def held_out_name(key: str) -> str:
 
 TOKENS, KEPT, GROUPS = "live tokens, all updates", "kept tokens", "groups sampled"
 SCORED, HELD_OUT = "sampled, without abstentions", "held-out prompts"
+EPISODES, CALLS = "episodes played", "calls in the episodes played"
 
 KEYS = (
     Key("reward/mean", "weighted sum of the reward functions, before penalties", SCORED, line="reward {:.3f}"),
@@ -169,6 +170,42 @@ KEYS = (
         expect="few",
         reduce="sum",
     ),
+    Key(
+        "turns/mean",
+        "turns of the policy in an episode; this and the other `turns/` keys with an environment",
+        EPISODES,
+    ),
+    Key("turns/max", "turns of the longest episode", EPISODES, reduce="max"),
+    Key("turns/calls", "tool calls in an episode", EPISODES),
+    Key("turns/call_error_frac", "share of calls that a tool answered with an error", CALLS),
+    Key(
+        "turns/unparsed_frac",
+        "share of calls that could not be read",
+        CALLS,
+        expect="{}, falling",
+        typical=(-inf, 0.2),
+        alarm=(0.0, 0.2),
+        remedy="read such calls in the completions: cut ones need a higher max_new_tokens; else show the model a call "
+        "in the prompt, or start from a model that was trained on this chat template",
+    ),
+    Key(
+        "turns/lost_frac",
+        "share of episodes that were lost: the environment failed or did not answer in time. They have no reward",
+        EPISODES,
+        expect="0",
+        alarm=(0.0, 0.05),
+        remedy="fix the environment; error/environment in the completions has the traceback of each lost episode",
+    ),
+    Key(
+        "turns/cut_frac",
+        "share of episodes that were cut: at the limit of tokens, of turns, or by the model's context",
+        EPISODES,
+        typical=(-inf, 0.1),
+        alarm=(0.0, 0.3),
+        remedy="look at stop_reason in the completions: raise max_turns for turns, max_new_tokens for length; for "
+        "context, let the environment answer with less text",
+    ),
+    Key("turns/given_tokens", "tokens of an episode that the policy did not write", EPISODES),
     Key("policy/loss", "the loss", "mean over updates"),
     Key(
         "policy/kl",

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gruppo.errors import InputError
-from gruppo.imports import is_address, write_spec
+from gruppo.process.by_name import is_address, write_spec
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -114,6 +114,12 @@ class AdvancedOptions(Options):
     """Seconds that a rank may take for its part of a step before the others count it as lost."""
     sampler_deadline: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that vLLM may take for a step's rollouts before it counts as lost."""
+    max_turn_tokens: Positive | None = None
+    """Token limit of one turn of an episode. Unset: what `max_new_tokens` leaves."""
+    turn_deadline: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds that an environment or a tool may take for one answer before its episode counts as lost."""
+    episode_deadline: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that an environment may take for all answers of an episode."""
     tracker_deadline: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that TensorBoard, W&B or trackio may take for one call before the run goes on without it."""
 
@@ -288,9 +294,17 @@ class RolloutOptions(Options):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of sampling, and of scoring what was sampled."""
     max_new_tokens: Positive = 256
-    """Token limit of a completion. Unset: 256, or a quarter of a context that is shorter than 1024."""
+    """Token limit of a completion, over all of its turns. Unset: 256, or a quarter of a context that is shorter than
+    1024."""
     stop: Annotated[Names, AfterValidator(lambda texts: _not_empty(texts))] = ()
     """Texts that end a completion."""
+    tools: Names = ()
+    """Tools that the model may call, each my_module:function with type hints and a docstring (docs/turns.md)."""
+    environment: Named | None = None
+    """What answers the model's turns: my_module:Class or my_module:make, for an environment of gruppo, of TRL or of
+    Gymnasium's kind (docs/turns.md). Unset: a completion is one turn, unless there are tools."""
+    max_turns: Positive = 10
+    """Turns of the model in an episode, where there are tools or an environment."""
     dynamic_sampling: Count = 0
     """Dynamic sampling: replace groups with identical rewards, sampling at most this many batches of prompts per step.
     0 disables it."""

@@ -24,10 +24,10 @@ from gruppo.reward import RewardShape
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.reader import RunReader
 from gruppo.trainer import build
-from gruppo.trainer.advantages import AdvantageStage
+from gruppo.trainer.advantages import AdvantageAssigner
 from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.inputs import MARK, Inputs, resolve_inputs
 from gruppo.trainer.learner import Learner, minibatch_parts
-from gruppo.trainer.objects import MARK, Objects, take_objects
 from gruppo.trainer.state import Snapshots
 from gruppo.types import Group, Rollout
 from gruppo.weights.source import load_tokenizer
@@ -262,10 +262,10 @@ def _estimated(config: TrainConfig, line: dict[str, Any], groups: list[Group], n
         names = list(groups[0].rollouts[0].rewards)
         weights, correct_by = {names[0]: 1.0}, names[0]
         if len(names) > 1:
-            _, objects = take_objects(config)
-            scorer = build.build_rewards(config, objects)
+            _, inputs = resolve_inputs(config)
+            scorer = build.build_rewards(config, inputs)
             weights, correct_by = {reward.name: reward.weight for reward in scorer.rewards}, scorer.correct_by
-    stage = AdvantageStage(
+    stage = AdvantageAssigner(
         estimate=estimate,
         shape=RewardShape(
             max_length=config.max_new_tokens,
@@ -306,8 +306,8 @@ def _with_weights(cases: list[_Case], run: RunReader, config: TrainConfig, step:
     own = cases[0]
     if config.threads:
         torch.set_num_threads(config.threads)
-    objects = Objects(model=config.pinned_model, tokenizer=None, rewards=(), data=None, eval_data=None)
-    model = build.build_model(config, objects, own.loss, load_tokenizer(config.tokenizer_id))
+    inputs = Inputs(model=config.pinned_model, tokenizer=None, rewards=(), data=None, eval_data=None)
+    model = build.build_model(config, inputs, own.loss, load_tokenizer(config.tokenizer_id))
     if any("ref_logps" in case.loss.needs for case in cases):
         model.reference()  # before the weights of the step are loaded: it is the model at the start
     if step > 1:

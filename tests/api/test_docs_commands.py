@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gruppo.cli import options
+from gruppo.cli import arguments
 from gruppo.cli.main import VERBS, run
 
 ROOT = Path(__file__).parents[2]
@@ -136,14 +136,14 @@ class Parsed(Exception):
 
 
 def parse_only(words: list[str]) -> None:
-    real = options.parse_words
+    real = arguments.parse_words
 
     def stop_after_parsing(*args, **kwargs):
         real(*args, **kwargs)
         raise Parsed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "parse_words", stop_after_parsing)
+        patch.setattr(arguments, "parse_words", stop_after_parsing)
         with pytest.raises(Parsed):
             run(words)
 

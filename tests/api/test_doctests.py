@@ -10,7 +10,7 @@ PACKAGES = ("advantage", "batch", "parallel", "kernel", "loss", "metric")
 
 
 def modules():
-    names = ["gruppo.types", "gruppo.errors", "gruppo.imports", "gruppo.run.console", "gruppo.trainer.state"]
+    names = ["gruppo.types", "gruppo.errors", "gruppo.process.by_name", "gruppo.run.console", "gruppo.trainer.state"]
     for package in PACKAGES:
         path = import_module(f"gruppo.{package}").__path__
         names += [f"gruppo.{package}", *(m.name for m in pkgutil.iter_modules(path, f"gruppo.{package}."))]

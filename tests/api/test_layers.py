@@ -7,7 +7,7 @@ import gruppo
 
 ROOT = Path(gruppo.__file__).parent
 
-ORDER = ("errors", "faults", "types", "codec", "output", "child", "imports", "keys", "peer_names", "options",
+ORDER = ("errors", "faults", "types", "codec", "process", "keys", "peer_names", "options",
          "batch", "random", "kernel", "loss", "advantage", "parallel", "metric", "reward", "task", "weights", "model",
          "sampler", "turns", "rollout", "run", "doctor", "trainer", "replay", "convert", "recipes", "report", "cli",
          "__main__")  # fmt: skip

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import pytest
 
 import gruppo
+from gruppo.cli.arguments import make_parser
 from gruppo.cli.main import VERBS
-from gruppo.cli.options import make_parser
 from gruppo.peer_names import ABSENT, ELSEWHERE, REFUSED
 from gruppo.trainer.config import OPTIONS, TrainConfig
 

@@ -167,7 +167,7 @@ LISTENING = re.compile(r"\b\w*(?:HTTP|TCP|UDP|WSGI|XMLRPC)Server\b|\bcreate_serv
 
 def test_what_listens_on_a_port_is_the_view_alone_and_the_page_names_it():
     listening = {str(p.relative_to(SOURCE)) for p in FILES if LISTENING.search(p.read_text(encoding="utf-8"))}
-    assert listening == {"report/server.py"}
+    assert listening == {"report/view_server.py"}
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     part = page.split("## Processes and sockets")[1].split("\n## ")[0]
     assert "`gruppo view` and `gruppo train --view` listen on a port of `127.0.0.1`" in part

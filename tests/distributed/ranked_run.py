@@ -40,14 +40,14 @@ CASES: dict[str, dict[str, Any]] = {
 def run(case: str, folder: Path, ranks: Ranks | None, **changes: Any) -> None:
     """One run, on this rank."""
     if ranks is not None and ranks.rank:
-        from gruppo.trainer.follow import follow
+        from gruppo.trainer.rank_worker import follow
 
         follow(ranks)
         return
     config = TrainConfig(**USUAL | CASES[case] | changes, output=str(folder / case.replace(" ", "-").replace(",", "")))
     GRPOTrainer(config, quiet=True, ranks=ranks).train()
     if ranks is not None:
-        ranks.tell({"call": "end", "code": 0})
+        ranks.broadcast({"call": "end", "code": 0})
 
 
 def poison() -> None:

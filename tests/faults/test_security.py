@@ -369,11 +369,11 @@ def test_a_revision_with_modelscope_is_handed_on(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_revision_of_a_model_object_is_refused() -> None:
-    from gruppo.trainer.objects import take_objects
+    from gruppo.trainer.inputs import resolve_inputs
 
     actor = TransformersModel("builtin")
     with pytest.raises(InputError, match="revision='main' is for a model that is loaded by its name"):
-        take_objects(TrainConfig(revision="main"), model=actor.model, tokenizer=actor.tokenizer)
+        resolve_inputs(TrainConfig(revision="main"), model=actor.model, tokenizer=actor.tokenizer)
 
 
 # --- the vLLM server ----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from gruppo.kernel.head import FUSED, TORCH, TRITON
 from gruppo.loss import CISPOLoss, DAPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
 from gruppo.loss.inputs import align
 from gruppo.metric import GRPOMetric
-from gruppo.model.scorer import LossWalk
+from gruppo.model.logp_model import LossWalk
 
 ROUTES = (FUSED, TRITON, TORCH)
 

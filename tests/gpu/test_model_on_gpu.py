@@ -110,7 +110,7 @@ def test_rows_that_replace_others_draw_what_they_draw_beside_as_many():
 
 
 def test_the_plan_of_the_memory_is_right_to_ten_percent():
-    from gruppo.trainer.plan import bytes_per_token
+    from gruppo.trainer.estimate import bytes_per_token
 
     for recomputed in (False, True):
         model = TransformersModel(small_model(), layout="padded", gradient_checkpointing=recomputed)
@@ -124,7 +124,7 @@ def test_the_plan_of_the_memory_is_right_to_ten_percent():
             ]
             for _ in range(2):
                 torch.cuda.reset_peak_memory_stats()
-                model.scorer.body(pack(features).to(model.device)).sum().backward()
+                model.logp_model.body(pack(features).to(model.device)).sum().backward()
             peaks.append(torch.cuda.max_memory_allocated())
         measured = (peaks[1] - peaks[0]) / 8192
         print(f"  recompute={recomputed}: planned {per_token:.0f}, measured {measured:.0f} bytes per token", flush=True)
@@ -154,7 +154,7 @@ def test_decoding_in_graphs_has_the_log_probs_of_the_trainer():
         model.set_optimizer(lr=0.01)
         sampler = TorchSampler(model)
         sampler.stop_ids = (7,)
-        model.scorer.temperature = 0.8
+        model.logp_model.temperature = 0.8
         before = None
         for _ in range(3):  # the graph is made, its prompts' too, and both serve weights that have moved
             drawn = [t for samples in sampler.draw(prompts, 8, params) for t in samples]
@@ -166,7 +166,7 @@ def test_decoding_in_graphs_has_the_log_probs_of_the_trainer():
                 ours = torch.tensor([x for t in drawn for x in getattr(t, name)])
                 assert float((ours - theirs).abs().mean()) < 0.02, (options, name)
             assert [t.tokens for t in drawn] != before
-            before, decoder = [t.tokens for t in drawn], model.scorer.decoder
+            before, decoder = [t.tokens for t in drawn], model.logp_model.decoder
             model.forward_backward(features, advantages=advantages)
             model.clip_grad_and_step(1e9)
         assert decoder is not None and decoder.num_runs == 6

@@ -18,7 +18,7 @@ from warm_process import Command, run_python
 from written_runs import metrics_of, rollout, run_directory, write_large_run
 
 from gruppo.doctor import Finding, State
-from gruppo.report.server import ViewServer
+from gruppo.report.view_server import ViewServer
 from gruppo.types import Group, Prompt
 
 STEPS = 1000

@@ -24,8 +24,8 @@ from written_runs import metrics_of, rollout, run_directory
 
 from gruppo.cli.report import view
 from gruppo.errors import InputError
-from gruppo.report import server as report_server
-from gruppo.report.server import ViewServer
+from gruppo.report import view_server as report_server
+from gruppo.report.view_server import ViewServer
 from gruppo.run.directory import RunDirectory
 from gruppo.types import Group, Prompt
 

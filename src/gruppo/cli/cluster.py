@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 )
 
 from gruppo.errors import GruppoError, InputError, RankError
-from gruppo.output import printable, shell_word, unhindered
+from gruppo.process.streams import printable, safe_streams, shell_word
 from gruppo.run.signals import StopFlag
 from gruppo.sampler.vllm.placed import ServerKeeper
 
@@ -53,7 +53,7 @@ def train_on(options: "RayOptions", config: Any, run: Callable[..., int]) -> int
     output.parent.mkdir(parents=True, exist_ok=True)
     # Ray Train wants a folder that all nodes see, and tries it.
     with (
-        unhindered(),
+        safe_streams(),
         stop.listening(),
         connected(options),
         TemporaryDirectory(dir=output.parent, prefix=".gruppo-ray-") as folder,

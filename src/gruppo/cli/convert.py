@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from gruppo.cli.options import Arguments, Word, parse
+from gruppo.cli.arguments import Arguments, Word, parse
 from gruppo.convert import convert as converted
 from gruppo.trainer.config import TrainConfig
 

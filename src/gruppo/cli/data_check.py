@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.cli.options import Arguments, Word, parse_options
+from gruppo.cli.arguments import Arguments, Word, parse_options
 from gruppo.errors import GruppoError, InputError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.task.dataset import DroppedRow, Rows, TooLongRow
 from gruppo.task.prompts import PromptSet, check_columns, load_prompts
 from gruppo.task.sources import resolve_source

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from gruppo.cli.options import HomePath, RunArguments, Word, parse_options, run_config
+from gruppo.cli.arguments import HomePath, RunArguments, Word, parse_options, run_config
 from gruppo.cli.report import write_report
 from gruppo.cli.train import run
 from gruppo.errors import InputError
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 from gruppo.run.console import questions_of, visible
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Annotated
 from rich.console import Console
 from rich.text import Text
 
-from gruppo.cli.options import Arguments, HomePath, Word, parse
+from gruppo.cli.arguments import Arguments, HomePath, Word, parse
 from gruppo.errors import InputError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "pyarrow", "numpy", "vllm", "triton", "bitsandbytes")
 LITTLE_DISK = 2 * 2**30

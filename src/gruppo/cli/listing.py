@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from gruppo.cli.options import Arguments, Word, parse
+from gruppo.cli.arguments import Arguments, Word, parse
 from gruppo.errors import InputError
-from gruppo.imports import import_object
+from gruppo.process.by_name import import_object
 
 
 class LossesArguments(Arguments):

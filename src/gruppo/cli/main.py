@@ -10,9 +10,9 @@ import sys
 import traceback
 
 from gruppo import __version__
-from gruppo.child import stop_with_launcher
 from gruppo.errors import GruppoError, InputError, require_train
-from gruppo.output import printable, unhindered
+from gruppo.process.child import stop_with_launcher
+from gruppo.process.streams import printable, safe_streams
 from gruppo.run.signals import STOPPED, stop_signals
 
 OVERVIEW = """\
@@ -125,7 +125,7 @@ def _make_safe_to_print() -> None:
 
 def _complain(text: str) -> None:
     """Print to standard error, if that takes it."""
-    with unhindered():
+    with safe_streams():
         print(printable(text), end="", file=sys.stderr)
 
 

@@ -4,13 +4,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from gruppo.cli.options import Arguments, HomePath, Word, parse, parse_options
+from gruppo.cli.arguments import Arguments, HomePath, Word, parse, parse_options
 from gruppo.errors import InputError
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 from gruppo.run.reader import RunReader, read_lines
 from gruppo.trainer.config import TrainConfig
 
@@ -52,6 +53,7 @@ class EvalArguments(Arguments):
 EVAL_OPTIONS = (
     *("model", "tokenizer", "data", "rewards", "temperature", "max_new_tokens", "stop", "correct_by", "correct_at"),
     *("prompt_column", "answer_column", "chat", "system", "chat_template_kwargs", "seed", "sampler", "dtype"),
+    *("tools", "environment", "max_turns"),
 )
 
 
@@ -63,15 +65,16 @@ def evaluate_model(arguments: Sequence[str]) -> int:
     from gruppo.rollout.evaluate import evaluate
     from gruppo.task import load_prompts
     from gruppo.task.order import EVAL_STREAM, shuffle
-    from gruppo.trainer.build import build_rewards, prompt_options, sampling_params
-    from gruppo.trainer.objects import take_objects
+    from gruppo.trainer.build import build_player, build_rewards, prompt_options, sampling_params
+    from gruppo.trainer.inputs import resolve_inputs
     from gruppo.weights.source import load_tokenizer, longest_prompt
 
-    config, objects = take_objects(config)
-    with build_rewards(config, objects) as scorer:
-        reading = prompt_options(config)
+    config, inputs = resolve_inputs(config)
+    with build_rewards(config, inputs) as scorer:
+        reading = prompt_options(config, inputs.environments)
         reading["max_prompt_tokens"] = longest_prompt(config.pinned_model, 1, config.max_prompt_tokens)
-        found = load_prompts(config.data, load_tokenizer(config.tokenizer_id), **reading)
+        tokenizer = load_tokenizer(config.tokenizer_id)
+        found = load_prompts(config.data, tokenizer, **reading)
         prompts = list(found)
         if given.limit is not None and given.limit < 1:
             raise InputError(f"limit must be at least 1, got {given.limit}")
@@ -81,8 +84,10 @@ def evaluate_model(arguments: Sequence[str]) -> int:
         sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
         params = sampling_params(config)
         try:
-            driver = Driver(sampler=sampler, scorer=scorer)
-            result = evaluate(prompts, driver, params, num_samples=config.eval_samples)
+            player = build_player(config, inputs.environments, config.pinned_model, tokenizer)
+            with nullcontext() if player is None else closing(player):
+                driver = Driver(sampler=sampler, scorer=scorer, player=player)
+                result = evaluate(prompts, driver, params, num_samples=config.eval_samples)
         finally:
             sampler.close()
     if given.as_json:
@@ -155,7 +160,7 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
     from gruppo.options import read_sampler
     from gruppo.sampler import vLLMSampler
     from gruppo.trainer.build import sampler_of
-    from gruppo.weights.source import load_tokenizer
+    from gruppo.weights.source import context_length, load_tokenizer
 
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -177,7 +182,7 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
         tokenizer=tokenizer,
         servers=servers,
         dtype=("bfloat16" if has_bf16 else "float32") if config.dtype == "auto" else config.dtype,
-        max_model_len=longest + config.max_new_tokens + 1,
+        max_model_len=context_length(config.pinned_model) if config.has_turns else longest + config.max_new_tokens + 1,
         options=dict(config.vllm_options),
         deadline_s=config.advanced.sampler_deadline,
     )
@@ -248,6 +253,7 @@ class SampleArguments(Arguments):
 
 SAMPLE_OPTIONS = (
     *("model", "tokenizer", "max_new_tokens", "stop", "chat", "system", "chat_template_kwargs", "sampler", "dtype"),
+    *("tools", "environment", "max_turns"),
 )
 
 
@@ -268,8 +274,12 @@ def sample(arguments: Sequence[str]) -> int:
     from gruppo.run.console import visible
     from gruppo.sampler import SamplingParams
     from gruppo.task import load_prompts
+    from gruppo.trainer.build import build_player
+    from gruppo.trainer.inputs import environments_by_name
     from gruppo.weights.source import load_tokenizer, longest_prompt
 
+    environments = environments_by_name(config)
+    tokenizer = load_tokenizer(config.tokenizer_id)
     params = SamplingParams(
         temperature=config.temperature if given.temperature is None else given.temperature,
         max_new_tokens=config.max_new_tokens,
@@ -281,11 +291,12 @@ def sample(arguments: Sequence[str]) -> int:
     )
     found = load_prompts(
         [{"prompt": text} for text in given.prompts],
-        load_tokenizer(config.tokenizer_id),
+        tokenizer,
         max_prompt_tokens=longest_prompt(config.pinned_model, 1),
         chat=config.chat,
         system=config.system,
         chat_template_kwargs=config.chat_template_kwargs,
+        tools_of=environments and environments.tools_of,
     )
     if found.dropped:
         raise InputError(f"{found.left_out()}; leave it out")
@@ -297,7 +308,10 @@ def sample(arguments: Sequence[str]) -> int:
         raise InputError(f"num_samples={given.num_samples} is more than {MAX_SAMPLES:,}; lower it")
     sampler = open_sampler(config, max(len(prompt.token_ids) for prompt in prompts))
     try:
-        groups, _ = Driver(sampler=sampler, scorer=None).play(prompts, given.num_samples, params, step=0)
+        player = build_player(config, environments, config.pinned_model, tokenizer)
+        with nullcontext() if player is None else closing(player):
+            driver = Driver(sampler=sampler, scorer=None, player=player)
+            groups, _ = driver.play(prompts, given.num_samples, params, step=0)
     finally:
         sampler.close()
     console = Console(highlight=False)

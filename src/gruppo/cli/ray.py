@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from gruppo.cli.options import Arguments, Word
+from gruppo.cli.arguments import Arguments, Word
 from gruppo.errors import InputError, require
 
 SETTINGS = {

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 from rich.table import Table
 
-from gruppo.cli.options import Arguments, HomePath, Word, parse
+from gruppo.cli.arguments import Arguments, HomePath, Word, parse
 from gruppo.errors import InputError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.run.reader import RunReader
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
-from gruppo.cli.options import Arguments, HomePath, Word, parse
+from gruppo.cli.arguments import Arguments, HomePath, Word, parse
 from gruppo.errors import InputError
 from gruppo.run.reader import RunReader
 
@@ -102,7 +102,7 @@ def _opened(url: str) -> Iterator[None]:
 
 def view(arguments: Sequence[str]) -> int:
     from gruppo.doctor import summary
-    from gruppo.report.server import ViewServer
+    from gruppo.report.view_server import ViewServer
 
     given = parse(ViewArguments, arguments, "view")
     server = ViewServer(readers(given.runs), port=given.port, summary=summary)

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.cli.options import Arguments, Word, parse
+from gruppo.cli.arguments import Arguments, Word, parse
 from gruppo.errors import GruppoError, InputError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.reward import RewardResult, RewardScorer, load_reward
 from gruppo.reward.result import statistics
 from gruppo.task.sources import resolve_source

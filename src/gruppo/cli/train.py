@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rich.console import Console
 
-from gruppo.cli.options import HomePath, RunArguments, Word, parse, parse_options, run_config
+from gruppo.cli.arguments import HomePath, RunArguments, Word, parse, parse_options, run_config
 from gruppo.cli.ray import RayOptions, launch
 from gruppo.errors import RankError, Terminated
 from gruppo.keys import held_out_name
-from gruppo.output import shell_word, unhindered
+from gruppo.process.streams import safe_streams, shell_word
 from gruppo.run.reader import RunReader
 from gruppo.run.signals import STOPPED, StopFlag, handling, stop_signals
 from gruppo.trainer.config import TrainConfig
@@ -141,7 +141,7 @@ def run(
     code = 1
     try:
         if ranks.rank:
-            from gruppo.trainer.follow import follow
+            from gruppo.trainer.rank_worker import follow
 
             code = follow(ranks)
         else:
@@ -193,7 +193,7 @@ def _run(
     ranks: "Ranks | None" = None,
 ) -> int:
     # Before the imports: what they bring keeps the streams that it finds.
-    with unhindered(), _leaving_tidily():
+    with safe_streams(), _leaving_tidily():
         console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)  # paths, printed as they are
         if opening:
             console.print(opening, soft_wrap=False)

@@ -8,7 +8,7 @@ import numpy as np
 
 from gruppo.doctor.finding import CORRECT, LENGTH, Change, Finding, beyond, departure
 from gruppo.doctor.table import Points, Rollouts, Table
-from gruppo.output import printable
+from gruppo.process.streams import printable
 
 FEWEST_GROUPS = 10
 """Fewest groups for a comparison within groups; fewer are noise."""

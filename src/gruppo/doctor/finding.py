@@ -64,8 +64,11 @@ def _means(points: Points) -> tuple[int, list[float]]:
     width = min(WINDOW, len(points))
     if len(points) < FEWEST_STEPS:
         return width, []
-    sums = np.concatenate([[0.0], np.cumsum([value for _, value in points])])
-    return width, ((sums[width:] - sums[:-width]) / width).tolist()
+    values = np.array([value for _, value in points], float)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    windows = np.lib.stride_tricks.sliding_window_view(values, width)
+    # Rounding must not take a mean beyond its values.
+    return width, np.clip((sums[width:] - sums[:-width]) / width, windows.min(-1), windows.max(-1)).tolist()
 
 
 def beyond(points: Points, bound: float, *, above: bool = True) -> Stretch | None:

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from gruppo.codec import ENVIRONMENT
 from gruppo.doctor.finding import (
     CORRECT,
     DEAD_FRAC,
     ENTROPY,
     FEWEST_STEPS,
+    LENGTH,
     NORM,
     REWARD,
     SKIPPED,
@@ -22,14 +24,18 @@ from gruppo.doctor.finding import (
 from gruppo.doctor.progress import LEAST_RISE, SOLVED, Fall, Progress, held_out_scores
 from gruppo.doctor.table import Points, Table
 from gruppo.keys import find
-from gruppo.output import printable
+from gruppo.process.streams import printable
+from gruppo.types import CUT
 
 # --- ranges of the registry -------------------------------------------------------------------------------------------
 
 RANGES = {
     "live/approx_kl": ("kl_blow_up", "the policy moves too far within a step"),
     "policy/kl": ("kl_blow_up", "the policy has moved far from the reference"),
+    "turns/lost_frac": ("lost_episodes", "episodes are lost because the environment fails"),
     "reward/<name>/error_frac": ("reward_fails", "a reward function keeps failing"),
+    "turns/unparsed_frac": ("unreadable_calls", "many tool calls cannot be read"),
+    "turns/cut_frac": ("cut_episodes", "many episodes are cut before they end"),
     "completion/truncated_frac": ("truncation", "most completions are cut off before they end"),
     "completion/empty_frac": ("empty_completions", "most completions are blank"),
 }
@@ -40,6 +46,8 @@ their consequences."""
 def out_of_range(table: Table) -> Iterator[Finding]:
     """Keys whose mean is outside their healthy range."""
     keys = [(name, key) for name in table.keys if (key := find(name)) is not None and key.name in RANGES]
+    if "turns/cut_frac" in table.keys:  # which names the limit
+        keys = [(name, key) for name, key in keys if name != "completion/truncated_frac"]
     for name, key in sorted(keys, key=lambda pair: list(RANGES).index(pair[1].name)):
         assert key.alarm is not None
         low, high = key.alarm
@@ -52,7 +60,7 @@ def out_of_range(table: Table) -> Iterator[Finding]:
                 rule=rule,
                 severity="problem" if found.is_now else "warning",
                 step=found.begin,
-                text=text + _failure(table, name),
+                text=text + _failure(table, name) + _limit(table, name),
                 evidence=f"{name} is {found.worst:.3g}, {'above' if above else 'below'} {bound:g}",
                 remedy=key.remedy,
                 metric=name,
@@ -60,11 +68,22 @@ def out_of_range(table: Table) -> Iterator[Finding]:
 
 
 def _failure(table: Table, name: str) -> str:
-    """First failure of a reward function, as recorded in the completions."""
-    reward = name.split("/")[1]
+    """First failure of a reward function or of the environment, as recorded in the completions."""
+    if not name.endswith(("/error_frac", "/lost_frac")):
+        return ""
+    reward = ENVIRONMENT if name == "turns/lost_frac" else name.split("/")[1]
     texts = [rollouts.errors[reward] for rollouts in table.rollouts if reward in rollouts.errors]
     last_line = printable(texts[0].rstrip().rpartition("\n")[2])[:200] if texts else ""
-    return f": {last_line}" if name.endswith("/error_frac") and last_line else ""
+    return f": {last_line}" if last_line else ""
+
+
+def _limit(table: Table, name: str) -> str:
+    """The limit that cut most episodes, as recorded in the completions."""
+    cut = {stop: sum(rollouts.stops.get(stop, 0) for rollouts in table.rollouts) for stop in sorted(CUT)}
+    if name != "turns/cut_frac" or not any(cut.values()):
+        return ""
+    most = max(cut, key=lambda stop: cut[stop])
+    return f", {cut[most] / sum(cut.values()):.0%} of them by {most}"
 
 
 # --- sampler and precision --------------------------------------------------------------------------------------------
@@ -450,6 +469,62 @@ def _side_rewards(table: Table) -> dict[str, Change]:
         if name != table.correct_by and len(names) > 1 and change is not None:
             found[name] = change
     return found
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+RARELY = 0.01
+"""Calls per episode below which tools play no part."""
+
+
+def tools_never_called(table: Table) -> Iterator[Finding]:
+    """The policy has tools and calls none.
+
+    Where the options name no tools, episodes of a single turn show it: a game answers its first turn.
+    """
+    calls, turns = table.series("turns/calls"), dict(table.series("turns/mean"))
+    has_tools = bool(table.config.get("tools"))
+    points = [(step, value) for step, value in calls if has_tools or turns.get(step) == 1]
+    found, correct = beyond(points, RARELY, above=False), Change.of(table.series(CORRECT))
+    if found is None or not found.is_now or (correct is not None and correct.last >= SOLVED):
+        return
+    yield Finding(
+        rule="tools_never_called",
+        severity="warning",
+        step=found.begin,
+        text="the policy does not call its tools",
+        evidence=f"{found.mean:.3g} calls per episode {found.when}",
+        remedy="say in the prompt when to call a tool, check that the chat template shows the tools to the model, or "
+        "start from a model that can call tools; GRPO cannot teach what is never sampled",
+        metric="turns/calls",
+    )
+
+
+MOSTLY_GIVEN = 0.8
+"""Share of an episode's tokens written by the environment above which the policy's own are a minor part of the cost."""
+
+
+def mostly_given(table: Table) -> Iterator[Finding]:
+    """Most tokens of an episode are the environment's: they cost time and memory, and teach nothing."""
+    own = dict(table.series(LENGTH))
+    shares = [
+        (step, given / (given + own[step]))
+        for step, given in table.series("turns/given_tokens")
+        if given + own.get(step, 0.0) and step in own
+    ]
+    found = beyond(shares, MOSTLY_GIVEN)
+    if found is None or not found.is_now:
+        return
+    yield Finding(
+        rule="mostly_given",
+        severity="warning",
+        step=found.begin,
+        text="most tokens of an episode are written by the environment",
+        evidence=f"{found.mean:.0%} of the tokens after the prompt {found.when}",
+        remedy="let tools and environment answer with less text: only the policy's own tokens are trained on, and all "
+        "of them cost time and memory",
+        metric="turns/given_tokens",
+    )
 
 
 # --- policy -----------------------------------------------------------------------------------------------------------

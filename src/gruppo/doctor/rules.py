@@ -18,12 +18,14 @@ from gruppo.doctor.metric_rules import (
     decline,
     entropy_collapse,
     gradient_spike,
+    mostly_given,
     never_right,
     no_exploration,
     out_of_range,
     precision_lost,
     reward_hacking,
     stale_sampler,
+    tools_never_called,
 )
 from gruppo.doctor.table import Table
 from gruppo.run.reader import RunReader
@@ -41,7 +43,9 @@ RULES: dict[str, Rule] = {
         stale_sampler,
         precision_lost,
         length_exploitation,
+        tools_never_called,
         out_of_range,
+        mostly_given,
         repetition,
         entropy_collapse,
         gradient_spike,

@@ -10,7 +10,7 @@ from gruppo.doctor.rules import applied
 from gruppo.doctor.table import Table
 from gruppo.errors import InputError
 from gruppo.keys import held_out_name
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.run.reader import RunReader
 
 _NAMES = {REWARD: "reward", CORRECT: "right answers"}

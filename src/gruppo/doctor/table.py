@@ -1,5 +1,6 @@
 """Table: the numbers that rules look at, from a run's metrics, completions and newest checkpoint."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,7 +50,9 @@ class Rollouts:
     gap_T: np.ndarray
     """|sampler's log-prob - trainer's| of each token that has both."""
     errors: dict[str, str]
-    """First failure of each reward function."""
+    """First failure of each reward function, and of the environment."""
+    stops: Mapping[str, int] = field(default_factory=dict)
+    """Completions by stop reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,7 @@ def _rollouts(step: int, table: "pa.Table") -> Rollouts:
         distinct_N=np.array([distinct_share(row) for row in rows]),
         gap_T=_gap(table),
         errors={name: found[0] for name, found in texts.items() if found},
+        stops=Counter(table["stop_reason"].to_pylist()),
     )
 
 

@@ -21,10 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gruppo.batch.packed import usual_width
 from gruppo.kernel.triton_decode import QUERIES, draw_tokens, note_tokens, row_tiles
 from gruppo.model.attention_hook import refusal, set_shared_attention
-from gruppo.model.joined import joined_products
+from gruppo.model.fused_linear import joined_products
 
 if TYPE_CHECKING:
-    from gruppo.model.scorer import Scorer
+    from gruppo.model.logp_model import LogpModel
 
 CHECK_EVERY = 16
 """Tokens between two looks at which rows have ended."""
@@ -80,7 +80,7 @@ class Shape:
 
 
 def decode(
-    scorer: "Scorer",
+    logp_model: "LogpModel",
     prompts: Sequence[tuple[int, ...]],
     prompt_of: Sequence[int],
     uniforms: Tensor,
@@ -104,27 +104,27 @@ def decode(
         room=room,
         prompts=len(prompts),
         width=usual_width(max(map(len, prompts))),
-        tiles=len(row_tiles(prompt_of, heads_that_share(scorer))) if places == num_rows else places,
+        tiles=len(row_tiles(prompt_of, heads_that_share(logp_model))) if places == num_rows else places,
         temperature=temperature,
         stop_ids=tuple(stop_ids),
     )
-    decoder, scorer.decoder = scorer.decoder, None
+    decoder, logp_model.decoder = logp_model.decoder, None
     if decoder is None or not decoder.serves(shape):
         del decoder  # its memory first
-        decoder = GraphDecoder(scorer, shape)
+        decoder = GraphDecoder(logp_model, shape)
     found = decoder.run(prompts, prompt_of, uniforms, poll)
-    if bytes_to_keep(scorer, shape.slots):
-        scorer.decoder = decoder
+    if bytes_to_keep(logp_model, shape.slots):
+        logp_model.decoder = decoder
     return found
 
 
 class GraphDecoder:
     """Rows that grow by a token at a time."""
 
-    def __init__(self, scorer: "Scorer", shape: Shape) -> None:
-        self.scorer, self.shape = scorer, shape
-        self.device = next(scorer.model.parameters()).device
-        set_shared_attention(scorer.base)
+    def __init__(self, logp_model: "LogpModel", shape: Shape) -> None:
+        self.logp_model, self.shape = logp_model, shape
+        self.device = next(logp_model.model.parameters()).device
+        set_shared_attention(logp_model.base)
         self.row_of = torch.full((shape.places,), -1)
         """The row in each place, on the host; -1: none."""
         self.next_row = 0
@@ -132,7 +132,7 @@ class GraphDecoder:
         def made(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=self.device)
 
-        num, room, self.share = shape.places, shape.room, heads_that_share(scorer)
+        num, room, self.share = shape.places, shape.room, heads_that_share(logp_model)
         self.tiles, self.tile_of = made(shape.tiles, 1 + QUERIES // self.share), made(num)
         self.count, self.uniforms = made(num), made(num, room, dtype=torch.float32)
         self.u = made(num, dtype=torch.float32)
@@ -147,15 +147,15 @@ class GraphDecoder:
         self.ids_PL = made(shape.prompts, shape.width, dtype=torch.int64)
         self.place_PL = torch.arange(shape.width, device=self.device).expand(shape.prompts, -1)
         self.lengths_P = made(shape.prompts)
-        assert scorer.head is not None
-        self.first_PV = made(shape.prompts, scorer.head.out_features, dtype=torch.float32)
-        config = _config(scorer)
-        heads, size = config.num_key_value_heads, head_size(scorer)
+        assert logp_model.head is not None
+        self.first_PV = made(shape.prompts, logp_model.head.out_features, dtype=torch.float32)
+        config = _config(logp_model)
+        heads, size = config.num_key_value_heads, head_size(logp_model)
         arrived = made(shape.tiles, heads)
         self.layers: list[tuple[Tensor, ...]] = []
         for _ in range(config.num_hidden_layers):
             shapes = [(num, heads, room, size)] * 2 + [(shape.prompts, heads, shape.width, size)] * 2
-            kept = (torch.empty(s, dtype=next(scorer.base.parameters()).dtype, device=self.device) for s in shapes)
+            kept = (torch.empty(s, dtype=next(logp_model.base.parameters()).dtype, device=self.device) for s in shapes)
             self.layers.append((*kept, self.tiles, self.tile_of, self.lengths_P, self.count, arrived))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_of_prompts: torch.cuda.CUDAGraph | None = None
@@ -169,7 +169,7 @@ class GraphDecoder:
         return is_wide_enough and shape == replace(self.shape, width=shape.width) and self.weights == self._weights()
 
     def _weights(self) -> list[int]:
-        model = self.scorer.model
+        model = self.logp_model.model
         return [weight.data_ptr() for weights in (model.parameters(), model.buffers()) for weight in weights]
 
     def run(
@@ -269,16 +269,16 @@ class GraphDecoder:
         """One more token of each row: by a graph, once kernels for these shapes have been compiled and run."""
         self.num_steps += 1
         shapes = tuple(x.shape for x in self.layers[0])
-        if self.num_steps <= 2 and shapes not in self.scorer.decoded:
+        if self.num_steps <= 2 and shapes not in self.logp_model.decoded:
             self._step()
             return
-        self.scorer.decoded.add(shapes)
+        self.logp_model.decoded.add(shapes)
         if self.graph is None:
             self.graph = _captured(self._step, _graph_memory(self.device))
         self.graph.replay()
 
     def _step(self) -> None:
-        with joined_products(self.scorer.base):
+        with joined_products(self.logp_model.base):
             hidden_ND = self._hidden(
                 lambda hidden: hidden[:, 0],
                 input_ids=self.last[:, None],
@@ -291,11 +291,11 @@ class GraphDecoder:
 
     def _hidden(self, take: Callable[[Tensor], Tensor], **keywords: Any) -> Tensor:
         """Hidden states of a slot of each row."""
-        return self.scorer.read(keywords, take, lambda hidden_ND: hidden_ND)
+        return self.logp_model.read(keywords, take, lambda hidden_ND: hidden_ND)
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
         """Float32 logits, as the trainer has them."""
-        head = self.scorer.head
+        head = self.logp_model.head
         assert head is not None
         logits_NV = torch.mm(hidden_ND.to(head.weight.dtype), head.weight.T, out_dtype=torch.float32)  # type: ignore[call-overload]
         return head.shaped(logits_NV if head.bias is None else logits_NV + head.bias.float())
@@ -337,50 +337,55 @@ def _graph_memory(device: torch.device) -> Any:
 _anchors: list[Any] = []
 
 
-def can_decode(scorer: "Scorer") -> bool:
+def can_decode(logp_model: "LogpModel") -> bool:
     """Whether the model can be decoded in graphs: on a GPU, in half precision, with attention of one kind."""
-    weight = next(scorer.model.parameters())
-    if not weight.is_cuda or weight.element_size() != 2 or scorer.head is None or refusal(scorer.base) is not None:
+    weight = next(logp_model.model.parameters())
+    if (
+        not weight.is_cuda
+        or weight.element_size() != 2
+        or logp_model.head is None
+        or refusal(logp_model.base) is not None
+    ):
         return False
-    config = _config(scorer)
+    config = _config(logp_model)
     has_window = bool(config.to_dict().get("sliding_window"))
     return set(getattr(config, "layer_types", None) or ()) <= {"full_attention"} and not has_window
 
 
-def _config(scorer: "Scorer") -> Any:
-    return scorer.base.config.get_text_config()  # type: ignore[union-attr]
+def _config(logp_model: "LogpModel") -> Any:
+    return logp_model.base.config.get_text_config()  # type: ignore[union-attr]
 
 
-def heads_that_share(scorer: "Scorer") -> int:
+def heads_that_share(logp_model: "LogpModel") -> int:
     """Query heads that share a key head."""
-    config = _config(scorer)
+    config = _config(logp_model)
     return config.num_attention_heads // config.num_key_value_heads
 
 
-def head_size(scorer: "Scorer") -> int:
+def head_size(logp_model: "LogpModel") -> int:
     """Numbers of a key."""
-    config = _config(scorer)
+    config = _config(logp_model)
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def bytes_of_token(scorer: "Scorer") -> int:
+def bytes_of_token(logp_model: "LogpModel") -> int:
     """Bytes of the keys and values of a token."""
-    config = _config(scorer)
-    return config.num_hidden_layers * config.num_key_value_heads * head_size(scorer) * 2 * 2
+    config = _config(logp_model)
+    return config.num_hidden_layers * config.num_key_value_heads * head_size(logp_model) * 2 * 2
 
 
-def bytes_to_keep(scorer: "Scorer", tokens: int) -> int:
+def bytes_to_keep(logp_model: "LogpModel", tokens: int) -> int:
     """Bytes of a cache for so many tokens, if it is small enough to be kept for the next step; else 0."""
-    size = bytes_of_token(scorer) * tokens
-    device = next(scorer.model.parameters()).device
+    size = bytes_of_token(logp_model) * tokens
+    device = next(logp_model.model.parameters()).device
     return size if size <= SHARE_TO_KEEP * torch.cuda.get_device_properties(device).total_memory else 0
 
 
-def rows_that_fit(scorer: "Scorer", max_new_tokens: int) -> int:
+def rows_that_fit(logp_model: "LogpModel", max_new_tokens: int) -> int:
     """Rows of the cache that the free memory has room for."""
-    config = _config(scorer)
-    per_row = bytes_of_token(scorer) * max_new_tokens
+    config = _config(logp_model)
+    per_row = bytes_of_token(logp_model) * max_new_tokens
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    free += 0 if scorer.decoder is None else bytes_of_token(scorer) * scorer.decoder.shape.slots
+    free += 0 if logp_model.decoder is None else bytes_of_token(logp_model) * logp_model.decoder.shape.slots
     return max(int(free * SHARE_OF_MEMORY) // (per_row + 12 * config.vocab_size), 1)

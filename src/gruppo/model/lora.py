@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gruppo.errors import InputError
-from gruppo.imports import did_you_mean
+from gruppo.process.by_name import did_you_mean
 from gruppo.weights.source import linear_layers
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from gruppo.batch.shared import own_slots
 from gruppo.kernel.shared_prompt_attention import BLOCK
 from gruppo.loss import PolicyLoss
 from gruppo.model.attention_hook import refusal
+from gruppo.model.logp_model import LogpModel
 from gruppo.model.precision import can_widen, in_float32
-from gruppo.model.scorer import Scorer
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import InputFeature, Prompt, Rollout, Trajectory
 
@@ -72,14 +72,14 @@ class Planner:
     """
 
     def __init__(
-        self, scorer: Scorer, *, layout: Layout = "auto", tokens_per_microbatch: int | None, ranks: Ranks
+        self, logp_model: LogpModel, *, layout: Layout = "auto", tokens_per_microbatch: int | None, ranks: Ranks
     ) -> None:
-        self.scorer = scorer
+        self.logp_model = logp_model
         self.layout: Layout = layout
         self.tokens_per_microbatch = tokens_per_microbatch
         self.ranks = ranks
-        self.device: torch.device = next(scorer.model.parameters()).device
-        self.hidden_size = hidden_size(scorer.base)
+        self.device: torch.device = next(logp_model.model.parameters()).device
+        self.hidden_size = hidden_size(logp_model.base)
         self._can_run: bool | None = None
 
     def step(
@@ -141,7 +141,7 @@ class Planner:
     def _runs(self, layout: Literal["packed", "shared"]) -> bool:
         """Can the model run the layout that was chosen? Found when it first matters: it costs a few small forwards."""
         if self._can_run is None:
-            self._can_run = can_run(self.scorer, layout)
+            self._can_run = can_run(self.logp_model, layout)
         return self._can_run
 
     def _parts(self, rollouts: Sequence[Rollout], *, shares: bool, in_one_row: bool) -> list[list[int]]:
@@ -224,33 +224,33 @@ def shared_layout(trajectories: Sequence[Trajectory], *, hidden_size: int, is_cu
     return plan_rows(list(prompts.values()), list(completions.values()), hidden_size=hidden_size, is_cuda=is_cuda)
 
 
-def can_run(scorer: Scorer, layout: Literal["packed", "shared"]) -> bool:
+def can_run(logp_model: LogpModel, layout: Literal["packed", "shared"]) -> bool:
     """Can this model run that layout? Its class and config may refuse; else a comparison with padded rows decides."""
-    reason = refusal(scorer.base) if layout == "shared" else None
+    reason = refusal(logp_model.base) if layout == "shared" else None
     if reason is None:
-        before = getattr(getattr(scorer.base, "config", None), "_attn_implementation", None)
+        before = getattr(getattr(logp_model.base, "config", None), "_attn_implementation", None)
         try:
-            reason = _disagreement(scorer, layout)
+            reason = _disagreement(logp_model, layout)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             reason = f"it fails with {type(error).__name__}: {error}"
         if reason is not None and layout == "shared":
-            scorer.base.set_attn_implementation(before)  # type: ignore[operator]  # transformers'
+            logp_model.base.set_attn_implementation(before)  # type: ignore[operator]  # transformers'
     if reason is not None:
         refused = {"packed": "sequences are not packed into one row", "shared": "prompts are not shared"}[layout]
-        logger.warning("%s: %s, since %s; the layout is padded", type(scorer.base).__name__, refused, reason)
+        logger.warning("%s: %s, since %s; the layout is padded", type(logp_model.base).__name__, refused, reason)
     return reason is None
 
 
 @torch.no_grad()
-def _disagreement(scorer: Scorer, layout: Literal["packed", "shared"]) -> str | None:
+def _disagreement(logp_model: LogpModel, layout: Literal["packed", "shared"]) -> str | None:
     """Compare two groups in one row with their sequences in rows of their own.
 
     What a layout gets wrong, it gets wrong in float32 too, where nothing hides it. As the model runs, in half precision
     or TF32, it is then asked only to be about as far from float32 as padded rows are: on real weights single tokens are
     half a nat off in any layout.
     """
-    vocabulary = scorer.base.config.get_text_config().vocab_size  # type: ignore[union-attr]
-    device = next(scorer.model.parameters()).device
+    vocabulary = logp_model.base.config.get_text_config().vocab_size  # type: ignore[union-attr]
+    device = next(logp_model.model.parameters()).device
     tokens = [7 * i % vocabulary for i in range(1, 40)]
     features = [
         InputFeature(prompt_ids=tuple(tokens[:9]), completion_ids=tuple(tokens[9:20])),
@@ -260,13 +260,13 @@ def _disagreement(scorer: Scorer, layout: Literal["packed", "shared"]) -> str | 
 
     def score(kind: str, multiple_of: int = 1) -> Tensor:
         batch = pack_shared(features, multiple_of=multiple_of) if kind == "shared" else pack(features)
-        return scorer(replace(batch, in_one_row=kind == "packed").to(device))[0]
+        return logp_model(replace(batch, in_one_row=kind == "packed").to(device))[0]
 
-    rounds, multiple_of = scorer.is_half or device.type == "cuda", BLOCK if device.type == "cuda" else 1
-    with nullcontext() if scorer.compiled is None else scorer.compiled.left_out():
-        if rounds and not can_widen(scorer.model):
+    rounds, multiple_of = logp_model.is_half or device.type == "cuda", BLOCK if device.type == "cuda" else 1
+    with nullcontext() if logp_model.compiled is None else logp_model.compiled.left_out():
+        if rounds and not can_widen(logp_model.model):
             return further_off(score(layout, multiple_of), score("padded"), 0.2)
-        with in_float32(scorer.model):  # rows of no whole blocks take the plain masked attention
+        with in_float32(logp_model.model):  # rows of no whole blocks take the plain masked attention
             reference = score("padded")
             reason = difference(score(layout), reference, 1e-3)
         if reason is not None or not rounds:

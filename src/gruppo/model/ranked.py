@@ -31,8 +31,8 @@ from gruppo.model.shards import load_shards, read_weights, save_shards, write_wh
 from gruppo.model.transformers_model import Record, Sequences, TransformersModel, Watch
 from gruppo.parallel.ranks import Ranks, is_of_ranks
 from gruppo.types import Prompt, Rollout, Trajectory
-from gruppo.weights.empty import NotByRows, load_empty
 from gruppo.weights.files import Entries
+from gruppo.weights.meta_load import NotByRows, load_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,7 +94,7 @@ class RankedModel(TransformersModel):
         try:
             if self._copies_modules:
                 raise NotByRows("lora_modules_to_save copies weights when the adapter is made")
-            model, self._files = load_empty(model_id, **{name: options[name] for name in names})
+            model, self._files = load_on_meta(model_id, **{name: options[name] for name in names})
             return model
         except NotByRows as reason:
             if self.ranks.rank == 0:
@@ -123,21 +123,26 @@ class RankedModel(TransformersModel):
         if self.replicated:
             return
         frozen = None if self._reference is None else self._reference._copy
-        sharded = [self.scorer] if frozen is None else [self.scorer, frozen]
-        for scorer in sharded:
-            trains = scorer is self.scorer
+        sharded = [self.logp_model] if frozen is None else [self.logp_model, frozen]
+        for logp_model in sharded:
+            trains = logp_model is self.logp_model
             sums = shard(
-                scorer.model, scorer.base, self.ranks, self.device, compute=self.dtype, exact=self.exact and trains
+                logp_model.model,
+                logp_model.base,
+                self.ranks,
+                self.device,
+                compute=self.dtype,
+                exact=self.exact and trains,
             )
             self._sums = sums if trains else self._sums
-            read_weights(scorer.model, self._files, self.device)
+            read_weights(logp_model.model, self._files, self.device)
         if self._reference is not None:
             self._reference.shard(like)
         if self._files:
-            self.planner.device, self.scorer.is_half = self.device, self.dtype.itemsize == 2
-            self.scorer.try_head()
-            for scorer in (*sharded, *([] if self._whole is None else [self._whole.scorer])):
-                scorer.head = scorer.head if self.scorer.head is not None else None
+            self.planner.device, self.logp_model.is_half = self.device, self.dtype.itemsize == 2
+            self.logp_model.try_head()
+            for logp_model in (*sharded, *([] if self._whole is None else [self._whole.logp_model])):
+                logp_model.head = logp_model.head if self.logp_model.head is not None else None
             self.planner.decide()
 
     def twin(self) -> TransformersModel:
@@ -170,7 +175,7 @@ class RankedModel(TransformersModel):
         try:
             if is_sent:
                 tensors = None if rollouts is None else packed(rollouts)
-                self.ranks.tell({"call": call, **arguments}, tensors)
+                self.ranks.broadcast({"call": call, **arguments}, tensors)
             faulthandler.dump_traceback_later(self.deadline_s + GRACE_S, exit=True)
             yield
         except RuntimeError as error:
@@ -185,15 +190,15 @@ class RankedModel(TransformersModel):
         """Do this rank's part of all calls until the first rank ends the run; its exit code."""
         self._depth = 1
         while True:
-            message, tensors = self._hear()
+            message, tensors = self._receive()
             call = message.pop("call")
             if call == "end":
                 return int(message["code"])
             getattr(self, f"_follow_{call}", getattr(self, call))(*([unpacked(tensors)] if tensors else ()), **message)
 
-    def _hear(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _receive(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         try:
-            return self.ranks.hear()
+            return self.ranks.receive()
         except RuntimeError as error:
             raise self.ranks.lost("a message of the first rank", error, RESUME) from error
 

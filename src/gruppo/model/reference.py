@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.errors import CheckpointError, InputError
-from gruppo.model.scorer import Scorer
+from gruppo.model.logp_model import LogpModel
 
 
 class Reference:
     """Scores under the reference policy."""
 
-    def __init__(self, policy: Scorer) -> None:
+    def __init__(self, policy: LogpModel) -> None:
         self.policy = policy
         self.is_adapter = hasattr(policy.model, "disable_adapter")
-        self._copy: Scorer | None = None
+        self._copy: LogpModel | None = None
         self._adapter: dict[str, Tensor] = {}
         """Weights of the reference's adapter; none: the adapter is switched off."""
         if not self.is_adapter:
@@ -51,7 +51,7 @@ class Reference:
                     own[name].lerp_(parameter, mix)
 
     @contextmanager
-    def scorer(self) -> Iterator[Scorer]:
+    def logp_model(self) -> Iterator[LogpModel]:
         if self._copy is not None:
             yield self._copy
         elif not self._adapter:
@@ -105,13 +105,13 @@ def _copy_into(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
         parameter.copy_(weights[name])
 
 
-def frozen_copy(policy: Scorer, shared: Iterable[nn.Parameter] = ()) -> Scorer:
-    """A scorer of a copy of the model that does not train; parameters that are `shared` are not copied."""
+def frozen_copy(policy: LogpModel, shared: Iterable[nn.Parameter] = ()) -> LogpModel:
+    """A LogpModel of a copy of the model that does not train; parameters that are `shared` are not copied."""
     model = copy.deepcopy(policy.model, {id(parameter): parameter for parameter in shared})
     model.requires_grad_(False).eval()
     for parameter in model.parameters():
         parameter.grad = None
-    return Scorer(model, temperature=policy.temperature, head=policy.choice)
+    return LogpModel(model, temperature=policy.temperature, head=policy.choice)
 
 
 def _adds_nothing(model: nn.Module) -> bool:

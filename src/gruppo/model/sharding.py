@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gruppo.model.blocks import find_blocks
+from gruppo.model.compiled_blocks import find_blocks
 from gruppo.model.optim import MasterWeights, local
 from gruppo.parallel.ranks import Ranks, gather_over
 

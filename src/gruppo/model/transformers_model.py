@@ -24,13 +24,13 @@ from gruppo.model.checkpoint import (
     save_training_state,
     write_model,
 )
+from gruppo.model.logp_model import HeadChoice, LogpModel
 from gruppo.model.lora import LoraSpec, add_lora, lora_of
 from gruppo.model.offload import HostInputs
 from gruppo.model.optim import MasterWeights, Schedule, StepReport, clip_and_step, make_optimizer, schedule_factor
 from gruppo.model.plan import Layout, Planner, StepPlan
 from gruppo.model.precision import DTYPES, frozen_first, in_precision, switch_off_dropout
 from gruppo.model.reference import Reference, frozen_copy
-from gruppo.model.scorer import HeadChoice, Scorer
 from gruppo.parallel.ranks import Ranks
 from gruppo.types import InputFeature, Rollout
 from gruppo.weights import source
@@ -186,14 +186,14 @@ class TransformersModel:
         self.version = 0
         """How many optimizer steps the weights have seen."""
         self.ranks = Ranks(process_group)
-        self.scorer = Scorer(self.model, temperature=temperature, head=head)
+        self.logp_model = LogpModel(self.model, temperature=temperature, head=head)
         if compiles:
-            from gruppo.model.blocks import CompiledBlocks  # brings the compiler
+            from gruppo.model.compiled_blocks import CompiledBlocks  # brings the compiler
 
-            self.scorer.compiled = CompiledBlocks(self.scorer.base, keep=keep_activations or KEEP)
+            self.logp_model.compiled = CompiledBlocks(self.logp_model.base, keep=keep_activations or KEEP)
         self._host = HostInputs(self.device) if offload else None
         self.planner = Planner(
-            self.scorer, layout=layout, tokens_per_microbatch=tokens_per_microbatch, ranks=self.ranks
+            self.logp_model, layout=layout, tokens_per_microbatch=tokens_per_microbatch, ranks=self.ranks
         )
         self.loss: PolicyLoss = GRPOLoss()
         self.metrics: list[Metric] = []
@@ -273,19 +273,21 @@ class TransformersModel:
         if self._reference is None:
             if self.version and self.lora is None:
                 logger.warning("the reference policy is frozen after %d steps, not at the start", self.version)
-            self._reference = Reference(self.scorer)
+            self._reference = Reference(self.logp_model)
         return self._reference
 
     def twin(self) -> "TransformersModel":
         """A copy that scores: with weights of its own where this model trains, the others shared."""
         twin, plan = copy.copy(self), self.planner
-        twin.scorer = frozen_copy(self.scorer, shared=[p for p in self.model.parameters() if not p.requires_grad])
-        twin.model = twin.scorer.model
+        twin.logp_model = frozen_copy(
+            self.logp_model, shared=[p for p in self.model.parameters() if not p.requires_grad]
+        )
+        twin.model = twin.logp_model.model
         # torch folds a product by whether its factors train; the copy is to score to the bit as the model does.
         for own, parameter in zip(twin.model.parameters(), self.model.parameters(), strict=True):
             own.requires_grad_(parameter.requires_grad)
         twin.planner = Planner(
-            twin.scorer, layout=plan.layout, tokens_per_microbatch=plan.tokens_per_microbatch, ranks=self.ranks
+            twin.logp_model, layout=plan.layout, tokens_per_microbatch=plan.tokens_per_microbatch, ranks=self.ranks
         )
         twin._weights = twin._optimizer = twin._reference = None
         return twin
@@ -298,12 +300,12 @@ class TransformersModel:
         Args:
             temperature: at which to score; None: the model's own.
         """
-        return self._score(self.scorer if temperature is None else self.scorer.at(temperature), inputs)
+        return self._score(self.logp_model if temperature is None else self.logp_model.at(temperature), inputs)
 
     def reference_logps(self, inputs: Sequences) -> list[Tensor]:
         """Log-probs under the reference policy, per sequence one value per scored token."""
-        with self.reference().scorer() as scorer:
-            return self._score(scorer, inputs)["logps"]
+        with self.reference().logp_model() as logp_model:
+            return self._score(logp_model, inputs)["logps"]
 
     @torch.no_grad()
     def next_logits(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
@@ -312,7 +314,7 @@ class TransformersModel:
         rollouts = as_rollouts([InputFeature(prompt_ids=tuple(row), completion_ids=(0,)) for row in rows])
         logits_NV = torch.zeros(len(rows), 0, dtype=torch.float32, device=self.device)
         for batch in self.planner.split(rollouts):
-            found = self.scorer.logits(batch.to(self.device)).float()
+            found = self.logp_model.logits(batch.to(self.device)).float()
             logits_NV = logits_NV if logits_NV.shape[1] else found.new_zeros(len(rows), found.shape[1])
             logits_NV[list(batch.indices)] = found[: len(batch.indices)]  # none, if idle
         return self.ranks.sum(logits_NV)
@@ -332,7 +334,7 @@ class TransformersModel:
         from gruppo.model.decoder import decode
 
         options: dict[str, Any] = {"places": places, "temperature": temperature, "stop_ids": stop_ids}
-        return decode(self.scorer, prompts, prompt_of, uniforms, poll=poll, **options)
+        return decode(self.logp_model, prompts, prompt_of, uniforms, poll=poll, **options)
 
     def rows_at_once(self, max_new_tokens: int) -> int:
         """Rows that `decode` has places for; 0: it cannot run this model."""
@@ -340,16 +342,16 @@ class TransformersModel:
             return 0
         from gruppo.model.decoder import can_decode, rows_that_fit
 
-        return rows_that_fit(self.scorer, max_new_tokens) if can_decode(self.scorer) else 0
+        return rows_that_fit(self.logp_model, max_new_tokens) if can_decode(self.logp_model) else 0
 
     @torch.no_grad()
-    def _score(self, scorer: Scorer, inputs: Sequences) -> dict[str, list[Tensor]]:
+    def _score(self, logp_model: LogpModel, inputs: Sequences) -> dict[str, list[Tensor]]:
         rollouts = as_rollouts(inputs)
         lengths = [rollout.num_scored for rollout in rollouts]
         empty = torch.zeros(0, dtype=torch.float32, device=self.device)
         results: dict[str, list[Tensor]] = {name: [empty] * len(rollouts) for name in ("logps", "entropies")}
         for batch in self.planner.split(rollouts):
-            scored = scorer(batch.to(self.device))
+            scored = logp_model(batch.to(self.device))
             for values, numbers in zip(results.values(), scored, strict=True):
                 for i, piece in zip(batch.indices, numbers.split(batch.lengths), strict=False):  # not if idle
                     values[i] = piece
@@ -418,7 +420,7 @@ class TransformersModel:
             if "ref_logps" in self.loss.needs and batch.ref_logps is None:
                 batch = replace(batch, ref_logps=self._reference_logps(batch))
             with nullcontext() if self._host is None else self._host.moved():
-                output, inputs = self.scorer.loss_of(batch, self.loss, plan.totals)
+                output, inputs = self.logp_model.loss_of(batch, self.loss, plan.totals)
             output.loss.backward()
             self.weights.collect_gradients()
             is_off_policy = bool(batch.indices) and not output.on_policy
@@ -501,8 +503,8 @@ class TransformersModel:
 
     @torch.no_grad()
     def _reference_logps(self, batch: PackedBatch) -> Tensor:
-        with self.reference().scorer() as scorer:
-            logps_N = scorer(batch)[0].to(batch.advantages.dtype)
+        with self.reference().logp_model() as logp_model:
+            logps_N = logp_model(batch)[0].to(batch.advantages.dtype)
         return torch.zeros_like(batch.advantages).index_copy(0, batch.scored, logps_N)
 
     def _survey(self, rollouts: Sequence[Rollout], totals: Totals) -> Totals:
@@ -531,7 +533,7 @@ class TransformersModel:
         if not plan.scores_observed:
             logps_N = None if batch.old_logps is None else batch.old_logps[batch.scored]
         else:
-            logps_N = self.scorer(batch)[0]
+            logps_N = self.logp_model(batch)[0]
         if len(batch.scored) and logps_N is not None:
             self.mismatch.add(LossInputs.of(batch, logps_N, None, plan.totals))
 

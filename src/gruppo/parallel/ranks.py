@@ -92,7 +92,7 @@ class Ranks:
         dist.broadcast(own, group_src=0, group=self.group)
         return own.cpu().numpy().tobytes().decode()
 
-    def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+    def broadcast(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send a message from the first rank to all others, which `hear` it."""
         blob = _blob(message, tensors or {})
         size = torch.tensor([len(blob)])
@@ -101,7 +101,7 @@ class Ranks:
             sent.wait()
         dist.broadcast(blob, 0, group=self.control)
 
-    def hear(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def receive(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The next message of the first rank."""
         size = torch.zeros(1, dtype=torch.int64)
         coming = dist.irecv(size, 0, group=self.control)
@@ -246,7 +246,7 @@ def leave(ranks: Ranks, code: int, *, is_lost: bool) -> None:
 
 def _end(ranks: Ranks, code: int) -> None:
     with suppress(RuntimeError):
-        ranks.tell({"call": "end", "code": code})
+        ranks.broadcast({"call": "end", "code": code})
 
 
 def is_of_ranks(error: BaseException) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from gruppo.errors import InputError
-from gruppo.imports import did_you_mean
 from gruppo.options import merged
+from gruppo.process.by_name import did_you_mean
 from gruppo.trainer.config import TrainConfig
 
 __all__ = ["RECIPES", "Recipe", "recipe"]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from gruppo import __version__
 from gruppo.codec import json_text
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 from gruppo.report.charts import Finding, charts, ledger_chart, run_names
 from gruppo.report.data import (
     UNREADABLE,

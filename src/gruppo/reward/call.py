@@ -21,6 +21,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import GruppoError, InputError, RewardError, Terminated
+from gruppo.types import Message
 
 if TYPE_CHECKING:
     from gruppo.reward.load import Reward
@@ -123,6 +124,7 @@ class StepCompletions:
         group_ids: Sequence[int] | None = None,
         trainer_state: TrainerState | None = None,
         prompt_texts: Sequence[str] | None = None,
+        messages: Sequence[Sequence[Message] | None] | None = None,
     ) -> None:
         columns = columns or {}
         self.num = len(completions)
@@ -146,8 +148,8 @@ class StepCompletions:
             **{name: values for name, values in columns.items() if name not in STANDARD},
             "prompts": prompts,
             "completions": [
-                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                for prompt, text in zip(prompts, completions, strict=True)
+                text if isinstance(prompt, str) else list(said or [{"role": "assistant", "content": text}])
+                for prompt, text, said in zip(prompts, completions, messages or [None] * self.num, strict=True)
             ],
             "step": step,
             "rng_seed": rng_seed,

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from gruppo.errors import GruppoError, InputError, Terminated, require
-from gruppo.imports import did_you_mean, import_name, import_object, is_address, read_spec
-from gruppo.output import printable
+from gruppo.process.by_name import did_you_mean, import_name, import_object, is_address, read_spec
+from gruppo.process.streams import printable
 from gruppo.reward.call import Parameters, name_of, parameters_of, short_traceback
 from gruppo.reward.length import LengthPenalty, SoftOverlong
 from gruppo.reward.math_equal import MathMatch
 from gruppo.reward.number import NumberMatch
 from gruppo.reward.remote import RemoteReward
-from gruppo.reward.verifiers import ExactMatch, NormalizedMatch, PatternMatch, TagFormat, ThinkFormat
+from gruppo.reward.verifiers import EnvironmentReward, ExactMatch, NormalizedMatch, PatternMatch, TagFormat, ThinkFormat
 
 BUILTIN: dict[str, Callable[..., Any]] = {
     "exact_match": ExactMatch,
@@ -33,6 +33,7 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "length_penalty": LengthPenalty,
     "soft_overlong": SoftOverlong,
     "pattern_match": PatternMatch,
+    "environment": EnvironmentReward,
 }
 
 REWARD_MODEL = "gruppo.model.reward_model:RewardModel"

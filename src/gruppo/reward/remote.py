@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from gruppo.errors import InputError, RewardError
-from gruppo.imports import is_address
-from gruppo.output import printable
+from gruppo.process.by_name import is_address
+from gruppo.process.streams import printable
 
 MAX_BYTES = 16 * 2**20
 """Of an answer."""

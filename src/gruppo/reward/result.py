@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gruppo.errors import InputError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.reward.call import FLOAT32_MAX, CallResult
 
 _log = logging.getLogger(__name__)

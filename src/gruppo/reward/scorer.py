@@ -18,13 +18,14 @@ from dataclasses import replace
 from typing import Any, Self
 
 from gruppo.errors import InputError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.reward.budget import Budget
 from gruppo.reward.call import Call, CallResult, StepCompletions, TrainerState, call_reward, call_within
 from gruppo.reward.load import Reward, load_reward, number_names, sendable
 from gruppo.reward.remote import RemoteReward
 from gruppo.reward.result import Outcome, RewardResult, combined
 from gruppo.reward.workers import WorkerPool
+from gruppo.types import Message
 
 _log = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ class RewardScorer:
         rng_seed: int = 0,
         group_ids: Sequence[int] | None = None,
         prompt_texts: Sequence[str] | None = None,
+        messages: Sequence[Sequence[Message] | None] | None = None,
     ) -> RewardResult:
         """Rewards of all completions, in their order.
 
@@ -166,6 +168,7 @@ class RewardScorer:
             prompt_texts: the prompts as the model saw them, with the chat template.
             group_ids: group of each completion. The members of a group stand together and go to a function in one
                 call. None: a run of equal prompts is a group.
+            messages: the conversation after each prompt, which functions get in the place of one message.
 
         Raises:
             InputError: a function needs a column that is absent, or returned something that is not one value per
@@ -179,7 +182,7 @@ class RewardScorer:
             num_train_epochs=self.max_steps / self.steps_per_epoch,
         )
         given = StepCompletions(
-            prompts, completions, completion_ids, columns, step, rng_seed, group_ids, state, prompt_texts
+            prompts, completions, completion_ids, columns, step, rng_seed, group_ids, state, prompt_texts, messages
         )
         outcomes = {reward.name: Outcome(name=reward.name, values=[None] * given.num) for reward in self.rewards}
         if given.num:

@@ -172,11 +172,31 @@ class ThinkFormat(_Format):
         return answer is not None and bool(answer.strip())
 
 
+@dataclass(frozen=True)
+class EnvironmentReward:
+    """The reward that the environment of an episode gave itself; None where it gave none.
+
+    >>> EnvironmentReward()(completions=["a", "b"], environment_reward=[0.5, None])
+    [0.5, None]
+    """
+
+    isolated: ClassVar[bool] = False
+
+    def __call__(
+        self, completions: Sequence[Any], environment_reward: Sequence[float | None], **_: Any
+    ) -> list[float | None]:
+        return list(environment_reward)
+
+
 def completion_texts(completions: Sequence[Any]) -> list[str]:
-    """The text of each completion, be it a string or a list of messages (then of the last one)."""
+    """The text of each completion, be it a string or a list of messages: then the assistant's last one, not what a tool
+    answered to it."""
     texts: list[str] = []
     for completion in completions:
-        content = completion if isinstance(completion, str) or not completion else completion[-1].get("content")
+        content = completion
+        if not isinstance(completion, str):
+            own = [message for message in completion if message.get("role", "assistant") == "assistant"]
+            content = own[-1].get("content") if own else ""
         if isinstance(content, list):  # parts of a multimodal message
             content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
         texts.append(content or "")

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gruppo.child import end_with_parent, isolate
 from gruppo.errors import GruppoError, RewardError
-from gruppo.imports import import_object
+from gruppo.process.by_name import import_object
+from gruppo.process.child import end_with_parent, isolate
 from gruppo.reward.call import Call, CallResult, call_reward, short_traceback
 
 _GRACE_S = 1.0

@@ -24,9 +24,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
-from gruppo.child import STACK_SIGNAL, ending, limit_waits
 from gruppo.errors import InputError, RewardError
-from gruppo.output import printable
+from gruppo.process.child import STACK_SIGNAL, ending, limit_waits
+from gruppo.process.streams import printable
 from gruppo.reward.call import Call, CallResult
 from gruppo.reward.load import is_in_main
 from gruppo.reward.worker import work

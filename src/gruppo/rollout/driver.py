@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from gruppo import faults
 from gruppo.reward import RewardResult, RewardScorer
 from gruppo.sampler.base import Sampler, Samples, SamplingParams
-from gruppo.types import Group, Prompt, Rollout
+from gruppo.turns.environment import ENVIRONMENT_REWARD
+from gruppo.turns.player import Player
+from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class Driver:
     sampler: Sampler
     scorer: RewardScorer | None
     """None: completions get no rewards."""
+    player: Player | None = None
+    """Plays the episodes of a run with turns; None: a completion is one turn."""
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def play(
@@ -56,8 +60,11 @@ class Driver:
         Args:
             step: steps that are complete, for reward functions.
         """
-        with self.watch("sample"):
-            samples = self.sampler.draw(prompts, num_samples, params)
+        if self.player is not None:
+            samples = self.player.play(self.sampler, prompts, num_samples, params, self.watch)
+        else:
+            with self.watch("sample"):
+                samples = self.sampler.draw(prompts, num_samples, params)
         return self.score(prompts, samples, step=step, seed=params.seed)
 
     def submit(self, prompt: Prompt, num_samples: int, params: SamplingParams) -> list[Future[Samples]]:
@@ -75,36 +82,51 @@ class Driver:
                 for p, drawn in zip(prompts, samples, strict=True)
             ]
             return groups, RewardResult(totals=[], values={}, correct=[], metrics={})
-        owners = [prompt for prompt, drawn in zip(prompts, samples, strict=True) for _ in drawn]
-        sequences = [trajectory for drawn in samples for trajectory in drawn]
+        drawn = [(i, t) for i, trajectories in enumerate(samples) for t in trajectories]
+        played = [(i, t) for i, t in drawn if not t.is_lost]
         names = sorted({name for prompt in prompts for name in prompt.columns})
+        columns = {name: [t.prompt.columns.get(name) for _, t in played] for name in names}
+        if self.player is not None:
+            columns[ENVIRONMENT_REWARD] = [t.env_reward for _, t in played]
         with self.watch("reward"):
             result = self.scorer.score(
-                [prompt.source for prompt in owners],
-                [sequence.text for sequence in sequences],
-                completion_ids=[sequence.sampled_tokens for sequence in sequences],
-                prompt_texts=[prompt.text for prompt in owners],
-                columns={name: [prompt.columns.get(name) for prompt in owners] for name in names},
+                [t.prompt.source for _, t in played],
+                [t.text for _, t in played],
+                completion_ids=[t.sampled_tokens for _, t in played],
+                prompt_texts=[t.prompt.text for _, t in played],
+                columns=columns,
                 step=step,
                 rng_seed=seed,
-                group_ids=[i for i, drawn in enumerate(samples) for _ in drawn],
+                group_ids=[i for i, _ in played],
+                messages=None if self.player is None else [t.messages for _, t in played],
             )
+        places = iter(range(len(played)))
         rollouts = iter([
-            Rollout(
-                trajectory=trajectory,
-                reward=result.totals[i],
-                rewards={name: values[i] for name, values in result.values.items()},
-                correct=result.correct[i],
-                extras={name: values[i] for name, values in result.extras.items()},
-                errors={name: reasons[i] for name, reasons in result.failures.items() if i in reasons},
-            )
-            for i, trajectory in enumerate(sequences)
+            _lost(t, result) if t.is_lost else _scored(t, result, next(places)) for _, t in drawn
         ])  # fmt: skip
         groups = [
             Group(prompt=prompt, rollouts=tuple(next(rollouts) for _ in drawn))
             for prompt, drawn in zip(prompts, samples, strict=True)
         ]
         return groups, result
+
+
+def _scored(trajectory: Trajectory, result: RewardResult, i: int) -> Rollout:
+    """A trajectory with the values of place `i` of what the reward functions gave."""
+    return Rollout(
+        trajectory=trajectory,
+        reward=result.totals[i],
+        rewards={name: values[i] for name, values in result.values.items()},
+        correct=result.correct[i],
+        extras={name: values[i] for name, values in result.extras.items()},
+        errors={name: reasons[i] for name, reasons in result.failures.items() if i in reasons},
+    )
+
+
+def _lost(trajectory: Trajectory, result: RewardResult) -> Rollout:
+    """An episode whose environment failed: nobody can say what it earned."""
+    rewards = dict.fromkeys(result.values)
+    return Rollout(trajectory=trajectory, rewards=rewards, errors={"environment": trajectory.error})
 
 
 def greedy(params: SamplingParams) -> SamplingParams:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from gruppo import faults
 from gruppo.errors import CheckpointError
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 from gruppo.run.reader import numbered
 from gruppo.weights.files import Entries, commit_folder, read_manifest, remove, remove_temporary, temporary
 

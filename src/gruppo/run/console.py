@@ -23,8 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.keys import HELD_OUT_SCORES, KEYS, Key, held_out_key
-from gruppo.output import printable
-from gruppo.types import Group, Prompt
+from gruppo.process.streams import printable
+from gruppo.run.transcript import STOPS, counted
+from gruppo.types import Group, Prompt, Trajectory
 
 ORDER = (
     *("reward/mean", *HELD_OUT_SCORES, "group/dead_frac", "optim/grad_norm"),
@@ -165,7 +166,7 @@ class RunConsole:
                     advantage = sum(advantage) / max(len(advantage), 1)
                 table.add_row(
                     prompt,
-                    visible(rollout.trajectory.text),
+                    said(rollout.trajectory),
                     "-" if rollout.reward is None else f"{rollout.reward:g}",
                     f"{advantage:+.2f}",
                 )
@@ -259,6 +260,16 @@ def questions_of(prompts: Sequence[Prompt]) -> dict[str, str]:
 def _common(texts: Sequence[str], whole: re.Pattern[str]) -> int:
     found = whole.match(commonprefix(texts))  # noqa: RUF071  # of texts, not of paths
     return len(found[0]) if found else 0
+
+
+def said(trajectory: Trajectory) -> Text:
+    """The text of a completion; of an episode its last turn, and the numbers of turns and calls."""
+    text = visible(trajectory.text)
+    if trajectory.messages is not None:
+        numbers = counted(trajectory.messages)
+        lost = f"; {STOPS[trajectory.stop_reason]}" if trajectory.is_lost else ""
+        text.append(f"{' ' if text else ''}({numbers}{lost})", "dim")
+    return text
 
 
 def visible(text: Any, limit: int = 200) -> Text:

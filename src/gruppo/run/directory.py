@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from gruppo import __version__
 from gruppo.errors import InputError
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 from gruppo.run.lock import NAME, RunLock, is_owned
 from gruppo.run.reader import FORMAT, RunReader, numbered, read_lines
 from gruppo.types import Group, Prompt

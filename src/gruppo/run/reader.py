@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo import __version__
 from gruppo.errors import InputError
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
 from typing import Any
 
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.run.console import RunConsole
 from gruppo.run.directory import RunDirectory
 from gruppo.run.trackers import Trackers

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
-from gruppo.output import printable
+from gruppo.process.streams import printable
 
 STOPPED = 75
 """Exit code of a run that a signal stopped and that was saved: queue it again and resume."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import require
-from gruppo.output import printable
+from gruppo.process.streams import printable
 
 logger = logging.getLogger(__name__)
 

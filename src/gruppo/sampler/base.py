@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gruppo.errors import InputError
-from gruppo.imports import import_object
+from gruppo.process.by_name import import_object
 from gruppo.types import Message, Prompt, SampleResponse, Trajectory
 from gruppo.weights import Published
 from gruppo.weights.canary import Rows, TrainedModel
@@ -65,8 +65,8 @@ class SamplingParams:
 class SampleRequest:
     """Completions of one prompt, with the numbers that decide their random draws.
 
-    Completion i is a function of the weights, the prompt's tokens, the params and (seed, step, number, first + i).
-    Other requests in the same batch do not matter.
+    Completion i is a function of the weights, the prompt's tokens, the params and (seed, step, number, first + i,
+    position). Other requests in the same batch do not matter.
     """
 
     prompt: Prompt
@@ -77,6 +77,14 @@ class SampleRequest:
     """Number of the prompt: its row in the data set, or its place in the batch."""
     first: int = 0
     """Sample number of the first completion."""
+    position: int = 0
+    """Tokens of the episode before this request, so that a later turn does not repeat the draws of the first."""
+    max_new_tokens: int | None = None
+    """Token limit of these completions; None: that of the params, which is never exceeded."""
+
+    def limit(self, params: SamplingParams) -> int:
+        """Token limit of these completions."""
+        return params.max_new_tokens if self.max_new_tokens is None else min(self.max_new_tokens, params.max_new_tokens)
 
 
 class Sampler(ABC):

@@ -99,7 +99,8 @@ class TorchSampler(Sampler):
             if requests and self.way is None:  # now that it matters: it costs forwards where attention is not plain
                 self.way = find_way(self.model)
             in_graphs = self.way == "together" and not params.filters
-            places = self.model.rows_at_once(params.max_new_tokens) if in_graphs else 0
+            longest = max((request.limit(params) for request in requests), default=0)
+            places = self.model.rows_at_once(longest) if in_graphs and requests else 0
             for part in self._parts(requests, places):
                 decoding = _Decoding(self, [requests[i] for i in part], params)
                 samples = decoding.run_in_graphs(places) if places else decoding.run()
@@ -138,7 +139,10 @@ class _Decoding:
             np.concatenate([r.first + np.arange(r.num_samples) for r in requests]),
         )
         """A key per row, from which all its draws follow."""
-        shape = len(self.owner), params.max_new_tokens
+        self.position = np.array([r.position for r in requests])[self.owner]
+        """Draws of each row's episode before this request."""
+        self.limit = np.array([r.limit(params) for r in requests])[self.owner]
+        shape = len(self.owner), int(self.limit.max())
         self.tokens = np.zeros(shape, dtype=np.int64)
         self.logps, self.entropies = np.zeros(shape), np.zeros(shape)
         self.length = np.zeros(len(self.owner), dtype=np.int64)
@@ -148,11 +152,11 @@ class _Decoding:
 
     def run_in_graphs(self, places: int) -> list[Samples]:
         """Samples of each request, decoded by the model in CUDA graphs."""
-        params = self.params
+        params, longest = self.params, self.tokens.shape[1]
         uniforms = np.zeros(self.tokens.shape, dtype=np.float32)
-        for start in range(0, params.max_new_tokens if params.temperature else 0, 256):
-            positions = np.arange(start, min(start + 256, params.max_new_tokens))
-            uniforms[:, positions] = row_uniforms(self.keys[:, None], positions)
+        for start in range(0, longest if params.temperature else 0, 256):
+            places_K = np.arange(start, min(start + 256, longest))
+            uniforms[:, places_K] = row_uniforms(self.keys[:, None], self.position[:, None] + places_K)
         found = self.sampler.model.decode(
             [r.prompt.token_ids for r in self.requests],
             self.owner.tolist(),
@@ -166,6 +170,8 @@ class _Decoding:
         self.tokens, self.logps, self.entropies, self.length, self.stopped = (x.numpy() for x in drawn)
         if np.isnan(self.logps).any():
             raise NumericError(NOT_FINITE)
+        is_over = self.length > self.limit  # the graph has one limit for all rows
+        self.length, self.stopped = np.minimum(self.length, self.limit), self.stopped & ~is_over
         for row, length in enumerate(self.length.tolist() if params.stop else []):
             tokens = self.tokens[row, :length].tolist()
             ended = stopped_at(self.sampler.tokenizer, tokens, params.stop, self.sampler.stop_ids)
@@ -181,10 +187,10 @@ class _Decoding:
         active = np.arange(len(self.tokens))
         home = self.owner
         is_shared = len(self.owner) > len(self.requests)
-        for step in range(self.params.max_new_tokens):
+        for step in range(self.tokens.shape[1]):
             tokens = self._draw(rows.logits_CV, home, active, step)
-            going_on = ~self.stopped[active]
-            if not going_on.any() or step + 1 == self.params.max_new_tokens:
+            going_on = ~self.stopped[active] & (self.limit[active] > step + 1)
+            if not going_on.any():
                 break
             active, home, tokens = active[going_on], home[going_on], tokens[going_on]
             num_cached, vocabulary = rows.logits_CV.shape
@@ -216,7 +222,7 @@ class _Decoding:
         if temperature == 0:
             tokens_A = log_p_CV.argmax(-1)[home_A]
         else:
-            u_A = torch.from_numpy(row_uniforms(self.keys[active], step)).to(device)
+            u_A = torch.from_numpy(row_uniforms(self.keys[active], self.position[active] + step)).to(device)
             p_CV = log_p_CV.exp()
             tokens_A = draw(filtered(log_p_CV, self.params).exp() if self.params.filters else p_CV, u_A, home_A)
             # Of the whole distribution, as the log-probs are. xlogy would do for p = 0, but here log p is at hand.

@@ -8,8 +8,9 @@
 ((1, 8, 11, 14, 12, 9, 15), {'answer': '132'})
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ENCODE_CHUNK = 1024
+
+ToolsOf = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+"""The tools of a row, in OpenAI's form, by its columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,7 @@ def load_prompts(
     chat: bool = False,
     system: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools_of: ToolsOf | None = None,
     limit: int | None = None,
     on_bad_row: BadRowPolicy = "fail",
 ) -> PromptSet:
@@ -114,6 +119,7 @@ def load_prompts(
             receive, stays the text.
         system: a system message for conversations that have none.
         chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": False}`.
+        tools_of: the tools that the chat template tells the model of.
         limit: how many prompts to keep, from the beginning.
         on_bad_row: what to do with rows that cannot be used; prompts that are too long are always dropped.
     """
@@ -128,7 +134,7 @@ def load_prompts(
     columns = tuple(name for name in rows.columns if name != "prompt")
     is_text = prompt_kind(rows[0]["prompt"]) == "string"  # one source is of one kind
     is_plain = is_text and not chat
-    for row, rendered in _render(rows, tokenizer, is_plain, system, chat_template_kwargs):
+    for row, rendered in _render(rows, tokenizer, is_plain, system, chat_template_kwargs, tools_of):
         if limit is not None and len(prompts) == limit:
             break
         if isinstance(rendered, InputError) or not rendered[0]:
@@ -174,8 +180,13 @@ def _render(
     is_plain: bool,
     system: str | None,
     template_kwargs: Mapping[str, Any] | None,
+    tools_of: ToolsOf | None,
 ) -> Iterator[tuple[Row, Rendered | InputError]]:
     """Each row with its prompt, or with the reason why there is none."""
+
+    def tools_of_row(row: Row) -> Sequence[Mapping[str, Any]]:
+        return tools_of(dict.fromkeys(rows.columns) | row.values) if tools_of else ()
+
     for name, value in (("a system message", system), ("chat_template_kwargs", template_kwargs)):
         if is_plain and value:
             raise InputError(
@@ -183,12 +194,20 @@ def _render(
             )
     for start in range(0, len(rows), ENCODE_CHUNK):
         chunk = rows.rows[start : start + ENCODE_CHUNK]
-        prompts = [row.values["prompt"] for row in chunk]
-        if is_plain:
-            found = zip(encode_texts(prompts, tokenizer), prompts, strict=True)
-        else:
-            found = render_chats([_conversation(prompt, system) for prompt in prompts], tokenizer, template_kwargs)
-        yield from zip(chunk, found, strict=True)
+        # Neighbours with the same tools are rendered together.
+        for tools, same in groupby(chunk, tools_of_row):
+            part = list(same)
+            prompts = [row.values["prompt"] for row in part]
+            if not is_plain:
+                conversations = [_conversation(prompt, system) for prompt in prompts]
+                yield from zip(part, render_chats(conversations, tokenizer, template_kwargs, tools), strict=True)
+            elif tools:
+                raise InputError(
+                    "tools need conversations, and these prompts are text; set chat=true (--chat) to make each the "
+                    "turn of a user"
+                )
+            else:
+                yield from zip(part, zip(encode_texts(prompts, tokenizer), prompts, strict=True), strict=True)
 
 
 def _conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: "PreTrainedTokenizerBase",
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
     *,
     add_generation_prompt: bool = True,
 ) -> str:
@@ -30,6 +31,7 @@ def render(
     alternate.
 
     Args:
+        tools: what the template tells the model that it can call, in OpenAI's form.
         add_generation_prompt: end where the assistant's turn begins; False: the conversation is complete.
     """
     from jinja2 import TemplateError  # comes with torch and transformers
@@ -38,6 +40,7 @@ def render(
         text: Any = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             **(template_kwargs or {}),
+            **({"tools": [dict(tool) for tool in tools]} if tools else {}),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
@@ -55,6 +58,7 @@ def render_chats(
     conversations: Sequence[Sequence[Mapping[str, Any]]],
     tokenizer: "PreTrainedTokenizerBase",
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Rendered | InputError]:
     """The prompt of each conversation, or why there is none. It ends where the assistant's turn begins, or goes on.
 
@@ -67,14 +71,14 @@ def render_chats(
             "the prompts are conversations, but this tokenizer has no chat template; use the tokenizer of an "
             "instruction-tuned model, set tokenizer.chat_template, or give the prompts as strings without chat=true"
         )
-    clash = sorted((template_kwargs or {}).keys() & _FIXED)
+    clash = sorted((template_kwargs or {}).keys() & (_FIXED | {"tools"} if tools else _FIXED))
     if clash:
         raise InputError(f"chat_template_kwargs has {clash[0]!r}, which is not the template's to decide; leave it out")
     texts: list[str | InputError] = []
     for messages in conversations:
         start = begun_turn(messages)
         try:
-            text = render(messages[:-1] if start else messages, tokenizer, template_kwargs)
+            text = render(messages[:-1] if start else messages, tokenizer, template_kwargs, tools)
             texts.append(_gone_on(text, start))
         except InputError as error:
             texts.append(error)
@@ -90,9 +94,10 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: "PreTrainedTokenizerBase",
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Rendered:
     """The prompt of one conversation; raises InputError where there is none."""
-    (rendered,) = render_chats([messages], tokenizer, template_kwargs)
+    (rendered,) = render_chats([messages], tokenizer, template_kwargs, tools)
     if isinstance(rendered, InputError):
         raise rendered
     return rendered

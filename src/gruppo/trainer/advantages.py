@@ -28,7 +28,7 @@ FLOAT32_EPS = 2.0**-23
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageStage:
+class AdvantageAssigner:
     """The estimator of a run with the penalties that come before it."""
 
     estimate: Advantage
@@ -63,7 +63,7 @@ class AdvantageStage:
             members = []
             for rollout in group.rollouts:
                 value, advantage = next(numbers)
-                is_masked = self.mask_truncated and rollout.trajectory.is_truncated
+                is_masked = rollout.trajectory.is_lost or (self.mask_truncated and rollout.trajectory.is_truncated)
                 members.append(replace(rollout, shaped=value, advantage=advantage, is_masked=is_masked))
             assigned.append(replace(group, rollouts=tuple(members)))
         return assigned
@@ -147,18 +147,23 @@ def with_kl(groups: Sequence[Group], model: "TransformersModel") -> tuple[list[G
 
     Equal completions of a group get the same numbers, whichever forward they came from.
     """
-    rollouts = {(g.prompt.index, r.trajectory.tokens): r for g in groups for r in g.rollouts}
+    rollouts = {_content(r): r for g in groups for r in g.rollouts}
     policy = model.forward_only(list(rollouts.values()))["logps"]
     reference = model.reference_logps(list(rollouts.values()))
     pairs = ((tuple(p.tolist()), tuple(r.tolist())) for p, r in zip(policy, reference, strict=True))
     logps = dict(zip(rollouts, pairs, strict=True))
     scored = []
     for group in groups:
-        found = [logps[group.prompt.index, rollout.trajectory.tokens] for rollout in group.rollouts]
+        found = [logps[_content(rollout)] for rollout in group.rollouts]
         members = zip(group.rollouts, found, strict=True)
         scored.append(replace(group, rollouts=tuple(replace(r, old_logps=o, ref_logps=f) for r, (o, f) in members)))
     kls = [kl_to_reference(rollout) for group in scored for rollout in group.rollouts]
     return scored, {"reward/kl": fsum(kls) / max(len(kls), 1)}
+
+
+def _content(rollout: Rollout) -> tuple[Any, ...]:
+    """What decides the log-probs of a rollout's sampled tokens."""
+    return rollout.trajectory.prompt_ids, rollout.trajectory.tokens, rollout.trajectory.sampled
 
 
 def shaped_mean(groups: Sequence[Group]) -> dict[str, float]:

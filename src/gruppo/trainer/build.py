@@ -14,12 +14,12 @@ import torch
 
 from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import GruppoError, InputError
-from gruppo.imports import import_object
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
 from gruppo.options import DataOptions, ModelOptions, read_pair, read_sampler
-from gruppo.output import shell_word
 from gruppo.parallel.ranks import Ranks, world_of_launcher
+from gruppo.process.by_name import import_object
+from gruppo.process.streams import shell_word
 from gruppo.reward import RewardScorer, RewardShape, load_reward
 from gruppo.rollout.handover import CopiedModel, HandOver, PublishedWeights
 from gruppo.rollout.schedule import Ahead, Schedule
@@ -30,21 +30,32 @@ from gruppo.sampler.base import SamplingParams, check_ids, sampler_class
 from gruppo.sampler.vllm.placed import servers_of_launcher
 from gruppo.task import PromptSet, load_prompts
 from gruppo.task.dataset import first_rows, is_stream
-from gruppo.trainer.advantages import AdvantageStage
+from gruppo.trainer.advantages import AdvantageAssigner
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.objects import MARK, Objects
-from gruppo.trainer.plan import replicates
+from gruppo.trainer.estimate import replicates
+from gruppo.trainer.inputs import MARK, Inputs
 from gruppo.trainer.resume import prompts_digest
 from gruppo.trainer.state import AdaptiveEntropy, AdaptiveKL, RunState
+from gruppo.turns.chat import ChatCodec
+from gruppo.turns.environment import ENVIRONMENT_REWARD, Environments
+from gruppo.turns.player import Player, TurnLimits
 from gruppo.types import Prompt
 from gruppo.weights import WeightStore
-from gruppo.weights.source import context_length, holds_adapter, longest_prompt, vocabulary_size, weights_digest
+from gruppo.weights.source import (
+    context_length,
+    end_tokens,
+    end_tokens_of,
+    holds_adapter,
+    longest_prompt,
+    vocabulary_size,
+    weights_digest,
+)
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
 
 
-def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> None:
+def check_ranks(config: TrainConfig, inputs: Inputs, ranks: Ranks | None) -> None:
     """Refuse what several processes cannot do, and processes of a launcher that the run was not told of."""
     if ranks is None:
         if world_of_launcher() > 1:
@@ -53,9 +64,9 @@ def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> N
                 "each would train a run of its own; start them with the command: torchrun ... -m gruppo train"
             )
         return
-    if not isinstance(objects.model, str):
+    if not isinstance(inputs.model, str):
         raise InputError("a model object is for one process: on several ranks give a name or folder, which each loads")
-    for name, value in {"loss": objects.loss, "metrics": objects.metrics}.items():
+    for name, value in {"loss": inputs.loss, "metrics": inputs.metrics}.items():
         if any(not isinstance(each, str | type) for each in ([value] if name == "loss" else value) if each is not None):
             raise InputError(f"{name}: an object is for one process; on several ranks give a name, which each imports")
     given = {"quantize": config.quantize, "offload": config.advanced.offload}
@@ -66,12 +77,45 @@ def check_ranks(config: TrainConfig, objects: Objects, ranks: Ranks | None) -> N
         raise InputError("sampler='vllm' is an engine inside of one process; on several ranks use sampler=vllm:start")
 
 
-def fit_context(config: TrainConfig, objects: Objects) -> TrainConfig:
+def fit_context(config: TrainConfig, inputs: Inputs) -> TrainConfig:
     """The config with a token limit that a short context has room for, unless the limit was set."""
-    context = context_length(objects.model)
+    context = context_length(inputs.model)
     if "max_new_tokens" in config.model_fields_set or context is None or context >= 4 * config.max_new_tokens:
         return config
     return TrainConfig.read(config.model_dump(exclude_unset=True) | {"max_new_tokens": max(context // 4, 1)})
+
+
+def build_player(
+    config: TrainConfig,
+    environments: Environments | None,
+    model: Any,
+    tokenizer: Any,
+    poll: Callable[[], None] = lambda: None,
+) -> Player | None:
+    """What plays the episodes of a run with turns; None for a run without. A template that cannot is refused here.
+
+    Args:
+        model: its id, or the object.
+    """
+    if environments is None:
+        return None
+    more = config.advanced
+    if isinstance(model, str):
+        stop_ids = end_tokens(model, tokenizer)
+    else:
+        stop_ids = end_tokens_of(getattr(model, "generation_config", None), model.config, tokenizer)
+    codecs = {}
+    for name, tools in environments.tools.items():
+        codecs[name] = ChatCodec(tokenizer, sorted(stop_ids), tools, config.chat_template_kwargs)
+        codecs[name].check("tool" if tools else "user")
+    limits = TurnLimits(
+        max_turns=config.max_turns,
+        max_turn_tokens=more.max_turn_tokens,
+        max_context=context_length(model),
+        turn_deadline=more.turn_deadline,
+        episode_deadline=more.episode_deadline,
+    )
+    return Player(environments, codecs, limits, poll=poll)
 
 
 def count_steps(config: TrainConfig, prompts: "Prompts") -> "tuple[TrainConfig, Prompts]":
@@ -227,10 +271,10 @@ def _made(kind: str, name: str, cls: Any, options: dict[str, Any]) -> Any:
         raise InputError(f"{kind}={name!r} cannot be made with {given}: {error} (docs/extending.md)") from error
 
 
-def build_rewards(config: TrainConfig, objects: Objects, poll: Any = None) -> RewardScorer:
+def build_rewards(config: TrainConfig, inputs: Inputs, poll: Any = None) -> RewardScorer:
     """The rewards with what decides which answers are right; options that need to know it are refused without."""
-    weights = config.reward_weights or (1.0,) * len(objects.rewards)
-    each = zip(objects.rewards, weights, strict=True)
+    weights = config.reward_weights or (1.0,) * len(inputs.rewards)
+    each = zip(inputs.rewards, weights, strict=True)
     rewards = all_of(*(partial(load_reward, spec, weight=weight) for spec, weight in each))
     scorer = RewardScorer(
         rewards,
@@ -247,20 +291,21 @@ def build_rewards(config: TrainConfig, objects: Objects, poll: Any = None) -> Re
     return scorer
 
 
-def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt]) -> None:
+def try_rewards(scorer: RewardScorer, prompts: Sequence[Prompt], *, has_turns: bool = False) -> None:
     """Check that each reward finds its columns, and call it once: it must return one value per completion.
 
     The completions are made up. Their values do not matter, nor does an error on them: the first step judges those.
     """
     names = {name for p in prompts for name in p.columns}
-    scorer.check_columns(sorted(names))
+    own = {ENVIRONMENT_REWARD: [None] * 2} if has_turns else {}
+    scorer.check_columns(sorted(names | own.keys()))
     prompt = prompts[0]  # twice the same: a group goes to one call, so that a value too few is seen
     scorer.score(
         [prompt.source] * 2,
         ["", "0"],
         completion_ids=[(), (0,)],
         prompt_texts=[prompt.text] * 2,
-        columns={name: [prompt.columns.get(name)] * 2 for name in names},
+        columns={name: [prompt.columns.get(name)] * 2 for name in names} | own,
         step=1,
     )
 
@@ -271,8 +316,8 @@ class Prompts:
     held_out: PromptSet
 
 
-def prompt_options(options: DataOptions) -> dict[str, Any]:
-    """Options of `load_prompts`."""
+def prompt_options(options: DataOptions, environments: Environments | None = None) -> dict[str, Any]:
+    """Options of `load_prompts`; templates tell the model of the tools of its environment."""
     answers = {} if options.answer_column == "answer" else {options.answer_column: "answer"}
     return {
         "prompt_column": options.prompt_column,
@@ -282,15 +327,16 @@ def prompt_options(options: DataOptions) -> dict[str, Any]:
         "system": options.system,
         "chat_template_kwargs": options.chat_template_kwargs,
         "on_bad_row": options.on_bad_row,
+        "tools_of": environments and environments.tools_of,
     }
 
 
-def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prompts:
+def build_prompts(config: TrainConfig, inputs: Inputs, tokenizer: Any) -> Prompts:
     """Training and held-out prompts."""
-    options = prompt_options(config)
-    options["max_prompt_tokens"] = longest_prompt(objects.model, config.max_new_tokens, config.max_prompt_tokens)
+    options = prompt_options(config, inputs.environments)
+    options["max_prompt_tokens"] = longest_prompt(inputs.model, config.max_new_tokens, config.max_prompt_tokens)
     num_held_out = config.eval_prompts
-    data, eval_data, streamed = objects.data, objects.eval_data, is_stream(objects.data)
+    data, eval_data, streamed = inputs.data, inputs.eval_data, is_stream(inputs.data)
     if streamed:
         # The batches of all steps, and what dynamic sampling may take beyond the last.
         wanted = (config.steps - 1 + max(config.dynamic_sampling, 1)) * config.prompts_per_step
@@ -322,7 +368,7 @@ def build_prompts(config: TrainConfig, objects: Objects, tokenizer: Any) -> Prom
         raise InputError(
             f"prompts_per_step={config.prompts_per_step} is more than the {len(train)} prompts to train on; lower it"
         )
-    check_ids((*train.prompts, *held_out.prompts), vocabulary_size(objects.model), tokenizer)
+    check_ids((*train.prompts, *held_out.prompts), vocabulary_size(inputs.model), tokenizer)
     return Prompts(train, held_out)
 
 
@@ -351,11 +397,14 @@ def build_hand_over(
         samples_apart = config.max_staleness or model.ranks.world > 1
         return CopiedModel(model, make) if samples_apart else HandOver(model, make(model))
     longest = max(len(p.token_ids) for part in (prompts.train, prompts.held_out) for p in part.prompts)
+    length = longest + config.max_new_tokens + 1  # no longer than the longest prompt needs
+    if config.has_turns:  # answers of any length stand between the turns
+        length = context_length(config.pinned_model) or length
     sampler = vLLMSampler(
         config.pinned_model,
         servers=servers_of_launcher() or servers,
         dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=longest + config.max_new_tokens + 1,  # no longer than the longest prompt needs
+        max_model_len=length,
         lora=model.lora,
         options=dict(config.vllm_options),
         deadline_s=config.advanced.sampler_deadline,
@@ -396,7 +445,7 @@ def build_schedule(
 
 
 def build_model(
-    config: TrainConfig, objects: Objects, loss: PolicyLoss, tokenizer: Any, ranks: Ranks | None = None
+    config: TrainConfig, inputs: Inputs, loss: PolicyLoss, tokenizer: Any, ranks: Ranks | None = None
 ) -> "TransformersModel":
     """The actor with loss, optimizer, schedule and metric; with `ranks` this rank's part of it."""
     from gruppo.model import TransformersModel
@@ -406,10 +455,10 @@ def build_model(
         from gruppo.model.ranked import RankedModel
 
         own = {"ranks": ranks, "exact": config.advanced.ranks_exact, "deadline_s": config.advanced.rank_deadline}
-        make = partial(RankedModel, **own, replicated=replicates(config, objects.model, ranks))
+        make = partial(RankedModel, **own, replicated=replicates(config, inputs.model, ranks))
     model = make(
-        objects.model,
-        lora=_new_adapter(config, objects, config.seed),
+        inputs.model,
+        lora=_new_adapter(config, inputs, config.seed),
         dtype=config.dtype,
         quantize=config.quantize,
         tokens_per_microbatch=config.tokens_per_microbatch,
@@ -437,14 +486,14 @@ def build_model(
         options |= {"fused": model.device.type == "cuda"}
     model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
     model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)
-    for metric in (metric_for(loss), *build_metrics(objects.metrics)):
+    for metric in (metric_for(loss), *build_metrics(inputs.metrics)):
         model.add_metric(metric)
     return model
 
 
-def build_digests(objects: Objects, prompts: Prompts) -> dict[str, Any]:
+def build_digests(inputs: Inputs, prompts: Prompts) -> dict[str, Any]:
     """What the prompts and the base weights of a run are, where the weights are files."""
-    base = weights_digest(objects.model) if isinstance(objects.model, str) else None
+    base = weights_digest(inputs.model) if isinstance(inputs.model, str) else None
     return {
         "prompts to train on": prompts_digest(prompts.train.prompts),
         "held-out prompts": prompts_digest(prompts.held_out.prompts),
@@ -466,14 +515,14 @@ def build_metrics(given: Iterable[Any]) -> list[Metric]:
     return made
 
 
-def _new_adapter(options: ModelOptions, objects: Objects, seed: int) -> "LoraSpec | None":
+def _new_adapter(options: ModelOptions, inputs: Inputs, seed: int) -> "LoraSpec | None":
     """The adapter to put on the model; None for full weights, and for a model that brings its own."""
     from gruppo.model import LoraSpec
     from gruppo.model.lora import lora_of
 
     names = ("rank", "alpha", "targets", "modules_to_save")
     given = {name: value for name in names if (value := getattr(options, f"lora_{name}")) is not None}
-    if holds_adapter(objects.model) if isinstance(objects.model, str) else lora_of(objects.model):
+    if holds_adapter(inputs.model) if isinstance(inputs.model, str) else lora_of(inputs.model):
         if given:
             name = next(iter(given))
             raise InputError(
@@ -541,11 +590,11 @@ def _tried(config: TrainConfig, estimate: Any) -> Advantage:
     return estimate
 
 
-def build_stage(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) -> AdvantageStage:
+def build_assigner(config: TrainConfig, estimate: Advantage, scorer: RewardScorer) -> AdvantageAssigner:
     """The estimator with the penalties that come before it."""
     if scorer.correct_by is None and len(scorer.rewards) > 1 and hasattr(estimate, "correct_at"):
         raise InputError(f"advantage={config.advantage!r} compares right answers with wrong ones, and {scorer.verdict}")
-    return AdvantageStage(
+    return AdvantageAssigner(
         estimate=estimate,
         shape=RewardShape(
             max_length=config.max_new_tokens,

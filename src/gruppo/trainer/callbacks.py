@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
-from gruppo.imports import did_you_mean
 from gruppo.keys import held_out_key
 from gruppo.peer_names import TRL
+from gruppo.process.by_name import did_you_mean
 from gruppo.trainer.config import OPTIONS, TrainConfig
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pydantic import ValidationError, model_validator
 
 from gruppo import options
 from gruppo.errors import InputError
-from gruppo.output import shell_word
 from gruppo.peer_names import ABSENT, ELSEWHERE, REFUSED, TRL, answer
+from gruppo.process.streams import shell_word
 from gruppo.run.reader import RunReader, read_yaml
 
 _WHERE = " where"
@@ -102,6 +102,12 @@ class TrainConfig(
                 f"streaming=true cannot go with lora=true and sampler={self.sampler!r}: for requests that still run, "
                 "vLLM reads the adapter before again, in the place of the new one. Use lora=false, or no streaming"
             )
+        if self.streaming and self.has_turns:
+            which = f"tools={list(self.tools)}" if self.tools else f"environment={self.environment!r}"
+            raise ValueError(
+                f"streaming=true cannot go with {which}: a group in flight is one turn so far. Leave streaming out; "
+                "max_staleness alone samples episodes ahead"
+            )
         if self.ref_every and self.lora and more.ref_mix < 1:
             raise ValueError(
                 f"ref_mix={more.ref_mix:g} needs all weights: a mixture of two adapters' factors is not a mixture of "
@@ -117,6 +123,11 @@ class TrainConfig(
             if value and not self.eval_every:
                 raise ValueError(f"{given} needs eval_every of at least 1: nothing is evaluated on the way")
         return self
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a completion is an episode of several turns."""
+        return bool(self.tools) or self.environment is not None
 
     @classmethod
     def read(cls, values: dict[str, Any], where: str = "config") -> "TrainConfig":

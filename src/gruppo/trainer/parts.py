@@ -24,11 +24,11 @@ from gruppo.run.recorder import Recorder
 from gruppo.run.signals import StopFlag
 from gruppo.run.trackers import Trackers, check_installed
 from gruppo.trainer import build, resume
-from gruppo.trainer.advantages import AdvantageStage
+from gruppo.trainer.advantages import AdvantageAssigner
 from gruppo.trainer.config import TrainConfig
+from gruppo.trainer.estimate import disk_needs
+from gruppo.trainer.inputs import Inputs
 from gruppo.trainer.learner import Learner
-from gruppo.trainer.objects import Objects
-from gruppo.trainer.plan import disk_needs
 from gruppo.trainer.state import Position, RunState, Snapshots
 from gruppo.weights.source import load_tokenizer
 
@@ -51,7 +51,7 @@ class Parts:
     place: Position
     """Where the run begins."""
     weights: HandOver
-    advantages: AdvantageStage
+    advantages: AdvantageAssigner
     schedule: Schedule
     learner: Learner
     recorder: Recorder
@@ -61,7 +61,7 @@ class Parts:
 
 def assemble(
     config: TrainConfig,
-    objects: Objects,
+    inputs: Inputs,
     *,
     stop: StopFlag,
     watch: Stopwatch,
@@ -72,39 +72,42 @@ def assemble(
     ranks: Ranks | None = None,
 ) -> Parts:
     """The parts of a run; its arguments are those of `GRPOTrainer`."""
-    build.check_ranks(config, objects, ranks)
-    config = build.fit_context(config, objects)
+    build.check_ranks(config, inputs, ranks)
+    config = build.fit_context(config, inputs)
     if config.threads:
         torch.set_num_threads(config.threads)
     check_installed(config.trackers)
     hook = StopHook(stop.poll)
     poll = hook if config.max_staleness else stop.poll
     loss, estimate, scorer = build.all_of(
-        partial(build.build_loss, config, objects.loss),
-        partial(build.build_advantage, config, objects.advantage),
-        partial(build.build_rewards, config, objects, poll=poll),
+        partial(build.build_loss, config, inputs.loss),
+        partial(build.build_advantage, config, inputs.advantage),
+        partial(build.build_rewards, config, inputs, poll=poll),
     )
     with ExitStack() as stack:
         stack.enter_context(scorer)
-        advantages = build.build_stage(config, estimate, scorer)
-        tokenizer = objects.tokenizer or load_tokenizer(config.tokenizer_id)
-        config, prompts = build.count_steps(config, build.build_prompts(config, objects, tokenizer))
+        advantages = build.build_assigner(config, estimate, scorer)
+        tokenizer = inputs.tokenizer or load_tokenizer(config.tokenizer_id)
+        config, prompts = build.count_steps(config, build.build_prompts(config, inputs, tokenizer))
         scorer.max_steps = config.steps
         scorer.steps_per_epoch = len(prompts.train) / config.prompts_per_step
-        build.try_rewards(scorer, prompts.train.prompts)
+        build.try_rewards(scorer, prompts.train.prompts, has_turns=config.has_turns)
+        player = build.build_player(config, inputs.environments, inputs.model, tokenizer, poll)
+        if player is not None:
+            stack.enter_context(closing(player))
         if resumes:
             run = RunDirectory.reopen(config.output)
         else:
             run = RunDirectory.create(config.output, config=config.to_yaml(), overwrite=overwrite)
         stack.enter_context(run)
         stop.parting = lambda: f"left at once; {run.saved()}"
-        made_from = resume.options_of(config) | build.build_digests(objects, prompts)
+        made_from = resume.options_of(config) | build.build_digests(inputs, prompts)
         changes = resume.check_origin(run, made_from, accept=accept_changes) if resumes else []
         scorer.start()
 
         if ranks is not None:
-            ranks.tell({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
-        model = build.build_model(config, objects, loss, tokenizer, ranks)
+            ranks.broadcast({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
+        model = build.build_model(config, inputs, loss, tokenizer, ranks)
         if ranks is not None:
             model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
         state = build.build_state(config, model, len(prompts.train))
@@ -125,7 +128,7 @@ def assemble(
         model.measures_gap = not weights.sampler.is_exact or loss.reads_sampler or config.max_staleness > 0
         source = RolloutSource(
             prompts=prompts.train.prompts,
-            driver=Driver(sampler=weights.sampler, scorer=scorer, watch=watch),
+            driver=Driver(sampler=weights.sampler, scorer=scorer, player=player, watch=watch),
             solved=state.solved,
             params=build.sampling_params(config),
             prompts_per_step=config.prompts_per_step,

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 from gruppo.run.directory import RunDirectory
 from gruppo.run.reader import RunReader, numbered
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.plan import disk_needs
+from gruppo.trainer.estimate import disk_needs
 from gruppo.trainer.state import Ending, Position, Snapshots
 from gruppo.types import Prompt
 

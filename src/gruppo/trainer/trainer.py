@@ -3,18 +3,18 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 from gruppo import doctor, faults
 from gruppo.errors import CheckpointError, InputError, NumericError, RankError, RewardError
 from gruppo.keys import held_out_key
-from gruppo.output import printable, shell_word, unhindered
 from gruppo.parallel.ranks import Ranks
 from gruppo.peer_names import METHODS
+from gruppo.process.streams import printable, safe_streams, shell_word
 from gruppo.reward import Reward
-from gruppo.rollout.driver import Driver, Stopwatch
+from gruppo.rollout.driver import Stopwatch
 from gruppo.rollout.evaluate import Evaluation, evaluate
 from gruppo.rollout.source import RolloutSource, dead_frac
 from gruppo.run.reader import at_home
@@ -22,10 +22,10 @@ from gruppo.run.signals import Interrupted, StopFlag
 from gruppo.trainer.advantages import shaped_mean, with_kl
 from gruppo.trainer.callbacks import Callback, StepCallback, read_callbacks, tell
 from gruppo.trainer.config import TrainConfig, refuse_arguments
+from gruppo.trainer.estimate import RunEstimate, estimate_run
+from gruppo.trainer.inputs import resolve_inputs
 from gruppo.trainer.learner import MAX_SKIPPED, TokenRecord
-from gruppo.trainer.objects import take_objects
 from gruppo.trainer.parts import assemble
-from gruppo.trainer.plan import Plan, make_plan
 from gruppo.trainer.state import Ending
 from gruppo.types import Group
 from gruppo.weights.files import is_free, replacing
@@ -84,6 +84,9 @@ class GRPOTrainer:
         data: a list of rows, a `datasets.Dataset`, a stream of rows, or a name; `eval_data` likewise.
         peft_config: a `LoraConfig` of PEFT.
         loss: a loss, its class, or a name; `advantage` an estimator likewise, `metrics` a list of metrics.
+        tools: functions that the model may call, with type hints and a docstring, or their names.
+        environment: what answers the model's turns: a class, a function that makes one, a mapping of these that the
+            column `environment` chooses among, or a name. `environment_factory` is TRL's word for it.
         callbacks: `Callback`s, `transformers.TrainerCallback`s, and functions that are called after each step with
             (trainer, step, metrics); one that returns True ends the run.
         resume: go on with the run in `config.output`; one without a checkpoint starts over.
@@ -106,6 +109,9 @@ class GRPOTrainer:
         loss: Any = None,
         advantage: Any = None,
         metrics: Sequence[Any] | None = None,
+        tools: Sequence[str | Callable[..., Any]] | None = None,
+        environment: Any = None,
+        environment_factory: Any = None,
         callbacks: Sequence[Callback | StepCallback | Any] = (),
         resume: bool = False,
         accept_changes: bool = False,
@@ -117,7 +123,7 @@ class GRPOTrainer:
         if unknown:
             refuse_arguments(unknown)
         self.callbacks = read_callbacks(callbacks)
-        config, objects = take_objects(
+        config, inputs = resolve_inputs(
             config or TrainConfig(),
             model=model,
             tokenizer=tokenizer,
@@ -128,13 +134,16 @@ class GRPOTrainer:
             loss=loss,
             advantage=advantage,
             metrics=metrics,
+            tools=tools,
+            environment=environment,
+            environment_factory=environment_factory,
         )
         self.stop = StopFlag()
         self.step_number = 0
         self.watch = Stopwatch(lambda: self.step_number)
         parts = assemble(
             config,
-            objects,
+            inputs,
             stop=self.stop,
             watch=self.watch,
             resumes=resume,
@@ -234,7 +243,7 @@ class GRPOTrainer:
         self.schedule.drain()  # the sampler has one set of weights
         self.weights.bring(self.watch)
         with self.watch("eval"):
-            driver = Driver(sampler=self.sampler, scorer=self.scorer)
+            driver = replace(self.source.driver, watch=Stopwatch())
             return evaluate(prompts, driver, self.source.params, num_samples=num_samples)
 
     # --- the whole run --------------------------------------------------------------------------------------------
@@ -244,7 +253,7 @@ class GRPOTrainer:
         if unknown:
             refuse_arguments(unknown)
         # To its very end: a signal while the run or its model is saved must not end the process.
-        with unhindered(), self.stop.listening():
+        with safe_streams(), self.stop.listening():
             return self._train()
 
     def _train(self) -> TrainResult:
@@ -417,16 +426,16 @@ class GRPOTrainer:
         message = commit_message or f"Step {self.step_number} of a run of gruppo"
         return upload(self.save_model(), repo_id, private=private, token=token, revision=revision, message=message)
 
-    def plan(self) -> Plan:
+    def plan(self) -> RunEstimate:
         """What the run will do, in numbers."""
         train = self.prompts.train
-        return make_plan(
+        return estimate_run(
             self.config, self.model, train.prompts, train.reading, len(self.prompts.held_out), self.scorer.verdict
         )
 
     def _show_plan(self) -> None:
         """Print the plan. On a GPU it measures memory on a few tokens, for which the decoder blocks are compiled."""
-        started, compiles = time.monotonic(), self.model.scorer.compiled is not None
+        started, compiles = time.monotonic(), self.model.logp_model.compiled is not None
         if compiles:
             self.recorder.say("compiling the decoder blocks: half a minute to two minutes")
         lines = self.plan().lines(self.config)

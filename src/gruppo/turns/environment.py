@@ -4,10 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gruppo.errors import InputError
+from gruppo.process.by_name import did_you_mean
 from gruppo.types import Message
+
+ENVIRONMENT_REWARD = "environment_reward"
+"""Column in which reward functions find what the environment gave."""
 
 ToolSchema = Mapping[str, Any]
 """A tool in OpenAI's form: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}."""
+
+COLUMN = "environment"
+"""Column of the data that names a row's environment, where there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +69,27 @@ class Environments:
     """The environments of a run: one, or several by name, which a column of the data chooses among."""
 
     factories: Mapping[str, Callable[[], Environment]]
-    """By the value of `column`; a single one has the name "" and needs no column."""
+    """By the value of `column`; a single one has the name "" and needs no column. What they make is async throughout."""
     tools: Mapping[str, Sequence[ToolSchema]]
     """The tools of each, which prompts are rendered with."""
-    name: str
-    """Name of the reward that the environment gives; empty: it gives none."""
-    column: str = "environment"
+    gives_reward: bool = False
+    """Whether any of them rewards its episodes."""
 
     def key(self, columns: Mapping[str, Any]) -> str:
         """The name of the environment of a row."""
-        return "" if "" in self.factories else str(columns[self.column])
+        if "" in self.factories:
+            return ""
+        names = ", ".join(self.factories)
+        if COLUMN not in columns:
+            raise InputError(
+                f"the data has no column {COLUMN!r}, which chooses among the environments {names}; add it, with "
+                "one of these names in each row, or give one environment instead of several"
+            )
+        if (name := columns[COLUMN]) not in self.factories:
+            hint = did_you_mean(str(name), self.factories)
+            raise InputError(f"a row has {COLUMN}={name!r}{hint}; the environments are {names}")
+        return name
+
+    def tools_of(self, columns: Mapping[str, Any]) -> Sequence[ToolSchema]:
+        """The tools of a row's environment."""
+        return self.tools[self.key(columns)]

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 
 from gruppo.errors import CheckpointError, GruppoError, InputError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.weights.files import MANIFEST, read_manifest
 
 ADAPTER = "adapter_config.json"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from safetensors import safe_open
 
 from gruppo.errors import GruppoError, InputError, require
-from gruppo.output import printable, shell_word
+from gruppo.process.streams import printable, shell_word
 from gruppo.weights import gguf
 from gruppo.weights.files import MANIFEST, digest_tensors
 from gruppo.weights.folder import ADAPTER, check_floating, check_folder, check_whole, cut, read_object, refusing

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from gruppo.cli.arguments import parse_options
 from gruppo.cli.main import run
-from gruppo.cli.options import parse_options
 from gruppo.cli.train import TrainArguments
 from gruppo.errors import InputError, MissingExtraError
 

@@ -139,6 +139,10 @@ def test_a_stretch_begins_at_its_first_bad_step_and_ends_with_its_last_window() 
     assert found.mean == pytest.approx(10 / 21)  # ten of the steps 16 to 36
 
 
+def test_values_that_are_the_bound_are_not_beyond_it_however_their_mean_is_rounded() -> None:
+    assert beyond([(step, 0.2) for step in range(20)], 0.2) is None
+
+
 def test_of_two_stretches_the_last_is_told() -> None:
     """By hand: 1 in steps 1 to 20 and 61 to 80. Windows above 0.9 end at step 21, and begin again with 60 to 79."""
     found = beyond([(step, float(step <= 20 or step > 60)) for step in range(1, 81)], 0.9)
@@ -354,6 +358,78 @@ def test_a_held_out_prompt_inside_a_longer_one_does_not_leak(frame: str) -> None
     assert only(table(151)).rule == "leaking_evaluation"
     assert applied(table(151, "Premise 7.")) == []  # the same question after another message
     assert only(table(151, "Premise 1.")).rule == "leaking_evaluation"
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+TURNS = {
+    "turns/mean": 2.5,
+    "turns/max": 4.0,
+    "turns/calls": 1.5,
+    "turns/call_error_frac": 0.1,
+    "turns/unparsed_frac": 0.05,
+    "turns/lost_frac": 0.01,
+    "turns/cut_frac": 0.05,
+    "turns/given_tokens": 30.0,  # of 40: the policy writes 10
+}
+
+
+def episodes(num: int = 20, **changes: Any) -> list[dict[str, Any]]:
+    return lines(num, **(TURNS | changes))
+
+
+def test_healthy_episodes_have_no_finding() -> None:
+    assert applied(Table(metrics=episodes(60), config={"tools": ["calculator:multiply"]})) == []
+    game = {"turns/calls": 0.0, "turns/mean": 3.0}
+    assert applied(Table(metrics=episodes(**game))) == []  # it has no tools
+
+
+@pytest.mark.parametrize(
+    ("config", "turns"), [({"tools": ["calculator:multiply"]}, 2.0), ({"environment": "shop:Shop"}, 1.0)]
+)
+def test_tools_that_are_never_called_are_told(config: dict[str, Any], turns: float) -> None:
+    table = Table(metrics=episodes(**{"turns/calls": 0.0, "turns/mean": turns}), config=config)
+    assert (only(table).rule, only(table).evidence) == ("tools_never_called", "0 calls per episode since step 1")
+    rarely = episodes(**{"turns/calls": 0.02, "turns/mean": turns})
+    assert applied(Table(metrics=rarely, config=config)) == []
+
+
+def test_tools_that_a_solved_task_does_not_need_are_no_finding() -> None:
+    solved = episodes(**{"turns/calls": 0.0, "turns/mean": 1.0, "reward/correct_frac": 0.97})
+    assert applied(Table(metrics=solved)) == []
+
+
+def test_calls_that_cannot_be_read_are_told_above_a_fifth() -> None:
+    found = only(Table(metrics=episodes(**{"turns/unparsed_frac": 0.25})))
+    assert (found.rule, found.evidence) == ("unreadable_calls", "turns/unparsed_frac is 0.25, above 0.2")
+    assert applied(Table(metrics=episodes(**{"turns/unparsed_frac": 0.2}))) == []
+
+
+def test_lost_episodes_are_told_with_what_failed() -> None:
+    failed = rollouts(errors={"environment": "Traceback ...\nKeyError: 'door\x1b'", "exact_match": "no"})
+    found = only(Table(metrics=episodes(**{"turns/lost_frac": 0.06}), rollouts=[failed]))
+    assert (found.rule, found.severity) == ("lost_episodes", "problem")
+    assert found.text == "episodes are lost because the environment fails: KeyError: 'door\\x1b'"
+    assert applied(Table(metrics=episodes(**{"turns/lost_frac": 0.05}), rollouts=[failed])) == []
+
+
+def test_episodes_that_are_cut_are_told_once_with_the_limit() -> None:
+    """By hand: 9 of 12 cut ones by the limit of turns. The same number is `completion/truncated_frac`."""
+    ended = rollouts(stops={"stop": 8, "turns": 9, "length": 2, "context": 1})
+    cut = episodes(**{"turns/cut_frac": 0.6, "completion/truncated_frac": 0.6})
+    found = only(Table(metrics=cut, rollouts=[ended]))
+    assert (found.rule, found.evidence) == ("cut_episodes", "turns/cut_frac is 0.6, above 0.3")
+    assert found.text == "many episodes are cut before they end, 75% of them by turns"
+    assert only(Table(metrics=cut)).text == "many episodes are cut before they end"
+    assert applied(Table(metrics=episodes(**{"turns/cut_frac": 0.3}))) == []
+
+
+def test_episodes_that_are_mostly_the_environments_text_are_told() -> None:
+    """By hand: the policy writes 10 tokens of 50, and of 51."""
+    found = only(Table(metrics=episodes(**{"turns/given_tokens": 41.0})))
+    assert (found.rule, found.severity) == ("mostly_given", "warning")
+    assert found.evidence == "80% of the tokens after the prompt since step 1"
+    assert applied(Table(metrics=episodes(**{"turns/given_tokens": 40.0}))) == []
 
 
 def test_each_rule_is_under_its_own_name() -> None:

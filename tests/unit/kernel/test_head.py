@@ -22,7 +22,7 @@ from gruppo.loss import (
     TruncatedWeight,
 )
 from gruppo.loss.inputs import align
-from gruppo.model.scorer import LossWalk
+from gruppo.model.logp_model import LossWalk
 
 LENGTHS = [3, 7, 1, 20, 5]
 N, D, V = sum(LENGTHS), 6, 31

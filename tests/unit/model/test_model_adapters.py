@@ -187,7 +187,7 @@ def dequantized(base: str, model: TransformersModel) -> TransformersModel:
     from bitsandbytes.functional import dequantize_4bit
 
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    for name, module in model.scorer.base.named_modules():
+    for name, module in model.logp_model.base.named_modules():
         weight = getattr(module, "weight", None)
         if hasattr(weight, "quant_state"):
             own = plain.get_submodule(name.removesuffix(".base_layer"))
@@ -292,7 +292,7 @@ def test_a_4_bit_base_is_in_no_file_and_a_merged_export_is_its_dequantized_weigh
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert {p.dtype for p in merged.parameters()} == {torch.float32}
     weights = dict(merged.named_parameters())
-    for name, module in plain.scorer.base.named_modules():
+    for name, module in plain.logp_model.base.named_modules():
         if hasattr(module, "lora_A"):
             factors = (module.lora_B.default.weight @ module.lora_A.default.weight).double()
             expected = module.base_layer.weight.double() + 16 / 2 * factors

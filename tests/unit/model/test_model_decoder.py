@@ -20,8 +20,8 @@ class EagerDecoder(GraphDecoder):
         self._step()
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
-        assert self.scorer.head is not None
-        return self.scorer.head.logits(hidden_ND).float()
+        assert self.logp_model.head is not None
+        return self.logp_model.head.logits(hidden_ND).float()
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_rows_that_replace_others_draw_what_they_draw_alone(monkeypatch: pytest.
         shape = Shape(
             places=places, room=ROOM, prompts=3, width=4, tiles=tiles, temperature=TEMPERATURE, stop_ids=tuple(STOP_IDS)
         )
-        rows = EagerDecoder(model.scorer, shape)
+        rows = EagerDecoder(model.logp_model, shape)
         if places == 2:
             rows.run([(1, 1, 1), (2, 2), (3, 3)], OWNER[:3], uniforms[4:], lambda: None)  # leaves nothing behind
             rows.num_steps = 0

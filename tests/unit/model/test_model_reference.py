@@ -99,8 +99,8 @@ def test_the_frozen_copy_stays_put_while_the_weights_move() -> None:
         model.clip_grad_and_step()
     assert all(torch.equal(p, start[n]) for n, p in model.reference().state().items())
     assert not any(torch.equal(p, start[n]) for n, p in weights(model.model).items())
-    with model.reference().scorer() as scorer:
-        assert not any(p.requires_grad for p in scorer.model.parameters())
+    with model.reference().logp_model() as logp_model:
+        assert not any(p.requires_grad for p in logp_model.model.parameters())
 
 
 def test_refresh_makes_the_policy_the_reference() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from gruppo.model import LoraSpec
 from gruppo.model.lora import add_lora
 from gruppo.model.shards import read_weights
-from gruppo.weights.empty import NotByRows, load_empty
+from gruppo.weights.meta_load import NotByRows, load_on_meta
 
 RENAMED = {
     "gpt_neox": "nothing for lm_head.weight",
@@ -39,9 +39,9 @@ def test_every_family_is_as_transformers_loads_it_or_is_refused(family: str, tmp
     folder = in_folder(tmp_path, family)
     if family in RENAMED:
         with pytest.raises(NotByRows, match=RENAMED[family]):
-            load_empty(str(folder), dtype=torch.float32)
+            load_on_meta(str(folder), dtype=torch.float32)
         return
-    model, files = load_empty(str(folder), dtype=torch.float32)
+    model, files = load_on_meta(str(folder), dtype=torch.float32)
     assert all(parameter.is_meta for parameter in model.parameters())
     read_weights(model, files, torch.device("cpu"))
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -56,7 +56,7 @@ def test_every_family_is_as_transformers_loads_it_or_is_refused(family: str, tmp
 
 def test_weights_in_half_precision_become_float32(tmp_path: Path) -> None:
     tiny_model("llama").bfloat16().save_pretrained(tmp_path)
-    model, files = load_empty(str(tmp_path), dtype=torch.float32)
+    model, files = load_on_meta(str(tmp_path), dtype=torch.float32)
     read_weights(model, files, torch.device("cpu"))
     assert_same(model, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
 
@@ -66,7 +66,7 @@ def test_a_tied_weight_that_is_there_twice_is_left_to_transformers(tmp_path: Pat
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file, {"format": "pt"})
     with pytest.raises(NotByRows, match=r"lm_head.weight, which is tied to another weight"):
-        load_empty(str(tmp_path), dtype=torch.float32)
+        load_on_meta(str(tmp_path), dtype=torch.float32)
 
 
 def test_a_weight_that_is_missing_is_left_to_transformers(tmp_path: Path) -> None:
@@ -75,14 +75,14 @@ def test_a_weight_that_is_missing_is_left_to_transformers(tmp_path: Path) -> Non
     del tensors["model.norm.weight"]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(NotByRows, match=r"nothing for model\.norm\.weight"):
-        load_empty(str(tmp_path), dtype=torch.float32)
+        load_on_meta(str(tmp_path), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_an_adapter_on_weights_to_come_is_the_one_of_its_seed(family: str, tmp_path: Path) -> None:
     folder = in_folder(tmp_path, family)
     spec = LoraSpec(rank=3, seed=5)
-    base, files = load_empty(str(folder), dtype=torch.float32)
+    base, files = load_on_meta(str(folder), dtype=torch.float32)
     model = add_lora(base, spec)
     assert {p.is_meta for n, p in model.named_parameters() if "lora_" in n} == {False}
     read_weights(model, files, torch.device("cpu"))

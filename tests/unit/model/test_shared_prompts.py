@@ -49,7 +49,9 @@ def outcome(model, loss):
 
 def assert_shares(model):
     """A model that fails the comparison would fall back, and equal the padded layout for the wrong reason."""
-    assert (model.scorer.base.config._attn_implementation == model_attention.NAME) == (model.planner.layout == "shared")
+    assert (model.logp_model.base.config._attn_implementation == model_attention.NAME) == (
+        model.planner.layout == "shared"
+    )
 
 
 def assert_equal_outcomes(ours, theirs):

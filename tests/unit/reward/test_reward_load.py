@@ -9,7 +9,7 @@ import pytest
 
 from gruppo.cli.listing import formula
 from gruppo.errors import InputError, MissingExtraError
-from gruppo.imports import read_spec, write_spec
+from gruppo.process.by_name import read_spec, write_spec
 from gruppo.reward import (
     ExactMatch,
     MathMatch,

@@ -77,6 +77,7 @@ def test_a_row_holds_everything_of_its_rollout(run: RunDirectory) -> None:
         "prompt_ids": [1, 5],
         "columns": '{"answer": "7", "level": 2}',
         "completion": "seven",
+        "messages": None,
         "stop_reason": "stop",
         "versions": [2, 3],
         "reward": 1.0,
@@ -107,6 +108,7 @@ def test_a_row_holds_everything_of_its_rollout(run: RunDirectory) -> None:
         "prompt_ids": [1, 5],
         "columns": '{"answer": "7", "level": 2}',
         "completion": "",
+        "messages": None,
         "stop_reason": "length",
         "versions": [2, 3],
         "reward": None,
@@ -257,6 +259,60 @@ def test_prompts_of_the_data_set_stand_in_for_those_of_the_table() -> None:
     assert found.trajectory.prompt is whole
 
 
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 6}'}}
+MESSAGES: Any = (
+    {"role": "assistant", "content": "", "tool_calls": [CALL, {"error": "no JSON"}]},
+    {"role": "tool", "content": "7\n\x1b[2J</script>\u202e", "name": "add"},
+    {"role": "tool", "content": "no JSON", "is_error": True},
+    {"role": "assistant", "content": "seven"},
+)
+
+
+def test_the_messages_of_an_episode_are_json_and_read_back_as_they_were() -> None:
+    talked = trajectory(messages=MESSAGES, stop_reason="done")
+    silent = trajectory(messages=())
+    groups = [group(Rollout(trajectory=talked), Rollout(trajectory=silent), Rollout(trajectory=trajectory()))]
+    written = encode(groups)["messages"].to_pylist()
+    assert [None if text is None else json.loads(text) for text in written] == [list(MESSAGES), [], None]
+    assert decode(encode(groups)) == groups
+
+
+def test_a_lost_episode_says_why_after_it_was_read_back() -> None:
+    lost = trajectory(messages=MESSAGES[:1], stop_reason="env_error", error="ZeroDivisionError: 1/0")
+    groups = [group(Rollout(trajectory=lost, errors={"environment": lost.error}))]
+    assert decode(encode(groups)) == groups
+    ended = [group(Rollout(trajectory=trajectory(), errors={"environment": "a reward of that name"}))]
+    assert decode(encode(ended))[0].rollouts[0].trajectory.error == ""
+
+
+def test_a_prompt_of_its_own_stays_with_its_trajectory() -> None:
+    own = replace(PROMPT, token_ids=(1, 9), text="9+6=")
+    groups = [group(Rollout(trajectory=trajectory()), Rollout(trajectory=trajectory(prompt=own)))]
+    assert encode(groups)["prompt_ids"].to_pylist() == [[1, 5], [1, 9]]
+    assert encode(groups)["prompt"].to_pylist() == ["1+6=", "9+6="]
+    assert decode(encode(groups)) == groups
+    whole = replace(PROMPT, columns={"answer": object()})
+    (found,) = decode(encode(groups), {4: whole})
+    assert found.prompt is whole and found.rollouts[0].trajectory.prompt is whole
+    assert found.rollouts[1].trajectory.prompt == replace(whole, token_ids=(1, 9), text="9+6=")
+
+
+def test_a_group_of_which_every_trajectory_has_its_own_prompt_keeps_that_of_the_data_set() -> None:
+    own = [replace(PROMPT, token_ids=(1, n), text=f"{n}+6=") for n in (8, 9)]
+    groups = [group(*(Rollout(trajectory=trajectory(prompt=prompt)) for prompt in own))]
+    (found,) = decode(encode(groups), {4: PROMPT})
+    assert [found.prompt, *(r.trajectory.prompt for r in found.rollouts)] == [PROMPT, *own]
+
+
+def test_a_table_from_before_episodes_is_read() -> None:
+    groups = [group(Rollout(trajectory=trajectory()))]
+    assert decode(encode(groups).drop_columns(["messages"])) == groups
+    with pytest.raises(ValueError, match="no column 'versions' of type"):
+        decode(encode(groups).drop_columns(["versions"]))
+
+
 # --- why a token is not trained on ------------------------------------------------------------------------------------
 
 MIXED = {"tokens": (8, 90, 2), "sampled": (True, False, True)}
@@ -352,7 +408,8 @@ def test_columns_of_the_row_are_json_whatever_they_hold() -> None:
 def test_a_lone_surrogate_is_written_with_a_replacement(run: RunDirectory) -> None:
     hostile = "a\ud800b</script>\x1b[2J"
     prompt = replace(PROMPT, text=hostile, columns={"answer": hostile})
-    rollout = Rollout(trajectory=trajectory(text=hostile), extras={"x": hostile}, errors={"f": hostile})
+    said = trajectory(text=hostile, prompt=prompt)
+    rollout = Rollout(trajectory=said, extras={"x": hostile}, errors={"f": hostile})
     run.write_completions(1, [group(rollout, prompt=prompt)])
     (row,) = run.completions(1).to_pylist()
     clean = "a?b</script>\x1b[2J"

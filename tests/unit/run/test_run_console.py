@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from gruppo.keys import KEYS
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.run.console import SHOWN, RunConsole, readable_time, step_line, visible
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 

@@ -14,7 +14,7 @@ from gruppo.loss import CORRECTIONS, GRPOLoss, GSPOLoss
 from gruppo.metric import Metric
 from gruppo.trainer import GRPOTrainer, TrainConfig
 from gruppo.trainer.build import check_ranks
-from gruppo.trainer.objects import take_objects
+from gruppo.trainer.inputs import resolve_inputs
 
 Config = Callable[..., TrainConfig]
 
@@ -159,7 +159,7 @@ def test_rollouts_from_older_weights_need_a_loss_object_that_corrects_for_it(
 def test_on_several_ranks_an_object_is_refused(small_config: Config) -> None:
     ranks: Any = object()
     for given in ({"loss": GRPOLoss()}, {"metrics": [Unlikely()]}):
-        config, objects = take_objects(small_config(), **given)
+        config, objects = resolve_inputs(small_config(), **given)
         with pytest.raises(InputError, match="an object is for one process; on several ranks give a name"):
             check_ranks(config, objects, ranks)
 

@@ -12,7 +12,7 @@ import pytest
 
 from gruppo.advantage import ADVANTAGES
 from gruppo.reward import RewardShape
-from gruppo.trainer.advantages import AdvantageStage, kl_to_reference
+from gruppo.trainer.advantages import AdvantageAssigner, kl_to_reference
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 RIGHT = (  # per group: which of six answers are right
@@ -66,7 +66,7 @@ def make_groups(right: Sequence[Sequence[bool]], case: str, *, rewards: dict[str
 WEIGHTS = {"answer": 1.0, "form": 0.2}
 
 
-def make_stage(name: str, case: str) -> AdvantageStage:
+def make_stage(name: str, case: str) -> AdvantageAssigner:
     weights = dict(WEIGHTS) if case in ("two rewards", "all at once") else {"answer": 1.0}
     shape = RewardShape(
         max_length=LIMIT,
@@ -76,7 +76,7 @@ def make_stage(name: str, case: str) -> AdvantageStage:
     estimate = estimator(name)
     if name == "gdpo":
         estimate = ADVANTAGES[name](weights=tuple(weights.values()))
-    return AdvantageStage(estimate=estimate, shape=shape, weights=weights, correct_by="answer")
+    return AdvantageAssigner(estimate=estimate, shape=shape, weights=weights, correct_by="answer")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -178,7 +178,7 @@ def four(rewards: Sequence[float], lengths: Sequence[int], limit: int) -> Group:
 def test_pass_at_k_with_the_overlong_penalty_still_tells_right_from_wrong() -> None:
     # Group of 8 with three right, all of length 4 = the limit: the penalty of 1 is the same for all, and goes.
     group = four([1, 1, 0, 0, 0, 1, 0, 0], [4] * 8, limit=4)
-    stage = AdvantageStage(
+    stage = AdvantageAssigner(
         estimate=ADVANTAGES["pass_at_k"](k=2), shape=RewardShape(max_length=4, overlong_cache=4),
         weights={"answer": 1.0}, correct_by="answer",
     )  # fmt: skip
@@ -195,7 +195,7 @@ def test_pass_at_k_with_the_overlong_penalty_still_tells_right_from_wrong() -> N
 def test_a_penalty_acts_after_a_comparison_of_right_and_wrong(name: str) -> None:
     group = four([1, 1, 0, 0], [2, 2, 2, 2], limit=4)
     shape = RewardShape(max_length=4, overlong_cache=4)
-    stage = AdvantageStage(
+    stage = AdvantageAssigner(
         estimate=estimator(name), shape=shape, weights={"answer": 1.0}, correct_by="answer"
     )  # fmt: skip
     longer = replace(group.rollouts[1].trajectory, tokens=(3,) * 3, logps=(-1.0,) * 3)
@@ -210,7 +210,7 @@ def test_a_penalty_acts_after_a_comparison_of_right_and_wrong(name: str) -> None
 
 def test_a_tiny_penalty_does_not_outweigh_being_right_for_gdpo() -> None:
     group = four([1, 1, 0, 0], [10, 91, 10, 10], limit=1000)
-    stage = AdvantageStage(
+    stage = AdvantageAssigner(
         estimate=ADVANTAGES["gdpo"](), shape=RewardShape(max_length=1000, overlong_cache=910),
         weights={"answer": 1.0}, correct_by="answer",
     )  # fmt: skip
@@ -227,8 +227,10 @@ def test_gdpo_tells_groups_apart_whose_sums_are_equal() -> None:
     group = Group(prompt=Prompt(token_ids=(1,)), rollouts=rollouts)
     weights = {"a": 3.0, "b": 1.0}
     shape = RewardShape(max_length=9)
-    gdpo = AdvantageStage(estimate=ADVANTAGES["gdpo"](weights=(3.0, 1.0)), shape=shape, weights=weights, correct_by="a")
-    grpo = AdvantageStage(estimate=estimator("grpo"), shape=shape, weights=weights, correct_by="a")
+    gdpo = AdvantageAssigner(
+        estimate=ADVANTAGES["gdpo"](weights=(3.0, 1.0)), shape=shape, weights=weights, correct_by="a"
+    )
+    grpo = AdvantageAssigner(estimate=estimator("grpo"), shape=shape, weights=weights, correct_by="a")
     assert gdpo.has_signal([group]) == [True] and grpo.has_signal([group]) == [False]
     (assigned,) = gdpo.assign([group])
     assert [r.advantage for r in assigned.rollouts] == pytest.approx([1.1547, -0.5774, -0.5774], abs=1e-4)
@@ -240,7 +242,7 @@ def test_beta_norm_and_maxrl_take_the_success_rate_from_the_answers() -> None:
     scored = tuple(replace(r, old_logps=(-0.99975,) * 4, ref_logps=(-1.0,) * 4) for r in group.rollouts)
     assert kl_to_reference(scored[0]) == pytest.approx(0.001, rel=1e-6)
     for name, expected in (("maxrl", [3.0, -1, -1, -1]), ("beta_norm", [0.75, -0.25, -0.25, -0.25])):
-        stage = AdvantageStage(
+        stage = AdvantageAssigner(
             estimate=estimator(name), shape=RewardShape(max_length=9), weights={"answer": 1.0}, correct_by="answer"
         )  # fmt: skip
         (assigned,) = stage.assign([replace(group, rollouts=scored)], kl_coef=1.0)

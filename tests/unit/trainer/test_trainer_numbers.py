@@ -16,7 +16,7 @@ from gruppo.rollout.evaluate import evaluate, pass_at_k_metrics, wilson_interval
 from gruppo.rollout.source import rollout_metrics
 from gruppo.sampler import SamplingParams
 from gruppo.trainer import TrainConfig
-from gruppo.trainer.plan import Plan, make_plan, replicates, whole_state
+from gruppo.trainer.estimate import RunEstimate, estimate_run, replicates, whole_state
 from gruppo.types import Group, Prompt, Rollout, Trajectory
 
 # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 
 
-def plan_of(config: TrainConfig, **sizes: Any) -> Plan:
+def plan_of(config: TrainConfig, **sizes: Any) -> RunEstimate:
     """The plan for a model of these sizes and for prompts that are all of the mean length."""
     shape = {"hidden_size": sizes["hidden_size"], "vocab_size": sizes["vocabulary"]}
     shape["num_hidden_layers"] = sizes["num_layers"]
@@ -235,9 +235,9 @@ def plan_of(config: TrainConfig, **sizes: Any) -> Plan:
     device = SimpleNamespace(type="cuda" if sizes.get("is_cuda") else "cpu")
     prompt = Prompt(token_ids=(0,) * int(sizes["mean_prompt_tokens"]))
     dtype = SimpleNamespace(itemsize=sizes.get("bytes_per", 4))
-    parts = {"model": inner, "scorer": SimpleNamespace(base=inner), "ranks": Ranks()}
+    parts = {"model": inner, "logp_model": SimpleNamespace(base=inner), "ranks": Ranks()}
     model: Any = SimpleNamespace(**parts, device=device, dtype=dtype)
-    return make_plan(config, model, [prompt] * sizes["num_prompts"])
+    return estimate_run(config, model, [prompt] * sizes["num_prompts"])
 
 
 def test_the_plan_by_hand() -> None:
@@ -327,9 +327,9 @@ def test_the_plan_of_ranks_in_words() -> None:
 
 def test_the_plan_counts_a_shared_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 prompts of 1000 tokens, 8 completions of 500: 24,000 tokens repeated, 10,000 shared."""
-    monkeypatch.setattr("gruppo.trainer.plan.bytes_per_token", lambda *_, **__: 1.0)  # measured on a GPU only
-    monkeypatch.setattr("gruppo.trainer.plan.refusal", lambda _: None)
-    monkeypatch.setattr("gruppo.trainer.plan._kept_cache", lambda *_: 0)
+    monkeypatch.setattr("gruppo.trainer.estimate.bytes_per_token", lambda *_, **__: 1.0)  # measured on a GPU only
+    monkeypatch.setattr("gruppo.trainer.estimate.refusal", lambda _: None)
+    monkeypatch.setattr("gruppo.trainer.estimate._kept_cache", lambda *_: 0)
     config = TrainConfig(prompts_per_step=2, group_size=8, max_new_tokens=500, tokens_per_microbatch=6000)
     given = PLAN | {"mean_prompt_tokens": 1000.0, "hidden_size": 1024, "is_cuda": True}
     plan = plan_of(config, **given)

@@ -15,7 +15,7 @@ from gruppo.errors import InputError
 from gruppo.reward import ExactMatch, load_reward
 from gruppo.task.builtin import builtin_model_path
 from gruppo.trainer import GRPOTrainer, TrainConfig
-from gruppo.trainer.objects import take_objects
+from gruppo.trainer.inputs import resolve_inputs
 from gruppo.weights.source import load_model, load_tokenizer
 
 Make = Callable[..., GRPOTrainer]
@@ -194,16 +194,16 @@ def test_the_result_of_a_run_is_a_short_line(run: Make) -> None:
     ],
 )
 def test_a_run_that_names_no_reward_takes_that_of_its_data(words: list[str], reward: str) -> None:
-    config, objects = take_objects(config_of(words))
+    config, objects = resolve_inputs(config_of(words))
     assert config.rewards == objects.rewards == (reward,)
-    config, objects = take_objects(config)  # as a run that goes on reads it from its directory
+    config, objects = resolve_inputs(config)  # as a run that goes on reads it from its directory
     assert config.rewards == objects.rewards == (reward,)
 
 
 def test_data_given_in_python_bring_their_reward_too() -> None:
-    config, _ = take_objects(TrainConfig(), data="gsm8k:train.jsonl")
+    config, _ = resolve_inputs(TrainConfig(), data="gsm8k:train.jsonl")
     assert (config.data, config.rewards) == ("gsm8k:train.jsonl", ("number_match",))
-    config, _ = take_objects(TrainConfig(data="gsm8k:train.jsonl"), data=[{"prompt": "1", "answer": "1"}])
+    config, _ = resolve_inputs(TrainConfig(data="gsm8k:train.jsonl"), data=[{"prompt": "1", "answer": "1"}])
     assert config.rewards == ("exact_match",)
 
 

@@ -13,8 +13,8 @@ from gruppo.model.lora import LoraSpec, add_lora
 from gruppo.model.sharding import shard
 from gruppo.parallel.ranks import Ranks
 from gruppo.trainer import TrainConfig, build
-from gruppo.trainer.objects import take_objects
-from gruppo.trainer.plan import make_plan, training_memory
+from gruppo.trainer.estimate import estimate_run, training_memory
+from gruppo.trainer.inputs import resolve_inputs
 from gruppo.types import Prompt
 from gruppo.weights.source import resolve
 
@@ -139,6 +139,6 @@ def test_the_copy_that_samples_by_hand(
 ) -> None:
     llama().save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(resolve("builtin")).save_pretrained(tmp_path)
-    config, objects = take_objects(TrainConfig(model=str(tmp_path), rewards=("exact_match",), **options))
+    config, objects = resolve_inputs(TrainConfig(model=str(tmp_path), rewards=("exact_match",), **options))
     model = build.build_model(config, objects, build.build_loss(config), None, Ranks(group_of(2)))
-    assert make_plan(config, model, [Prompt(token_ids=(1, 2))]).copy == copied
+    assert estimate_run(config, model, [Prompt(token_ids=(1, 2))]).copy == copied

@@ -28,9 +28,15 @@ class Request:
     prompt: Prompt
     num_samples: int
     seed: int
+    max_new_tokens: int | None = None
+    """Token limit of these completions; None: that of the params."""
     copies: int = 1
     """Copies of each completion in the response: greedy ones are drawn once."""
     future: Future[Samples] = field(default_factory=Future, repr=False, compare=False)
+
+    def limit(self, params: SamplingParams) -> int:
+        """Token limit of these completions."""
+        return params.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
 
     def options(self, params: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
         """The request to vLLM, but for the prompt, under vLLM's names."""
@@ -38,7 +44,7 @@ class Request:
             "n": self.num_samples,
             "seed": self.seed,
             "temperature": params.temperature,
-            "max_tokens": params.max_new_tokens,
+            "max_tokens": self.limit(params),
             "stop": list(params.stop),
             "stop_token_ids": list(stop_ids),
             "logprobs": 0,
@@ -112,7 +118,7 @@ def response(
     """The answer to a request as trajectories. Raises SamplerError, with what came, if it cannot be used."""
     if len(completions) != request.num_samples:
         raise SamplerError(f"vLLM gave {len(completions)} completions where {request.num_samples} were asked for")
-    limit, made = params.max_new_tokens, []
+    limit, made = request.limit(params), []
     for c in completions:
         problems = {
             "it is empty, though the end token would be in it": not c.tokens,

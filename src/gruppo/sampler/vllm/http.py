@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gruppo.errors import InputError, SamplerError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.sampler.base import Poll, SamplingParams
 from gruppo.sampler.vllm.engine import Completion, Engine, EngineLost, Received, Request
 from gruppo.sampler.vllm.placed import PlacedServer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gruppo.errors import InputError
-from gruppo.output import shell_word
+from gruppo.process.streams import shell_word
 from gruppo.random import row_keys
 from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
 from gruppo.sampler.vllm.engine import Engine, Request, engine_arguments
@@ -174,16 +174,23 @@ class vLLMSampler(Sampler):
             self.store.close()
 
     def _request(self, position: int, request: SampleRequest, params: SamplingParams) -> Request:
-        ids = request.prompt.token_ids
-        if len(ids) + params.max_new_tokens > self.length:
+        ids, limit = request.prompt.token_ids, request.limit(params)
+        if len(ids) + limit > self.length:
             raise InputError(
-                f"prompt {position} has {len(ids)} tokens; with max_new_tokens={params.max_new_tokens} that is more "
-                f"than max_model_len={self.length}"
+                f"prompt {position} has {len(ids)} tokens; with max_new_tokens={limit} that is more than "
+                f"max_model_len={self.length}"
             )
-        (key,) = row_keys(request.seed, request.step, np.array([request.number]), np.array([0])).tolist()
+        place = np.array([request.position])
+        (key,) = row_keys(request.seed, request.step, np.array([request.number]), place).tolist()
         # vLLM refuses several greedy completions of a prompt: they are the same.
         drawn, copies = (1, request.num_samples) if params.temperature == 0 else (request.num_samples, 1)
-        return Request(prompt=request.prompt, num_samples=drawn, seed=(key >> 2) + request.first, copies=copies)
+        return Request(
+            prompt=request.prompt,
+            num_samples=drawn,
+            seed=(key >> 2) + request.first,
+            max_new_tokens=limit,
+            copies=copies,
+        )
 
 
 def _start_engine(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import SamplerError, require
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.sampler.vllm.engine import platform_settings
 from gruppo.sampler.vllm.guard import PATIENCE_S
 

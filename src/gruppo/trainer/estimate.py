@@ -1,4 +1,4 @@
-"""Plan of a run: what it will do, in numbers, before it does it."""
+"""Estimate of a run: what it will do, in numbers, before it does it."""
 
 import os
 import shutil
@@ -15,9 +15,9 @@ from gruppo.batch.packed import usual_width
 from gruppo.errors import InputError
 from gruppo.kernel.head import memory_estimate
 from gruppo.model.attention_hook import refusal
+from gruppo.model.logp_model import SMALL_LOGITS
 from gruppo.model.plan import WORTH_IT, plan_rows
 from gruppo.model.precision import half_or_float
-from gruppo.model.scorer import SMALL_LOGITS
 from gruppo.parallel.ranks import Ranks
 from gruppo.trainer.config import TrainConfig
 from gruppo.types import InputFeature, Prompt
@@ -38,7 +38,7 @@ FILE_BYTES, TOKEN_BYTES = 2**14, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunEstimate:
     """Everything that follows from the three batch numbers, the data and the model."""
 
     sequences_per_step: int
@@ -94,14 +94,14 @@ class Plan:
         ]
 
 
-def make_plan(
+def estimate_run(
     config: TrainConfig,
     model: "TransformersModel",
     prompts: Sequence[Prompt],
     reading: tuple[str, ...] = (),
     held_out: int = 0,
     verdict: str = "",
-) -> Plan:
+) -> RunEstimate:
     """The plan of a run that trains a model on these prompts."""
     mean_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
     hidden_size = _shape(model.model)[0]
@@ -112,14 +112,14 @@ def make_plan(
     micro = computed if config.tokens_per_microbatch is None else min(computed, config.tokens_per_microbatch)
     ranks, activations = model.ranks.world, None
     if model.device.type == "cuda" and ranks == 1:  # measuring would be a step of all ranks
-        shares = copies < config.group_size and refusal(model.scorer.base) is None
+        shares = copies < config.group_size and refusal(model.logp_model.base) is None
         activations = int(micro * bytes_per_token(model, shares=shares))
     holders = 1 if getattr(model, "replicated", False) else ranks  # each rank of a RankedModel may keep all weights
     memory = training_memory(
         config, model.model, tokens=micro, dtype=model.dtype, ranks=holders, activations=activations
     )
     parameters, trainable = _sizes(model.model.parameters())
-    return Plan(
+    return RunEstimate(
         sequences_per_step=sequences,
         tokens_per_step=tokens,
         microbatches=-(-computed // micro),
@@ -147,11 +147,11 @@ def _kept_cache(config: TrainConfig, model: "TransformersModel", prompts: Sequen
         return 0
     from gruppo.model.decoder import bytes_to_keep, can_decode
 
-    if not can_decode(model.scorer):
+    if not can_decode(model.logp_model):
         return 0
     longest = max(len(prompt.token_ids) for prompt in prompts)
     return bytes_to_keep(
-        model.scorer, config.prompts_per_step * (config.group_size * config.max_new_tokens + usual_width(longest))
+        model.logp_model, config.prompts_per_step * (config.group_size * config.max_new_tokens + usual_width(longest))
     )
 
 
@@ -205,7 +205,7 @@ def training_memory(
     if ranks == 1:
         halves = trained * compute if compute < 4 else 0  # their gradients, when activations are gone
         return replace(whole_state(config, parameters, trained, compute), activations=max(activations, halves))
-    from gruppo.model.blocks import find_blocks  # brings the compiler
+    from gruppo.model.compiled_blocks import find_blocks  # brings the compiler
 
     blocks = [_sizes(block.parameters()) for block in find_blocks(model)]
     block, block_trained = max(blocks, default=(0, 0))
@@ -291,7 +291,7 @@ def bytes_per_token(model: "TransformersModel", *, shares: bool) -> float:
             batch = (pack_shared(features, multiple_of=128) if shares else pack(features)).to(model.device)
             for _ in range(2):  # the first may compile
                 torch.cuda.reset_peak_memory_stats(model.device)
-                model.scorer.body(batch).sum().backward()
+                model.logp_model.body(batch).sum().backward()
             peaks.append(torch.cuda.max_memory_allocated(model.device))
     finally:
         for hook in hooks:

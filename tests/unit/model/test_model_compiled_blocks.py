@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from gruppo.errors import InputError
 from gruppo.loss import GRPOLoss
 from gruppo.model import LoraSpec, TransformersModel
-from gruppo.model.blocks import CompiledBlocks, find_blocks
+from gruppo.model.compiled_blocks import CompiledBlocks, find_blocks
 from gruppo.sampler import SamplingParams, TorchSampler
 from gruppo.types import InputFeature
 
@@ -50,7 +50,7 @@ def test_compiled_blocks_give_the_loss_and_gradient_of_eager_ones(layout: str, r
     eager, compiled = (actor("qwen3", **options) for _ in range(2))
     torch._dynamo.reset()
     counters.clear()
-    CompiledBlocks(compiled.scorer.base, backend="aot_eager")
+    CompiledBlocks(compiled.logp_model.base, backend="aot_eager")
     for seed in range(1 if lora else 2):
         features = shared_features(seed)
         advantages = [(-1.0) ** i * (1 + i / 7) for i in range(len(features))]
@@ -66,7 +66,7 @@ def test_random_lengths_compile_few_graphs() -> None:
     model = actor("qwen3", layout="padded")
     torch._dynamo.reset()
     counters.clear()
-    CompiledBlocks(model.scorer.base, backend="aot_eager")
+    CompiledBlocks(model.logp_model.base, backend="aot_eager")
     for seed in range(8):
         features = random_features(num=6, seed=seed)
         model.forward_backward(features, advantages=[1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
@@ -79,7 +79,7 @@ def test_decoding_with_a_cache_is_left_as_it_is() -> None:
     expected = TorchSampler(model).draw(["12+9=", "47+85="], 3, params)
     torch._dynamo.reset()
     counters.clear()
-    CompiledBlocks(model.scorer.base, backend="aot_eager")
+    CompiledBlocks(model.logp_model.base, backend="aot_eager")
     assert TorchSampler(model).draw(["12+9=", "47+85="], 3, params) == expected
     assert counters["stats"]["unique_graphs"] == 0
 
@@ -90,7 +90,7 @@ def test_a_model_that_does_not_compile_runs_as_it_is_with_one_line(caplog: pytes
 
     eager, model = actor("qwen3"), actor("qwen3")
     torch._dynamo.reset()
-    CompiledBlocks(model.scorer.base, backend=broken)  # type: ignore[arg-type]
+    CompiledBlocks(model.logp_model.base, backend=broken)  # type: ignore[arg-type]
     features = random_features(num=6, seed=1)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -106,7 +106,7 @@ def test_a_reference_taken_from_compiled_blocks_keeps_its_own_weights() -> None:
     features = random_features(num=4, seed=3)
     expected = model.forward_only(features)["logps"]
     torch._dynamo.reset()
-    CompiledBlocks(model.scorer.base, backend="aot_eager")
+    CompiledBlocks(model.logp_model.base, backend="aot_eager")
     model.set_loss(GRPOLoss(beta=0.1))  # freezes the reference
     with torch.no_grad():
         for parameter in model.model.parameters():
@@ -142,7 +142,7 @@ def test_models_that_keep_other_shares_have_graphs_of_their_own() -> None:
     seen = []
     for keep in (1.0, 0.5):
         model = actor("qwen3", layout="padded")
-        CompiledBlocks(model.scorer.base, keep=keep, backend="aot_eager")
+        CompiledBlocks(model.logp_model.base, keep=keep, backend="aot_eager")
         model.forward_backward(features, advantages=[1.0] * len(features))
         seen.append(counters["stats"]["unique_graphs"])
     assert seen[1] == 2 * seen[0]

@@ -67,7 +67,7 @@ def shell_word(path: object) -> str:
 
 
 @contextmanager
-def unhindered() -> Iterator[None]:
+def safe_streams() -> Iterator[None]:
     """Standard output and error as `Output`s. Streams that are no files, as in a notebook, stay."""
     with ExitStack() as redirected:
         for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gruppo.model.blocks import find_blocks
+from gruppo.model.compiled_blocks import find_blocks
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that families give to those that read one input, in the order of their calls."""

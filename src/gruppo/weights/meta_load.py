@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from gruppo.errors import GruppoError
-from gruppo.output import printable
+from gruppo.process.streams import printable
 from gruppo.weights.files import read_header
 from gruppo.weights.folder import check_floating, check_whole, cut, read_object
 from gruppo.weights.source import holds_adapter, load_config, name_source, pin, resolve
@@ -18,7 +18,7 @@ class NotByRows(GruppoError):
     """The weights of a model cannot be read row by row from its files."""
 
 
-def load_empty(
+def load_on_meta(
     model_id: str, *, dtype: Any, attn_implementation: str | None = None, revision: str | None = None
 ) -> tuple[PreTrainedModel, dict[str, Path]]:
     """The language model of `model_id` with its weights on the meta device, and the file that holds each of them.

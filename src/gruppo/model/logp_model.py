@@ -1,4 +1,4 @@
-"""Scorer: log-probs and entropies of a batch's scored tokens, and the gradient of a loss of them.
+"""LogpModel: log-probs and entropies of a batch's scored tokens, and the gradient of a loss of them.
 
 The model runs on rows padded on the right: a causal model never looks to the right, so the padding needs no attention
 mask and changes nothing. A batch `in_one_row` runs as one long row instead, for attention that takes sequence
@@ -37,7 +37,7 @@ from gruppo.loss.inputs import LossInputs
 from gruppo.model.attention_hook import call_keywords, set_shared_attention
 
 if TYPE_CHECKING:
-    from gruppo.model.blocks import CompiledBlocks
+    from gruppo.model.compiled_blocks import CompiledBlocks
     from gruppo.model.decoder import GraphDecoder
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ BIAS_COLUMNS = 8
 """A bias is a column of the weight that meets a 1 in the hidden state; 8 columns keep rows of whole 16-byte pieces."""
 
 
-class Scorer:
+class LogpModel:
     """Scores the tokens of a batch under a transformers model (with or without a PEFT adapter in it).
 
     Args:
@@ -121,8 +121,8 @@ class Scorer:
         """Logits of the scored slots at temperature 1, `[N, V]`, from the hidden states that are scored."""
         return self.read(*self._keywords(batch), None if self.head is None else self.head.logits)
 
-    def at(self, temperature: float) -> "Scorer":
-        """The same scorer at another temperature."""
+    def at(self, temperature: float) -> "LogpModel":
+        """The same at another temperature."""
         check_temperature(temperature)
         other = copy.copy(self)
         other.temperature = temperature
@@ -326,7 +326,7 @@ def install(model: nn.Module) -> LogpHead | None:
 
     Families differ in what they do to their logits. The config's word on scale and cap is taken as a guess, and what
     decides is a comparison on a few tokens, as they are and blown up so that a cap cannot hide. Without weights (on the
-    meta device) it is still to be made, by `Scorer.try_head`.
+    meta device) it is still to be made, by `LogpModel.try_head`.
     """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # PEFT's
     linear = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None

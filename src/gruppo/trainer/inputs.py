@@ -1,4 +1,4 @@
-"""Objects of a run: a model, rewards and data that are given in Python, where a config has only names.
+"""Inputs of a run: a model, rewards and data that are given in Python, where a config has only names.
 
 A config with objects holds `object:NAME` in their place: the run directory says what was trained, and what it cannot
 load again by itself.
@@ -17,6 +17,8 @@ from gruppo.reward.load import is_under_guard, sendable
 from gruppo.task.dataset import is_stream
 from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
+from gruppo.turns.adapters import environments_of
+from gruppo.turns.environment import Environments
 from gruppo.weights.source import pin
 
 if TYPE_CHECKING:
@@ -25,10 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MARK = "object:"
+OF_ENVIRONMENT = "environment"
+"""The reward that hands on what the environment gave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objects:
+class Inputs:
     """Model, rewards and data of a run: the objects that it was given, else what its config names."""
 
     model: "PreTrainedModel | str"
@@ -43,9 +47,11 @@ class Objects:
     """An estimator that was made already; None: by its name."""
     metrics: tuple[Any, ...] = ()
     """Names, and metrics that were made already."""
+    environments: Environments | None = None
+    """What answers the model's turns; None: a completion is one turn."""
 
 
-def take_objects(
+def resolve_inputs(
     config: TrainConfig,
     *,
     model: Any = None,
@@ -57,7 +63,10 @@ def take_objects(
     loss: Any = None,
     advantage: Any = None,
     metrics: Sequence[Any] | None = None,
-) -> tuple[TrainConfig, Objects]:
+    tools: Sequence[Any] | None = None,
+    environment: Any = None,
+    environment_factory: Any = None,
+) -> tuple[TrainConfig, Inputs]:
     """The config of a run with these objects, and the objects. Names among them go into the config, and so does the
     reward of the data where none is named."""
     changes: dict[str, Any] = {} if peft_config is None else _adapter(peft_config)
@@ -88,6 +97,16 @@ def take_objects(
         given["metrics"] = tuple(each)
     if is_stream(data):
         changes |= _in_order(config)
+    if tools is not None:
+        given["tools"] = tuple(tools)
+        changes["tools"] = [tool if isinstance(tool, str) else MARK + _named(tool) for tool in tools]
+    for name, value in {"environment": environment, "environment_factory": environment_factory}.items():
+        if isinstance(value, str):
+            changes["environment"] = value
+        elif value is not None:
+            given[name] = value
+            each = value.values() if isinstance(value, dict) else [value]
+            changes["environment"] = MARK + ", ".join(map(_named, each))
     if rewards is not None:
         given["rewards"] = tuple(map(_reward, [rewards] if callable(rewards) or isinstance(rewards, str) else rewards))
         _warn_of_local([reward for reward in given["rewards"] if isinstance(reward, Reward) and reward.is_timed])
@@ -95,20 +114,25 @@ def take_objects(
         if config.reward_weights is None and any(weight != 1 for weight in weights):
             changes["reward_weights"] = weights  # where an estimator that compares rewards apart reads them too
         changes["rewards"] = [r if isinstance(r, str) else MARK + r.name for r in given["rewards"]]
-    elif config.rewards is None:
-        changes["rewards"] = [default_reward(changes.get("data", config.data))]
     made = TrainConfig.read(config.model_dump(exclude_unset=True) | changes) if changes else config
+    lists = ("rewards", "metrics", "tools")
     missing = [
         f"{name}={text.removeprefix(MARK)!r}"
-        for name in ("model", "data", "eval_data", "rewards", "loss", "advantage", "metrics")
-        for text in (getattr(made, name) or () if name in ("rewards", "metrics") else [str(getattr(made, name))])
-        if text.startswith(MARK) and given.get(name) is None
+        for name in ("model", "data", "eval_data", "loss", "advantage", "environment", *lists)
+        for text in (getattr(made, name) or () if name in lists else [str(getattr(made, name))])
+        if text.startswith(MARK) and given.get(name) is None and not (name == "environment" and environment_factory)
     ]
     if missing:
         raise InputError(
             f"this run was made with Python objects, which its directory cannot hold: {', '.join(missing)}. Go on in "
             "Python: GRPOTrainer(TrainConfig.of_run(directory), resume=True, ...) with the same objects"
         )
+    environments, factory = None, given.pop("environment_factory", None)
+    if made.has_turns:
+        own = None if factory is not None and environment is None else made.environment
+        environments = environments_of(given.pop("environment", own), given.pop("tools", made.tools), factory)
+    if rewards_changes := _rewards(made, given, environments):
+        made = TrainConfig.read(made.model_dump(exclude_unset=True) | rewards_changes)
     if "model" not in given:
         plain, revision = pin(made.model, made.revision)
         if (plain, revision) != (made.model, made.revision):
@@ -116,8 +140,34 @@ def take_objects(
     elif made.revision is not None:
         raise InputError(f"revision={made.revision!r} is for a model that is loaded by its name; leave it out")
     named: dict[str, Any] = {name: getattr(made, name) for name in ("rewards", "data", "eval_data")}
-    named |= {"model": made.pinned_model, "metrics": made.metrics}
-    return made, Objects(**(named | given))
+    named |= {"model": made.pinned_model, "metrics": made.metrics, "environments": environments}
+    return made, Inputs(**(named | given))
+
+
+def environments_by_name(config: TrainConfig) -> Environments | None:
+    """What answers the model's turns, as a config names it; None: nothing does."""
+    if not config.has_turns:
+        return None
+    names = [*config.tools, *([] if config.environment is None else [config.environment])]
+    if objects := [name for name in names if name.startswith(MARK)]:
+        raise InputError(
+            f"the tools or the environment of this run were Python objects, which its directory cannot hold: "
+            f"{', '.join(objects)}; name them: --tools module:function, --environment module:Class"
+        )
+    return environments_of(config.environment, config.tools)
+
+
+def _rewards(config: TrainConfig, given: dict[str, Any], environments: Environments | None) -> dict[str, Any]:
+    """Rewards that nobody named: that of the environment, else that of the data."""
+    gives_reward = environments is not None and environments.gives_reward
+    if config.rewards is None:
+        return {"rewards": [OF_ENVIRONMENT if gives_reward else default_reward(config.data)]}
+    if not gives_reward or OF_ENVIRONMENT in config.rewards:
+        return {}
+    if "rewards" in given:
+        given["rewards"] = (*given["rewards"], OF_ENVIRONMENT)
+    changes: dict[str, Any] = {"rewards": [*config.rewards, OF_ENVIRONMENT]}
+    return changes if config.reward_weights is None else changes | {"reward_weights": [*config.reward_weights, 1.0]}
 
 
 def _in_order(config: TrainConfig) -> dict[str, Any]:
@@ -192,6 +242,10 @@ def _adapter(peft_config: Any) -> dict[str, Any]:
                 "GRPOTrainer(model=get_peft_model(model, peft_config), ...)"
             )
     return {"lora": True, **given}
+
+
+def _named(value: Any) -> str:
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 def _described(value: Any) -> str:

@@ -19,8 +19,8 @@ from gruppo.batch import PackedBatch
 from gruppo.kernel import head as kernel_head
 from gruppo.loss import DAPOLoss, GRPOLoss, GSPOLoss
 from gruppo.metric import GRPOMetric
-from gruppo.model import LoraSpec, TransformersModel, scorer
-from gruppo.model.scorer import Scorer
+from gruppo.model import LoraSpec, TransformersModel, logp_model
+from gruppo.model.logp_model import LogpModel
 from gruppo.types import InputFeature
 
 
@@ -70,13 +70,13 @@ def test_logps_at_a_temperature_divide_the_logits() -> None:
 def test_a_head_of_ours_takes_the_place_of_a_plain_one_with_its_parameters(family: str) -> None:
     model = tiny_model(family)
     linear = model.get_output_embeddings()
-    head = Scorer(model).head
+    head = LogpModel(model).head
     assert head is not None and model.get_output_embeddings() is head
     assert head.weight is linear.weight and (head.bias, head.scale, head.soft_cap) == (None, 1.0, None)
 
 
 def test_scale_cap_and_bias_of_a_family_are_found() -> None:
-    found = {family: Scorer(tiny_model(family)).head for family in ("gemma2", "cohere", "granite", "phi")}
+    found = {family: LogpModel(tiny_model(family)).head for family in ("gemma2", "cohere", "granite", "phi")}
     assert all(head is not None for head in found.values())
     shapes = {f: (h.scale, h.soft_cap, h.bias is not None) for f, h in found.items() if h is not None}
     assert shapes == {
@@ -101,7 +101,7 @@ def test_a_cap_that_the_config_does_not_tell_is_seen() -> None:
     model.config.final_logit_softcapping = None
     model.forward = forward_with_the_config_silent
     linear = model.get_output_embeddings()
-    assert Scorer(model).head is None
+    assert LogpModel(model).head is None
     assert model.get_output_embeddings() is linear  # left as it was
 
 
@@ -159,14 +159,14 @@ def test_forward_only_is_bitwise_the_forward_that_trains(family: str, monkeypatc
     model = actor(family)
     alone = torch.cat(model.forward_only(features)["logps"])
     seen = []
-    score = type(model.scorer).__call__
+    score = type(model.logp_model).__call__
 
-    def spy(self: Scorer, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def spy(self: LogpModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         logps, entropies = score(self, batch)
         seen.append((logps.requires_grad, logps.detach()))
         return logps, entropies
 
-    monkeypatch.setattr(Scorer, "__call__", spy)
+    monkeypatch.setattr(LogpModel, "__call__", spy)
     model.forward_backward(features, advantages=[1.0] * len(features))
     ((with_gradient, trained),) = seen
     assert with_gradient
@@ -242,7 +242,7 @@ def test_scoring_and_training_choose_the_same_head_at_any_size(monkeypatch: pyte
     features = random_features(num=8, seed=7)
     scored = sum(f.num_scored for f in features)
     slots = sum(len(f.input_ids) - 1 for f in features)
-    monkeypatch.setattr(scorer, "SMALL_LOGITS", 32 * (scored + slots) // 2)
+    monkeypatch.setattr(logp_model, "SMALL_LOGITS", 32 * (scored + slots) // 2)
     monkeypatch.setattr(kernel_head, "CPU_SCRATCH", SCRATCH["tiny"])
     routes: list[str] = []
     score, train = kernel_head.Head.score, kernel_head.Head.train

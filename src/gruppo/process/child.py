@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-from gruppo.output import Output, printable
+from gruppo.process.streams import Output, printable
 
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a child write its Python stack to stderr, even in the middle of a C call."""

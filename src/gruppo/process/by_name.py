@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gruppo.errors import InputError, Terminated
-from gruppo.output import printable
+from gruppo.process.streams import printable
 
 _WITH_OPTIONS = re.compile(r"(?P<name>.+?):(?P<options>[A-Za-z_]\w*=.*)", re.S)
 _NEXT_OPTION = re.compile(r",\s*(?=[A-Za-z_]\w*=)")

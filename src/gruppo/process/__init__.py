@@ -1,0 +1,1 @@
+"""Processes: streams that never end a run, child processes, and objects by name."""

@@ -1,0 +1,168 @@
+"""Tool calls: what a turn of the policy calls, read from its text by the markers of its chat template.
+
+>>> content, calls = hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+>>> content, calls[0]["function"]
+('Let me see.', {'name': 'add', 'arguments': {'a': 1}})
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gruppo.errors import InputError
+
+Call = dict[str, Any]
+"""A call in OpenAI's form. One that could not be read has an `error`, and no arguments."""
+Form = Callable[[str], tuple[str, list[Call]]]
+"""The text of a turn without its calls, and the calls in order."""
+
+_JSON = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+_NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
+
+
+def hermes(text: str) -> tuple[str, list[Call]]:
+    """Calls as Hermes and Qwen write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+    begins, ends = "<tool_call>", "</tool_call>"
+    calls: list[Call] = []
+    said, at = "", 0
+    while (start := text.find(begins, at)) >= 0:
+        said += text[at:start]
+        start += len(begins)
+        try:
+            value, at = _decoded(text, start)
+            if not (at == len(text) or text.startswith((begins, ends), at)):
+                raise ValueError("the call is not valid JSON: text follows its closing brace")
+            calls.append(call_of(value))
+        except ValueError as error:
+            at = min((found for mark in (begins, ends) if (found := text.find(mark, start)) >= 0), default=len(text))
+            calls.append(_unread(text[start:at], error))
+        at += len(ends) if text.startswith(ends, at) else 0
+    return _numbered(text, said + text[at:], calls)
+
+
+def llama(text: str) -> tuple[str, list[Call]]:
+    """Calls as Llama writes them: {"name": ..., "parameters": {...}}, alone or after <|python_tag|>; several stand one
+    after the other."""
+    mark = "<|python_tag|>"
+    said, is_marked, body = text.partition(mark)
+    if not is_marked:
+        said, body = "", text.lstrip()
+        if not re.match(r'\{\s*"name"\s*:', body):  # an answer may be JSON too
+            return text, []
+    calls: list[Call] = []
+    at = 0
+    while at < len(body):
+        try:
+            value, end = _decoded(body, at)
+            calls.append(call_of(value))
+        except ValueError as error:
+            calls.append(_unread(body[at:], error))
+            break
+        at = re.compile(rf"(?:[;,\s]|{re.escape(mark)})*").match(body, end).end()  # type: ignore[union-attr]
+    return _numbered(text, said, calls or [_unread("", "the call is empty")])
+
+
+def mistral(text: str) -> tuple[str, list[Call]]:
+    """Calls as Mistral writes them: [TOOL_CALLS] and a list of {"name": ..., "arguments": {...}}, or a name and its
+    arguments."""
+    said, *bodies = text.split("[TOOL_CALLS]")
+    calls: list[Call] = []
+    for body in bodies:
+        named = re.match(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?", body)
+        name, given = (named[1], {"id": named[2]} if named[2] else {}) if named else ("", {})
+        try:
+            value, end = _decoded(body, named.end() if named else 0)
+            if end < len(body):
+                raise ValueError("the call is not valid JSON: text follows its end")
+            found = value if isinstance(value, list) and not named else [value]
+            calls += [call_of({"name": name, "arguments": each} | given if named else each) for each in found]
+        except ValueError as error:
+            calls.append(_unread(body, error, name))
+    return _numbered(text, said, calls)
+
+
+FORMS: tuple[tuple[str, Form], ...] = (("<tool_call>", hermes), ("[TOOL_CALLS]", mistral), ("<|python_tag|>", llama))
+"""Ways of writing calls, by the marker that begins one."""
+
+
+def form_of(tokenizer: Any, written: str, name: str, arguments: Mapping[str, Any]) -> Form:
+    """The form that a model calls tools in: the one that reads the call which its template writes, else that whose
+    marker it knows.
+
+    Args:
+        written: a turn that calls `name` with `arguments`, as the chat template writes it; empty: it does not.
+    """
+    for _, form in FORMS:
+        calls = form(written)[1]
+        if [(call["function"], call.get("error")) for call in calls] == [
+            ({"name": name, "arguments": arguments}, None)
+        ]:
+            return form
+    known = tokenizer.get_vocab()
+    for mark, form in FORMS:
+        if mark in known and mark not in written:
+            return form
+    shown = f"; its chat template writes {written[:80]!r}" if written else ""
+    raise InputError(
+        "tools are given, but nothing says how this model calls them"
+        f"{shown}; set tokenizer.response_template, or take a model that calls tools as Hermes, Llama or Mistral do"
+    )
+
+
+def call_of(value: Any) -> Call:
+    """A call from its JSON value. `arguments` may be named `parameters`, and may be JSON text."""
+    inner = value.get("function") if isinstance(value, Mapping) else None
+    body = inner if isinstance(inner, Mapping) else value
+    name = body.get("name") if isinstance(body, Mapping) else None
+    if not (isinstance(body, Mapping) and isinstance(name, str) and name):
+        return _unread(value if isinstance(value, str) else json.dumps(value), "the call has no name")
+    arguments = body.get("arguments", body.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return _unread("", f"the arguments are not valid JSON: {arguments[:200]}", name)
+    if not (arguments is None or isinstance(arguments, Mapping)):
+        return _unread("", f"the arguments are not an object: {json.dumps(arguments)[:200]}", name)
+    call: Call = {"type": "function", "function": {"name": name, "arguments": dict(arguments or {})}}
+    given = value.get("id") or body.get("id")
+    return call | ({"id": given} if isinstance(given, str) else {})
+
+
+def unreadable(reason: object) -> list[Call]:
+    """One call that could not be read, for a turn whose calls cannot be told apart."""
+    return with_ids([_unread("", reason)])
+
+
+def with_ids(calls: Sequence[Call]) -> list[Call]:
+    """The calls of a turn with an id each, of nine characters, which all templates take."""
+    return [{"id": f"call{index:05}"} | call for index, call in enumerate(calls)]
+
+
+def _numbered(text: str, said: str, calls: list[Call]) -> tuple[str, list[Call]]:
+    return (said.strip(), with_ids(calls)) if calls else (text, [])
+
+
+def _unread(body: str, reason: object, name: str = "") -> Call:
+    found = _NAME.search(body)
+    name = name or (found[1] if found else "")
+    return {"type": "function", "function": {"name": name, "arguments": {}}, "error": str(reason)}
+
+
+def _decoded(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at `start`, and where what follows it begins."""
+    start = _end_of_space(text, start)
+    try:
+        value, end = _JSON.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the call is not valid JSON: {error.msg} at character {error.pos - start}") from error
+    except RecursionError as error:
+        raise ValueError("the call is not valid JSON: it is nested too deeply") from error
+    return value, _end_of_space(text, end)
+
+
+def _end_of_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
