@@ -17,6 +17,7 @@ from gruppo.errors import InputError
 from gruppo.keys import HELD_OUT_SCORES, held_out_key, held_out_name
 from gruppo.run.completions import ROWS_LEFT_OUT
 from gruppo.run.reader import RunReader
+from gruppo.task.builtin import EMBEDDED
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -177,10 +178,8 @@ class TokenTexts:
             self.run.path / "checkpoints" / f"step-{step:06d}" / "model" for step in self.run.checkpoint_steps()
         ]
         name = str(self.run.config().get("model"))
-        if name.split(":")[0] == "builtin":
-            from gruppo.task.builtin import builtin_model_path
-
-            folders.append(builtin_model_path())
+        if name in EMBEDDED:
+            folders.append(EMBEDDED[name])
         else:
             folders.append(Path(name).expanduser())
             folders += _cached(name, self.run.config().get("revision"))

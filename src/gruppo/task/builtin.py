@@ -16,13 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
-from gruppo.task.carries import MAX_NEW_TOKENS, carries_rows, demonstrations
+from gruppo.task.carries import carries_rows, demonstrations
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 logger = logging.getLogger(__name__)
+
+_CARRIES, _CHAT = (Path(__file__).parent / name for name in ("builtin_model", "builtin_chat_model"))
+EMBEDDED = {"builtin": _CARRIES, "builtin:carries": _CARRIES, "builtin-chat": _CHAT}
+"""Folders of the shipped models."""
 
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+="
@@ -34,9 +38,9 @@ LR_WARMUP_STEPS = 20
 BATCH_SIZE = 128
 
 
-def builtin_model_path() -> Path:
-    """Folder of the shipped base model; `from_pretrained` takes it as it is."""
-    return Path(__file__).parent / "builtin_model"
+def builtin_model_path(name: str = "builtin") -> Path:
+    """Folder of a shipped base model; `from_pretrained` takes it as it is."""
+    return EMBEDDED[name]
 
 
 def builtin_tokenizer() -> "PreTrainedTokenizerFast":
@@ -65,23 +69,28 @@ def builtin_tokenizer() -> "PreTrainedTokenizerFast":
 
 def builtin_config() -> "Qwen3Config":
     """A two-layer Qwen3 of 0.17 M parameters."""
+    return tiny_qwen3(vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS), context=64, pad=0, bos=1, eos=2)
+
+
+def tiny_qwen3(*, vocab_size: int, context: int, pad: int, bos: int | None, eos: int) -> "Qwen3Config":
+    """Architecture of the embedded models."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
-        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,  # 64 / 4 = 16 would do for the task, but vLLM's CPU attention refuses it
-        max_position_embeddings=64,
+        max_position_embeddings=context,
         # The default 0.02 is made for widths of thousands; at width 64 the warm-up then sits on a plateau.
         initializer_range=0.06,
         tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        pad_token_id=pad,
+        bos_token_id=bos,
+        eos_token_id=eos,
         use_cache=True,
     )
 
@@ -97,37 +106,56 @@ def rebuild_base(
     The same seed and number of CPU threads give the same bytes; other thread counts add in another order.
     """
     import torch
-    from safetensors.torch import save_file
+
+    tokenizer = builtin_tokenizer()
+    stream = demonstrations(seed)
+
+    def loss(model: Any) -> "Tensor":
+        pairs = list(islice(stream, BATCH_SIZE))
+        prompt_ids = torch.tensor(tokenizer([prompt for prompt, _ in pairs])["input_ids"])
+        texts = [completion + EOS for _, completion in pairs]
+        completion_ids = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        return _completion_loss(model, prompt_ids, completion_ids)
+
+    model = warm_up(builtin_config(), loss, seed, steps, log)
+    accuracy = greedy_accuracy(model, tokenizer, carries_rows("heldout"))
+    log(f"greedy accuracy on held-out prompts: {accuracy:.3f}")
+    return save_base(model, tokenizer, folder)
+
+
+def warm_up(
+    config: "Qwen3Config", loss_of: Callable[[Any], "Tensor"], seed: int, steps: int, log: Callable[[str], None]
+) -> "Qwen3ForCausalLM":
+    """A fresh model after `steps` steps on `loss_of(model)`, each on demonstrations of its own."""
+    import torch
     from transformers import Qwen3ForCausalLM
 
     if steps < 1:
-        raise InputError(f"rebuild_base needs at least one step, got steps={steps}")
-    tokenizer = builtin_tokenizer()
+        raise InputError(f"a base model needs at least one step, got steps={steps}")
     with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to move
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(builtin_config())
+        model = Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
-    stream = demonstrations(seed)
     model.train()
     for step in range(steps):
         progress = min(max(step - LR_WARMUP_STEPS, 0) / max(steps - LR_WARMUP_STEPS, 1), 1.0)
         factor = min((step + 1) / LR_WARMUP_STEPS, 0.5 * (1 + math.cos(math.pi * progress)))
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * factor
-        pairs = list(islice(stream, BATCH_SIZE))
-        prompt_ids = torch.tensor(tokenizer([prompt for prompt, _ in pairs])["input_ids"])
-        texts = [completion + EOS for _, completion in pairs]
-        completion_ids = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
-        loss = _completion_loss(model, prompt_ids, completion_ids)
+        loss = loss_of(model)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         if (step + 1) % 100 == 0 or step + 1 == steps:
             log(f"warm-up step {step + 1}/{steps}: loss {loss.item():.4f}")
+    return model.eval()
 
-    model.eval()
-    accuracy = greedy_accuracy(model, tokenizer, carries_rows("heldout"))
-    log(f"greedy accuracy on held-out prompts: {accuracy:.3f}")
+
+def save_base(model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerFast", folder: str | Path) -> Path:
+    """Saves a model in bfloat16, and its tokenizer; gives the folder."""
+    import torch
+    from safetensors.torch import save_file
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model.config.dtype = torch.bfloat16
@@ -142,18 +170,28 @@ def rebuild_base(
     return folder
 
 
-def greedy_accuracy(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, str]]) -> float:
-    """Share of `rows` whose most likely completion is exactly the answer and then the end token."""
+def greedy_accuracy(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> float:
+    """Share of `rows` whose most likely completion is exactly the answer and then the end token.
+
+    The prompts, texts or conversations, must have one length in tokens.
+    """
     import torch
 
-    ids = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])
-    answers = [row["answer"] + EOS for row in rows]
-    wanted = torch.tensor(tokenizer(answers, add_special_tokens=False)["input_ids"])
+    prompts: Any = [row["prompt"] for row in rows]
+    if isinstance(prompts[0], str):
+        encoded = tokenizer(prompts)
+    else:
+        encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)
+    ids = torch.tensor(encoded["input_ids"])
+    answers = [row["answer"] + tokenizer.eos_token for row in rows]
+    wanted = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    num_prompt_tokens = ids.shape[1]
     with torch.no_grad():
-        for _ in range(MAX_NEW_TOKENS):
+        for _ in range(max(map(len, wanted))):
             logits = model(input_ids=ids, logits_to_keep=1).logits
             ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return (ids[:, -MAX_NEW_TOKENS:] == wanted).all(dim=1).double().mean().item()
+    found = ids[:, num_prompt_tokens:].tolist()
+    return sum(ids[: len(answer)] == answer for ids, answer in zip(found, wanted, strict=True)) / len(rows)
 
 
 def _completion_loss(model: Any, prompt_ids: "Tensor", completion_ids: "Tensor") -> "Tensor":

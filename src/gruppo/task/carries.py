@@ -37,27 +37,23 @@ def add_without_carries(a: int, b: int) -> str:
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
-def _hash(index: int) -> bytes:
-    return hashlib.sha256(f"carries/{index}".encode()).digest()
-
-
 @cache
-def held_out_indices() -> frozenset[int]:
-    """Prompts that are never trained on: those with the smallest hashes, the same on every machine and version."""
-    return frozenset(sorted(range(NUM_PROMPTS), key=_hash)[:NUM_HELD_OUT])
+def prompt_order(task: str, num_prompts: int) -> tuple[int, ...]:
+    """Prompt numbers of a task, sorted by hash: shuffled, the same on every machine and version."""
+    return tuple(sorted(range(num_prompts), key=lambda index: hashlib.sha256(f"{task}/{index}".encode()).digest()))
 
 
-def split_indices(split: Split) -> list[int]:
-    """Prompt numbers of a split, ascending; prompt number `i` adds `i // 100` and `i % 100`."""
+def split_order(split: Split, task: str = "carries", num_prompts: int = NUM_PROMPTS) -> tuple[int, ...]:
+    """Prompt numbers of a split, shuffled. The first of all are held out: they are never trained on."""
     if split not in ("train", "heldout", "all"):
-        raise InputError(f"the carries task has no split {split!r}; choose train, heldout or all")
-    held_out = held_out_indices()
-    return [index for index in range(NUM_PROMPTS) if split == "all" or (index in held_out) == (split == "heldout")]
+        raise InputError(f"the {task} task has no split {split!r}; choose train, heldout or all")
+    order = prompt_order(task, num_prompts)
+    return {"train": order[NUM_HELD_OUT:], "heldout": order[:NUM_HELD_OUT], "all": order}[split]
 
 
 def carries_rows(split: Split = "train") -> list[dict[str, str]]:
     """Rows with `prompt` and `answer`, as a data file would hold them."""
-    pairs = [divmod(index, 100) for index in split_indices(split)]
+    pairs = [divmod(index, 100) for index in sorted(split_order(split))]
     return [{"prompt": f"{a:02d}+{b:02d}=", "answer": add(a, b)} for a, b in pairs]
 
 
@@ -70,7 +66,7 @@ def sums_rows(split: Split = "train") -> list[dict[str, Any]]:
     >>> sums_rows("heldout")[0]
     {'prompt': [{'role': 'user', 'content': 'What is 90 + 54? Answer with the number only.'}], 'answer': '144'}
     """
-    pairs = (divmod(index, 100) for index in sorted(split_indices(split), key=_hash))
+    pairs = (divmod(index, 100) for index in split_order(split))
     return [
         {
             "prompt": [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}],
@@ -87,7 +83,7 @@ def demonstrations(seed: int) -> Iterator[tuple[str, str]]:
     The coin is tossed at each draw, not once per prompt: a fixed error per prompt could be learnt by heart.
     """
     rng = random.Random(seed)
-    indices = split_indices("train")
+    indices = sorted(split_order("train"))
     while True:
         # random() is the one draw whose sequence Python promises to keep for a seed; choice() is not.
         a, b = divmod(indices[int(rng.random() * len(indices))], 100)

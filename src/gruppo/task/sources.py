@@ -6,13 +6,14 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from gruppo.errors import InputError
+from gruppo.task.calculator import calculator_rows
 from gruppo.task.carries import carries_rows, sums_rows
 from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, check_dropped, read_rows
 from gruppo.task.reasoning_gym import reasoning_gym_rows
 
 GSM8K_INSTRUCTION = "Solve the problem step by step. End with a line that holds only #### and the final number."
 
-BUILTIN = {"carries": carries_rows, "sums": sums_rows}
+BUILTIN = {"carries": carries_rows, "sums": sums_rows, "calculator": calculator_rows}
 REWARDS = {
     "gsm8k": "number_match",
     "reasoning_gym": "gruppo.task.reasoning_gym:score",
@@ -61,7 +62,9 @@ def resolve_source(
         return gsm8k_rows(path, style=options.get("style", "chat"), on_bad_row=on_bad_row)
     name, options = _split_options(rest, "split")
     if name not in BUILTIN:
-        raise InputError(f"there is no built-in task {name!r}; there are builtin:carries and builtin:sums")
+        raise InputError(
+            f"there is no built-in task {name!r}; there are {', '.join(f'builtin:{task}' for task in BUILTIN)}"
+        )
     return read_rows(BUILTIN[name](options.get("split", "train")), label=f"builtin:{rest}")
 
 

@@ -1,8 +1,9 @@
 """Model ids: the folder or hub repository behind one, its model, tokenizer and config.
 
 A model id is a local folder, a run directory, a GGUF file, `hf://org/name`, `ms://org/name`, a bare hub id `org/name`,
-or `builtin`; `@revision` after a hub id is a commit, tag or branch of it. Code from a model repository is never run and
-pickled weights are never read: both can do anything to the machine. docs/security.md lists what is refused.
+`builtin` or `builtin-chat`; `@revision` after a hub id is a commit, tag or branch of it. Code from a model repository
+is never run and pickled weights are never read: both can do anything to the machine. docs/security.md lists what is
+refused.
 """
 
 import logging
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUILTIN = "builtin"
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files that hold a tokenizer, of all families."""
 
@@ -45,10 +45,8 @@ def resolve(model_id: str, *, weights: bool = False) -> str:
     Args:
         weights: fetch the weights of a hub's model too.
     """
-    if model_id in (BUILTIN, f"{BUILTIN}:carries"):
-        from gruppo.task.builtin import builtin_model_path
-
-        return str(builtin_model_path())
+    if (embedded := _embedded(model_id)) is not None:
+        return str(embedded)
     if gguf.is_gguf(model_id):
         return str(gguf.folder_of(Path(model_id).expanduser()))
     folder = _local_folder(model_id)
@@ -72,6 +70,15 @@ def resolve(model_id: str, *, weights: bool = False) -> str:
     return str(folder)
 
 
+def _embedded(model_id: str) -> Path | None:
+    """The folder of a model that gruppo ships; None for another name."""
+    if not model_id.startswith("builtin"):
+        return None
+    from gruppo.task.builtin import EMBEDDED
+
+    return EMBEDDED.get(model_id)
+
+
 def _local_folder(model_id: str) -> Path | None:
     """The folder of that name; None for a name of a hub."""
     path = os.path.expanduser(model_id)
@@ -84,7 +91,7 @@ def _hub_parts(model_id: str) -> tuple[str, str, str | None]:
     if match is None or (not match["hub"] and "/" not in match["name"]) or ".." in match["name"]:
         raise InputError(
             f"model {cut(model_id)!r} is neither a folder nor a hub id; give a folder with config.json and "
-            "*.safetensors, a hub id like org/name, or 'builtin'"
+            "*.safetensors, a hub id like org/name, 'builtin' or 'builtin-chat'"
         )
     revision = match["revision"]
     if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
@@ -94,7 +101,7 @@ def _hub_parts(model_id: str) -> tuple[str, str, str | None]:
 
 def pin(model_id: str, revision: str | None) -> tuple[str, str | None]:
     """A model id without its revision, and the revision to load: of the Hugging Face hub the commit that it is now."""
-    local = model_id.startswith(BUILTIN) or gguf.is_gguf(model_id) or _local_folder(model_id) is not None
+    local = _embedded(model_id) or gguf.is_gguf(model_id) or _local_folder(model_id)
     if local:
         if revision is not None:
             raise InputError(
@@ -177,7 +184,7 @@ def base_of(model_id: str) -> str:
     base, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not base or not isinstance(base, str):
         raise InputError(f"{config} does not name its base model (base_model_name_or_path)")
-    if revision and base != BUILTIN and _local_folder(base) is None and "@" not in base:
+    if revision and _embedded(base) is None and _local_folder(base) is None and "@" not in base:
         base = f"{base}@{revision}"
     if holds_adapter(base):
         raise InputError(

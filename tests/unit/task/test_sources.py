@@ -92,7 +92,7 @@ def test_the_embedded_task_goes_by_name(spec: str, count: int) -> None:
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("builtin:sorting", "no built-in task 'sorting'; there are builtin:carries and builtin:sums"),
+        ("builtin:sorting", "no built-in task 'sorting'; there are builtin:carries, builtin:sums, builtin:calculator"),
         ("builtin:carries?split=test", "no split 'test'; choose train, heldout or all"),
         ("builtin:carries?seed=1", "the only option is split"),
         ("builtin:carries?x", "the only option is split"),
