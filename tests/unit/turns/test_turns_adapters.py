@@ -162,6 +162,27 @@ def test_environment_factory_makes_step_a_tool_and_a_class_without_get_reward_ha
     assert reward is None
 
 
+def test_a_public_close_of_a_class_of_trl_is_a_tool_which_the_model_alone_calls():
+    closed = []
+
+    class Door(Stepper):
+        def close(self) -> str:
+            """Close the door."""
+            closed.append(self)
+            return "closed"
+
+    environments = environments_of(factory=Door)
+    environment = environments.factories[""]()
+
+    async def play():
+        await environment.reset(ROW, seed=1)
+        await environment.close()
+
+    asyncio.run(play())
+    assert closed == []
+    assert [tool["function"]["name"] for tool in environments.tools[""]] == ["close", "step"]
+
+
 class Weather:
     """TRL's kind, async throughout."""
 
