@@ -61,7 +61,7 @@ class ChatCodec:
         self._form = None
         if self._tools and not self._has_parser:
             written = self._before_end(self._written_call({"x": MARK}, MARK))
-            self._form = form_of(tokenizer, written, self._a_name, {"x": MARK})
+            self._form = form_of(tokenizer, self._tools, written, self._a_name, {"x": MARK})
 
     def first(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
         """Ids and text of a prompt, up to where the assistant's turn begins."""
@@ -95,7 +95,7 @@ class ChatCodec:
         thought, text = self._thought(self._decoded(ids[:-1] if is_ended else ids))
         calls: Sequence[Mapping[str, Any]] = ()
         if self._form:
-            text, calls = self._form(text)
+            text, calls = self._form(text, self._tools)
         message: Message = {"role": "assistant", "content": self._without_special(text)}
         if thought:
             message["reasoning_content"] = self._without_special(thought)
@@ -249,8 +249,9 @@ class ChatCodec:
 
     def _answer(self, role: Role) -> Message:
         """A message that answers the assistant in a stand-in."""
-        message: Message = {"role": role, "content": ANSWER}
-        return message | {"name": self._a_name, "tool_call_id": "call00000"} if role == "tool" else message
+        if role == "user":
+            return {"role": role, "content": ANSWER}
+        return {"role": role, "content": ANSWER, "name": self._a_name, "tool_call_id": "call00000"}
 
     def _call_of(self, said: str, arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """A turn with a call in a stand-in."""
