@@ -330,7 +330,7 @@ ABSENT = {
     ),
     **_each("numbers are float32 or bfloat16: dtype", "", "fp16 fp16_full_eval mixed_precision tf32"),
     **_each(
-        "episodes are played by gruppo, which keeps the tokens and log-probs of each turn: give tools or an environment",
+        "gruppo plays the episodes, since it keeps the tokens and log-probs of each turn: give tools or an environment",
         "",
         "rollout_func",
     ),
