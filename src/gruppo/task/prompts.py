@@ -199,7 +199,7 @@ def _render(
             part = list(same)
             prompts = [row.values["prompt"] for row in part]
             if not is_plain:
-                conversations = [_conversation(prompt, system) for prompt in prompts]
+                conversations = [conversation(prompt, system) for prompt in prompts]
                 yield from zip(part, render_chats(conversations, tokenizer, template_kwargs, tools), strict=True)
             elif tools:
                 raise InputError(
@@ -210,7 +210,7 @@ def _render(
                 yield from zip(part, zip(encode_texts(prompts, tokenizer), prompts, strict=True), strict=True)
 
 
-def _conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:
+def conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:
     """The messages of a prompt; text is the turn of a user."""
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     # Arrow gives every message the keys of all of them, None where there was none; templates would print it.

@@ -115,7 +115,7 @@ def build_player(
         turn_deadline=more.turn_deadline,
         episode_deadline=more.episode_deadline,
     )
-    return Player(environments, codecs, limits, poll=poll)
+    return Player(environments, codecs, limits, system=config.system, poll=poll)
 
 
 def count_steps(config: TrainConfig, prompts: "Prompts") -> "tuple[TrainConfig, Prompts]":
