@@ -324,6 +324,8 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
 def _with_text(row: Mapping[str, Any], text: str, between: str) -> list[Message]:
     """A row's prompt with more text in its last message, or in a user's message of its own."""
     messages = _messages(row)
+    if messages and not text:
+        return messages
     if not messages or messages[-1]["role"] != "user":
         return [*messages, Message(role="user", content=text)]
     before = messages[-1]["content"]

@@ -316,6 +316,15 @@ def test_what_reset_says_is_a_user_s_message(prompt, expected):
     assert asyncio.run(environment.reset({"prompt": prompt}, seed=1)) == expected
 
 
+def test_a_reset_that_says_nothing_leaves_the_prompt():
+    class Silent(Guess):
+        def reset(self, *, seed=None):
+            return "", {}
+
+    environment = environments_of(Silent).factories[""]()
+    assert asyncio.run(environment.reset(ROW, seed=1)) == ROW["prompt"]
+
+
 def test_a_large_seed_is_one_that_numpy_takes():
     class Seeded(Guess):
         def reset(self, *, seed=None):
