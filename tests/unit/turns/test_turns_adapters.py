@@ -385,6 +385,7 @@ def test_skyrl_s_init_and_step_are_played():
 class Echo(Environment):
     """gruppo's own kind."""
 
+    gives_reward = True
     tools = (tool_schema(multiply),)
 
     def reset(self, row, seed):
@@ -450,6 +451,7 @@ def returning(**methods):
         (returning(reset=("go", {}), step=("a", 1e999, 0, 0, {})), "gave the reward float inf; give a finite number"),
         (returning(reset=(5, {}), step=None), "reset of Odd returned int 5; return .text, info."),
         (returning(own=True, reset="hello"), "reset of Odd returned str 'hello'; return a list of messages, or None"),
+        (returning(own=True, reset=None, step=Answer(reward=0.0)), "step of Odd gave a reward; set gives_reward = Tr"),
         (returning(own=True, reset=None, step="hello"), "step of Odd returned str 'hello'; return gruppo.turns.Answer"),
     ],
 )
