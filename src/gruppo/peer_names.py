@@ -429,7 +429,7 @@ METHODS = {
 
 
 def answer(name: str, dash: str = "") -> str:
-    """What an error says of an option of another trainer; "" where it is unknown.
+    """Error text for an option of another trainer; "" if it is unknown.
 
     >>> answer("num_generations"), answer("epsilon_high", "--")
     ('it is called group_size here', 'it is called --clip-range here (its second number)')

@@ -130,7 +130,7 @@ def _complain(text: str) -> None:
 
 
 def _can_print() -> bool:
-    """Whether standard output takes another line."""
+    """True if standard output is still open."""
     try:
         print(flush=True)
     except OSError:
@@ -139,7 +139,7 @@ def _can_print() -> bool:
 
 
 def _drop_output() -> None:
-    """Let what is still to be written go nowhere: the end of the process would try again."""
+    """Discard buffered output, which the interpreter would try to write again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

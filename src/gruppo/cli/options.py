@@ -33,7 +33,7 @@ HomePath = Annotated[Path, BeforeValidator(lambda path: _named(path)), AfterVali
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """How a field is written on the command line, where its name and type do not tell.
+    """Command-line form of a field, if its name and type do not determine it.
 
     Args:
         name: what stands for the value in help.
@@ -231,7 +231,7 @@ def parse_words(parser: argparse.ArgumentParser, arguments: Sequence[str], kind:
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    """What an error says about a word that the parser does not know."""
+    """Error text for a word that the parser does not know."""
     word = word.partition("=")[0].lstrip("+")  # verl's have no dashes
     if _name(word) in REFUSED:
         return f"{word} is refused: {REFUSED[_name(word)]}"

@@ -1,4 +1,4 @@
-"""`gruppo train` and `gruppo resume`."""
+"""`gruppo train` and `gruppo resume`: from flags to a GRPOTrainer, in one process or on several ranks."""
 
 import os
 import subprocess
@@ -82,7 +82,8 @@ def resume(arguments: Sequence[str]) -> int:
 
 
 def _leaving_tidily() -> AbstractContextManager[None]:
-    """Signals as exceptions, so that a run that has not begun takes back what it made. Training handles them itself."""
+    """Turn signals into exceptions, so that a run stopped before training cleans up. Training handles signals
+    itself."""
 
     def leave(number: int, frame: object) -> None:
         raise Terminated(number)
@@ -92,7 +93,7 @@ def _leaving_tidily() -> AbstractContextManager[None]:
 
 @contextmanager
 def _viewed(path: Path, console: Console) -> Iterator[None]:
-    """A page of the run for as long as it goes on, served by a process of its own: it takes no time from the run."""
+    """Serve the run's page while it trains, from a separate process, so that it takes no time from the run."""
     command = [sys.executable, "-m", "gruppo", "view", str(path), "--until-closed"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     # A session of its own: Ctrl-C is for the run, which goes on to save.
@@ -161,7 +162,7 @@ def run(
 
 
 def _launch() -> str | None:
-    """Name of the launch of this process, the same when its launcher starts it again; None: it was started alone."""
+    """Name of this launch, unchanged when the launcher restarts the process; None without a launcher."""
     name = os.environ.get("GRUPPO_LAUNCH") or os.environ.get("TORCHELASTIC_RUN_ID")
     if name != "none":  # what torchrun has without --rdzv-id or --standalone
         return name
@@ -173,7 +174,7 @@ def _launch() -> str | None:
 
 
 def _began_before(output: str) -> bool:
-    """Whether a launcher starts the ranks again, and they had begun this run, not one that was there already."""
+    """True if a launcher restarts ranks that had begun this run, rather than found an older one."""
     if "GRUPPO_LAUNCH" not in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     launches = [event.get("name") for event in RunReader(output).events() if event.get("event") == "launch"]

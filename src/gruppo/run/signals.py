@@ -1,5 +1,5 @@
-"""StopFlag: on Ctrl-C, SIGTERM, SIGHUP (a terminal that is closed) or SIGUSR1 (a warning of Slurm) the run finishes the
-current critical section, saves and exits. Ctrl-C after another signal, and a second SIGTERM, exit at once."""
+"""StopFlag: on Ctrl-C, SIGTERM, SIGHUP (closed terminal) or SIGUSR1 (Slurm's warning), the run finishes its critical
+section, saves and exits. Ctrl-C after another signal, and a second SIGTERM, exit at once."""
 
 import os
 import select
@@ -31,9 +31,9 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.parting: Callable[[], str] = lambda: "left at once"
-        """What to say when a signal ends the process at once."""
+        """Text printed when a signal ends the process at once."""
         self._is_told = False
-        """Whether there was a signal by which somebody stops a run, not a warning."""
+        """True if a signal asked the run to stop, rather than warned it."""
 
     def poll(self) -> None:
         if self.signal is not None:

@@ -55,7 +55,7 @@ class Completion:
 
 
 Received = dict[str, int]
-"""What an engine read from a folder of weights, by its own count: `tensors` and `bytes`."""
+"""Receipt of an engine for a folder of weights: `tensors` and `bytes`, by its own count."""
 
 
 class Engine(Protocol):
@@ -63,7 +63,7 @@ class Engine(Protocol):
 
     name: str
     is_remote: bool
-    """Whether it works in another process. One in this process works in the thread that calls it."""
+    """True if it runs in another process. An engine in this process runs in the thread that calls it."""
     poll: Poll
     """Cancellation hook, called while the engine works or is waited for; raise to abort."""
     deadline_s: float = 600.0
@@ -71,7 +71,7 @@ class Engine(Protocol):
     stop_ids: Sequence[int] = ()
     """Tokens that end a completion."""
     has_other_requests: bool = False
-    """Whether requests run while weights are loaded."""
+    """True if requests keep running while weights are loaded."""
 
     def wait_until_ready(self) -> None:
         """Return once it answers. One in this process is ready as soon as it is made."""

@@ -1,4 +1,4 @@
-"""Guard of a vLLM server: runs it in a process group of its own, and kills the group once the trainer's pipe ends.
+"""Guard of a vLLM server: runs it in its own process group, and kills the group when the trainer's pipe closes.
 
 It is run as a file and imports the standard library alone: it starts at once and weighs nothing beside the server.
 """
