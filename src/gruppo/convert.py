@@ -70,7 +70,7 @@ BOUNDS = Reason(
 
 @dataclass
 class Conversion:
-    """The options of a run that stand for those of another trainer, with a comment on each.
+    """Options of a run made from those of another trainer, with a comment on each.
 
     A rule takes out of `given` what changes its value; `finish` looks up the rest in the table of names.
     """

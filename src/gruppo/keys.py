@@ -28,7 +28,7 @@ class Key:
     typical: tuple[float, float] | None = None
     """Range of nearly every healthy run. Charts show it."""
     alarm: tuple[float, float] | None = None
-    """Range outside of which something is wrong in nearly every run; the remedy goes with it."""
+    """Range outside which something is wrong in nearly every run; `remedy` belongs to it."""
     remedy: str = ""
     reduce: Reduction = "mean"
     """Reduction over micro-batches, updates and ranks."""

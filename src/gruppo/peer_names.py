@@ -1,7 +1,7 @@
 """Names of other trainers' options: the name of each here, or the reason why it has none.
 
-The one table that error messages, `gruppo convert` and docs/coming_from.md read. A name stands alone where the value
-means the same; otherwise a note follows after a colon.
+The one table that error messages, `gruppo convert` and docs/coming_from.md read. A bare name means that the value has
+the same meaning; otherwise a note follows after a colon.
 """
 
 from dataclasses import dataclass
@@ -189,7 +189,7 @@ VERL = {
 """verl's, by their dotted names."""
 
 TRL_TRAINER = {"args": "config: a TrainConfig, the first argument", "processing_class": "tokenizer"}
-"""Arguments of TRL's GRPOTrainer that stand for one of the trainer here, not for an option."""
+"""Arguments of TRL's GRPOTrainer that match an argument of the trainer here, not an option."""
 
 OPEN_INSTRUCT = {
     "num_unique_prompts_rollout": "prompts_per_step",

@@ -137,7 +137,7 @@ def _rank(given: dict[str, Any]) -> int:
 
 
 class Bell:
-    """Actor by which the first rank learns of a signal to the command."""
+    """Actor that tells the first rank about a signal to the command."""
 
     def __init__(self) -> None:
         self._rung = asyncio.Event()

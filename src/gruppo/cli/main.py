@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _make_safe_to_print() -> None:
-    """Model text holds any character: one that a terminal cannot show must not end a run; nor a closed output."""
+    """Make printing safe: neither a character that the terminal cannot show nor a closed output may end a run."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the life of the process
     if isinstance(sys.stdout, io.TextIOWrapper):

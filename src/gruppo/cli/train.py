@@ -30,8 +30,8 @@ Show = Callable[[Console, "GRPOTrainer", "TrainResult"], None]
 class TrainArguments(RayOptions, RunArguments):
     """Train a model with group-relative policy optimization.
 
-    Everything can stand in a file (gruppo train --config run.yaml); flags win over the file. --recipe NAME starts from
-    what a paper trained with (gruppo recipes lists them); file and flags win over it. A step is set by three numbers:
+    Every option can be in a file (gruppo train --config run.yaml); flags win over the file. --recipe NAME starts from
+    the options of a paper (gruppo recipes lists them); file and flags win over it. A step is set by three numbers:
     prompts_per_step, group_size, and tokens_per_microbatch, which affects memory only. The rest follows and is printed
     as a plan.
 
@@ -52,9 +52,9 @@ def train(arguments: Sequence[str]) -> int:
 
 
 class ResumeArguments(RayOptions):
-    """Go on with a run from its newest whole checkpoint. On the same machine with the same threads and versions the
-    result is that of a run that was never stopped, bit for bit. Code that the run's config names is run: its rewards,
-    loss and metrics."""
+    """Continue a run from its newest whole checkpoint. On the same machine with the same threads and versions the
+    result is that of a run that was never stopped, bit for bit. This runs the code that the run's config names: its
+    rewards, loss and metrics."""
 
     refusal: ClassVar[str] = (
         "the options of a run are those of its config.yaml, and only --steps changes. To go on with others, edit "
@@ -64,9 +64,10 @@ class ResumeArguments(RayOptions):
     directory: Annotated[HomePath, Word("RUN", is_positional=True)]
     """The run directory."""
     steps: int | None = None
-    """Go on to this step instead of the run's own last one."""
+    """Continue to this step instead of the run's own last one."""
     accept_changes: bool = False
-    """Go on although options in config.yaml, the prompts or the base weights are not those that the run began with."""
+    """Continue although options in config.yaml, the prompts or the base weights differ from those at the start of the
+    run."""
     trust: bool = False
     """Run what the config names although another user owns the directory or can write it."""
 
@@ -127,9 +128,9 @@ def run(
     show: Show = show_score,
     heed: Callable[[StopFlag], None] = lambda stop: None,
 ) -> int:
-    """Train: print `opening` before, and after a run that was not stopped what `show` prints. Of the ranks that a
-    launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile.
-    `heed` gets the flag by which a launcher stops a run that no signal reaches."""
+    """Train: print `opening` first, and call `show` after a run that was not stopped. Of the ranks that a launcher
+    started, the first trains and the others follow it. `view` serves the run's page meanwhile. `heed` gets the flag
+    with which a launcher stops a run that no signal reaches."""
     from gruppo.parallel.ranks import is_of_ranks, join, leave, world_of_launcher
 
     if _began_before(config.output):

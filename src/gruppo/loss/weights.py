@@ -90,9 +90,10 @@ def covariance(inputs: LossInputs, means: dict[str, Tensor] | None = None) -> Te
 
 
 def cut_below_top(values: Tensor, count: int, tie: float = TIE) -> Tensor:
-    """A number between the count-th largest value and the next smaller one that is not equal, `[]` float64.
+    """Cut between the count-th largest value and the next smaller one that differs, `[]` float64.
 
-    Values are equal if rounding alone tells them apart. Where all within `tie` are, the cut lies in their widest gap.
+    Values count as equal if only rounding tells them apart. If all within `tie` are equal, the cut is in their widest
+    gap.
     """
     if count >= len(values) or not len(values):
         return torch.tensor(-math.inf, dtype=torch.float64, device=values.device)
@@ -117,7 +118,7 @@ class Share:
 
 
 def _outward(log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
-    """Tokens that their advantage pushes further the way their ratio has gone, `[T]` bool."""
+    """Tokens that their advantage pushes further in the direction their ratio has moved, `[T]` bool."""
     return (log_ratio_T.detach() * inputs.advantages) > 0
 
 

@@ -83,7 +83,7 @@ class Checkpoints:
         return {n: path for n, path in numbered(self.folder).items() if path.is_dir() and not path.suffix}
 
     def _prune(self, newest: int) -> None:
-        """Delete whole checkpoints that are older than the newest `keep`; one that cannot be deleted stays."""
+        """Delete whole checkpoints older than the newest `keep`; one that cannot be deleted stays."""
         # None after `newest`: a run that went back to an older one has not reached them again.
         older = [(n, path) for n, path in self._folders().items() if n < newest and not path.is_symlink()]
         older = sorted((n, path) for n, path in older if _is_whole(path, n, has_hashes=False))

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "lock"
 WAIT_S = 1.0
-"""Seconds to wait for a lock: `is_owned` in another process, or the end of one that was killed, takes a moment."""
+"""Seconds to wait for a lock, because `is_owned` in another process, or the exit of a killed one, takes a moment."""
 
 
 class RunLock:

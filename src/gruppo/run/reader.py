@@ -24,7 +24,7 @@ _NUMBERED = re.compile(r"step-(\d+)(\.parquet)?")
 
 
 FORMAT = 1
-"""Number of the format of a run directory. Raise it with any change by which older runs can no longer be resumed."""
+"""Number of the format of a run directory. Raise it with any change that keeps older runs from being resumed."""
 
 MAX_CONFIG_BYTES = 2**20
 MAX_CONFIG_VALUES = 10_000
@@ -93,9 +93,9 @@ class RunReader:
 
     def status(self) -> dict[str, Any]:
         """`status` (running, done, stopped, failed or killed), `step`, the `error` of a run that failed, and what
-        `ended` one before its last step.
+        `ended` it before its last step.
 
-        killed: the file says running, and the process is gone.
+        killed: the file says running, but the process no longer exists.
         """
         from gruppo.run.lock import is_owned
 
@@ -251,8 +251,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _check_yaml(root: Any, path: Path) -> None:
-    """Refuse keys that come twice, numbers to base 60, and aliases that stand for more values than a config has: a few
-    hundred bytes of them can stand for billions."""
+    """Refuse duplicate keys, numbers to base 60, and aliases that expand to more values than a config has: a few
+    hundred bytes can expand to billions."""
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:

@@ -37,7 +37,7 @@ class Recorder:
     `timed`.
 
     The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
-    A thread writes the completions while the next step goes on; `flush` waits for it.
+    A thread writes the completions during the next step; `flush` waits for it.
     """
 
     run: RunDirectory

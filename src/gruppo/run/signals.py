@@ -56,7 +56,7 @@ class StopFlag:
         self._is_told |= number in (signal.SIGINT, signal.SIGTERM)
 
     def _leave(self, code: int) -> None:
-        """End the process at once, with a line if standard error takes one without waiting."""
+        """Exit at once, with a message if standard error accepts one without blocking."""
         with suppress(Exception):
             if select.select([], [2], [], 0)[1]:
                 os.write(2, f"\n{printable(self.parting())}\n".encode())

@@ -34,7 +34,7 @@ class Trackers:
     """All boards of a run: `names` of tensorboard, wandb, trackio.
 
     Args:
-        deadline_s: time for one call of a board; one that takes longer is switched off.
+        deadline_s: time limit for one call of a board; a slower one is switched off.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any], *, deadline_s: float) -> None:

@@ -207,7 +207,7 @@ def _inner_names(rows: Iterable[Mapping[str, Any]], asked: Iterable[str]) -> dic
 
 
 def _inside(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a dotted name: `reward_model.ground_truth`. None where there is none.
+    """The value of a dotted name: `reward_model.ground_truth`. None if it does not exist.
 
     >>> _inside({"reward_model": {"style": "rule", "ground_truth": "72"}}, "reward_model.ground_truth")
     '72'

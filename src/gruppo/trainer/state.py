@@ -99,7 +99,7 @@ class RunState:
     kl: AdaptiveKL = field(default_factory=AdaptiveKL)
     entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
     reference: "Reference | None" = None
-    """Only one that the run moves; else it is the model at the start and needs no saving."""
+    """Only if the run moves it; otherwise it is the model at the start and needs no saving."""
     schedule: "Schedule | None" = None
     """Rollouts of the steps to come are part of the state, with `max_staleness`."""
 

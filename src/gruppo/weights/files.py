@@ -34,7 +34,7 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def commit_folder(folder: Path, write: Callable[[Path], Entries | None], facts: dict[str, Any]) -> None:
-    """Let `write` fill a new folder, then make it appear under its name at once, with a manifest.
+    """Let `write` fill a new folder, then move it to its name atomically, with a manifest.
 
     Args:
         write: may return entries of the manifest that it has already: of files that other processes wrote and hashed.

@@ -1,6 +1,6 @@
-"""GGUF: a model in one file, as llama.cpp has it. It becomes a model folder once, which is used from then on.
+"""GGUF: a model in one file, as llama.cpp has it. It is converted once to a model folder, which is used from then on.
 
-Weights in 4 or 8 bits are made whole (float32): a run trains the numbers that they stand for.
+Weights in 4 or 8 bits become float32: a run trains the numbers that they encode.
 """
 
 import hashlib

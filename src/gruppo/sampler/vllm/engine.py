@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A completion as an engine reports it. Its text is made here: the tokens are what is trained on."""
+    """A completion as an engine reports it, without text: gruppo decodes the tokens, since it trains on those."""
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]

@@ -157,7 +157,7 @@ class HttpEngine(Engine):
 
     @contextmanager
     def _requests_halted(self) -> Iterator[None]:
-        """Requests that run stand still, where there may be some."""
+        """Pause running requests, if there may be any."""
         if not self.has_other_requests:
             yield
             return

@@ -123,7 +123,7 @@ class Supervisor:
     def load(self, published: Published) -> Verdict:
         """Load weights and prove that they arrived, else raise NotTaken.
 
-        The caller sets `loaded` when all engines have them. Batches that run meanwhile need it at once.
+        The caller sets `loaded` when all engines have them. Batches that run meanwhile need it immediately.
         """
         with self._weights:
             verdict = self._load_proven(published)
