@@ -35,7 +35,8 @@ DOCS = ROOT / "docs"
 HEADER = """# Source map
 
 Generated from the modules' docstrings by `make docs`. The packages follow the pipeline: prompts → rollouts → rewards →
-advantages → packed batch → log-probs → loss → step → metrics.
+advantages → packed batch → log-probs → loss → step → metrics. To see them at work, take one of the [three
+walks](#three-walks).
 
 | package | what it does |
 |---|---|
