@@ -55,11 +55,11 @@ class Variant:
     masked: float
     """Share of tokens with an advantage that weights of the loss leave out."""
     moved: float
-    """Share of the credit that is on other tokens than with the first variant, or has the other sign there."""
+    """Share of the credit that falls on other tokens than with the first variant, or has the opposite sign there."""
     lost: int
     """Tokens that have credit with the first variant and none with this one."""
     gained: int
-    """Tokens that have credit with this one alone."""
+    """Tokens that have credit only with this variant."""
     flipped: int
     """Tokens whose credit has the other sign."""
     advantages: list[float | list[float]]
@@ -74,14 +74,14 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What several losses make of one step. The first variant is the run's own."""
+    """Result of several losses on one step. The first variant is the run's own."""
 
     run: str
     step: int
     update: int
-    """Update of the step that is replayed: the last one."""
+    """Number of the replayed update of the step: the last one."""
     weights: str | None
-    """Where the weights came from; None: the recorded log-probs were used."""
+    """Source of the weights; None: the recorded log-probs were used."""
     recorded_norm: float | None
     """`optim/grad_norm` of the step: the mean over its updates."""
     replayed_norm: float | None
@@ -94,7 +94,7 @@ class Replay:
     rows: list[int]
     """Row of each rollout in the completions of the step."""
     sampled: list[list[bool]]
-    """Which tokens of each rollout the policy sampled: only these have credit."""
+    """Tokens of each rollout that the policy sampled; only these have credit."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def _estimated(config: TrainConfig, line: dict[str, Any], groups: list[Group], n
 
 
 def _weights(run: RunReader, config: TrainConfig, step: int) -> str | None:
-    """Where the weights before a step are."""
+    """Source of the weights before a step."""
     if config.model.startswith(MARK):
         return None
     if step == 1:
@@ -341,7 +341,7 @@ def _with_weights(cases: list[_Case], run: RunReader, config: TrainConfig, step:
 
 
 def _as_sampled(rollout: Rollout) -> Rollout:
-    """A rollout as the sampler left it, with its advantage: log-probs of the trainer are computed anew."""
+    """A rollout as the sampler left it, with its advantage; the trainer's log-probs are recomputed."""
     return replace(rollout, old_logps=None, ref_logps=None, policy_logps=None, entropies=None)
 
 
@@ -381,7 +381,7 @@ def _credit(loss: PolicyLoss, inputs: LossInputs) -> Tensor:
 
 
 def _agreement(seen: dict[int, Tensor], groups: list[Group], part: slice) -> str:
-    """How far the log-probs are from the recorded ones: other weights, devices and versions show here."""
+    """Distance of the log-probs from the recorded ones, which shows different weights, devices and versions."""
     recorded = [rollout.policy_logps for group in groups for rollout in group.rollouts][part]
     gaps = [
         float((logps.double() - torch.tensor(recorded[i], dtype=torch.float64)).abs().max())

@@ -30,7 +30,7 @@ class DoctorArguments(Arguments):
     """
 
     run: Annotated[HomePath | None, Word("RUN", is_positional=True)] = None
-    """The run directory, of a run that has ended or goes on."""
+    """The run directory, of a finished or a running run."""
     as_json: Annotated[bool, Word(flag="--json")] = False
     """Print one JSON object instead of text; with a run."""
 

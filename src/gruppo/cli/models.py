@@ -207,7 +207,7 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
 
 
 def check_length(config: TrainConfig, options: dict[str, Any]) -> None:
-    """Refuse a token limit beyond the model's context, if one was given: its memory is taken at once."""
+    """Refuse a given token limit beyond the model's context, because its memory is reserved up front."""
     from gruppo.weights.source import context_length
 
     context = context_length(config.pinned_model) if "max_new_tokens" in options else None

@@ -207,7 +207,7 @@ def _rewards(address: str, answered: Any, num: int) -> list[float | None]:
 
 
 def _extra_logs(address: str, answered: Any, num: int) -> dict[str, list[Any]]:
-    """What OpenRLHF logs beside the rewards: one value per completion, or one for all of them."""
+    """OpenRLHF's logs beside the rewards: one value per completion, or one for all of them."""
     logs = (answered.get("extra_logs") if isinstance(answered, Mapping) else None) or {}
     if not isinstance(logs, Mapping):
         raise RewardError(f'{address} gave "extra_logs" that are no object; it must send {{"name": [...]}}')

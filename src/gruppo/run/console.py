@@ -1,5 +1,5 @@
-"""RunConsole: a bar with the stage and the time left, and lines of steps, on a terminal; a line that is replaced in a
-notebook; elsewhere a line per step. Model text is shown without control characters or markup."""
+"""RunConsole: on a terminal a progress bar and a line per step, in a notebook one line that is replaced, elsewhere a
+line per step. Model text is shown without control characters or markup."""
 
 import re
 import textwrap
@@ -59,7 +59,7 @@ ALWAYS = ("reward/mean", "optim/grad_norm")
 
 
 class _Stage(ProgressColumn):
-    """What the run does now, and for how long when that takes a while."""
+    """Current stage of the run, with its duration if it takes a while."""
 
     def __init__(self, stage: Callable[[], str]) -> None:
         super().__init__()

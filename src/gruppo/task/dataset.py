@@ -27,7 +27,7 @@ BadRowPolicy = Literal["fail", "drop"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
-"""Names under which data sets keep the right answer; the first that is there counts. The last is verl's."""
+"""Column names for the right answer; the first that exists counts. The last is verl's."""
 
 LIKELY_PROMPTS = ("problem", "messages", "input", "instruction", "query")
 """Names under which data sets keep prompts, for errors: a column of such a name may also be something else."""
@@ -36,14 +36,14 @@ BAD_ROW_REMEDY = "fix it, or leave bad rows out with on_bad_row='drop' (--on-bad
 
 
 class DroppedRow(NamedTuple):
-    """A row that was left out: where it stands, and why."""
+    """A dropped row: its place, and the reason."""
 
     row: str
     reason: str
 
 
 class TooLongRow(DroppedRow):
-    """A row that was left out for its length alone; the data is not at fault."""
+    """A row dropped only for its length; the data is not at fault."""
 
     __slots__ = ()
 
@@ -85,7 +85,7 @@ class Rows:
         return tuple(dict.fromkeys(name for row in self.rows for name in row.values))
 
     def recognised(self) -> list[str]:
-        """A sentence for each column that is read under another name.
+        """A sentence for each column read under another name.
 
         >>> read_rows([{"question": "1+1=", "ground_truth": "2", "solution": "It is 2."}]).recognised()
         ['question is read as prompt', 'ground_truth is read as answer, not solution']
@@ -200,14 +200,14 @@ def _renames(
 
 
 def _inner_names(rows: Iterable[Mapping[str, Any]], asked: Iterable[str]) -> dict[str, None]:
-    """Dotted names of what is inside of the columns of which one is asked for by a dotted name."""
+    """Dotted names inside the columns that a dotted name refers to."""
     outers = {name.rpartition(".")[0] for name in asked if "." in name}
     found = [(outer, row) for row in rows for outer in outers if isinstance(_inside(row, outer), Mapping)]
     return dict.fromkeys(f"{outer}.{key}" for outer, row in found for key in _inside(row, outer))
 
 
 def _inside(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a dotted name: `reward_model.ground_truth`. None where there is none.
+    """The value of a dotted name: `reward_model.ground_truth`. None if it does not exist.
 
     >>> _inside({"reward_model": {"style": "rule", "ground_truth": "72"}}, "reward_model.ground_truth")
     '72'

@@ -1,7 +1,6 @@
-"""Parts of a run, put together in the one order in which they can be.
+"""Assembly of a run: `assemble` makes its parts in the order in which they need each other, for `GRPOTrainer`.
 
-What is cheap and can be wrong comes before the model is loaded. A run that cannot begin closes what it has opened, and
-leaves nothing behind.
+Cheap checks come before the model is loaded. A run that cannot begin closes what it opened and leaves nothing behind.
 """
 
 from contextlib import ExitStack, closing
@@ -49,14 +48,14 @@ class Parts:
     state: RunState
     snapshots: Snapshots
     place: Position
-    """Where the run begins."""
+    """The step that the run begins after, and what its checkpoint says of the loop."""
     weights: HandOver
     advantages: AdvantageAssigner
     schedule: Schedule
     learner: Learner
     recorder: Recorder
     opened: ExitStack
-    """Closes what was opened, the last first."""
+    """Closes what was opened, in reverse order."""
 
 
 def assemble(
