@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import shutil
 import signal
 
 import pytest
@@ -49,8 +50,19 @@ ON_DEMAND = {
 """Marks of tests that are skipped, for this reason, unless `-m` names the mark."""
 
 
+def named_marks(config: pytest.Config) -> set[str]:
+    return set(re.findall(r"\w+", config.option.markexpr))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Files of tests lie in memory, where there is room for them: a disk takes a millisecond or more for an `fsync`."""
+    is_large = named_marks(config) & {"gpu", "install", "real"}
+    if not is_large and os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 4 * 2**30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    named = set(re.findall(r"\w+", config.option.markexpr))
+    named = named_marks(config)
     if "row" in named:
         named |= {"long", "ranks"}  # the fault matrix has rows of them
     for item in items:
