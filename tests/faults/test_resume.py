@@ -63,13 +63,21 @@ def tree_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
+class Undisturbed(dict[str, Path]):
+    """The runs that were not killed, each made when it is first asked for."""
+
+    def __init__(self, folder: Path, short_run: Callable[..., dict[str, Any]]) -> None:
+        self.folder, self.short_run = folder, short_run
+
+    def __missing__(self, name: str) -> Path:
+        run = self.folder / name
+        GRPOTrainer(TrainConfig(**self.short_run(run, **VARIANTS[name])), quiet=True).train()
+        return self.setdefault(name, run)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, short_run: Callable[..., dict[str, Any]]) -> dict[str, Path]:
-    """The runs that were not killed."""
-    folder = tmp_path_factory.mktemp("whole")
-    for name, options in VARIANTS.items():
-        GRPOTrainer(TrainConfig(**short_run(folder / name, **options)), quiet=True).train()
-    return {name: folder / name for name in VARIANTS}
+    return Undisturbed(tmp_path_factory.mktemp("whole"), short_run)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
