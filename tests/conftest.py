@@ -19,6 +19,9 @@ for _name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_C
     os.environ.pop(_name, None)
 os.environ["TERM"] = "xterm"
 
+# Processes that tests start with more threads: one that waits gives up its core, which other tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Python ignores these in a job that a script has started in the background. With a handler they are ignored here alone,
 # and not in the commands that tests start and stop.
 for _number in (signal.SIGINT, signal.SIGHUP):
