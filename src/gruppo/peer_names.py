@@ -67,6 +67,8 @@ TRL = {
     "normalize_advantages": "normalization: standard or centered",
     "multi_objective_aggregation": "advantage: gdpo normalizes each reward, then adds them up",
     "mask_truncated_completions": "mask_truncated",
+    "max_tool_calling_iterations": "max_turns: one more than it, since the turn after the last answer counts",
+    "environment_factory": "environment: GRPOTrainer(environment_factory=...) takes TRL's classes as they are",
     "use_bias_correction_kl": "kl_estimator: ratio_k3",
     "sync_ref_model": "ref_every: 0 keeps the reference",
     "ref_model_sync_steps": "ref_every",
@@ -144,6 +146,7 @@ UNSLOTH = {
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 VERL = {
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "max_turns",
     "actor_rollout_ref.model.path": "model",
     "actor_rollout_ref.model.lora_rank": "lora_rank: with lora",
     "data.train_files": "data",
@@ -192,6 +195,7 @@ TRL_TRAINER = {"args": "config: a TrainConfig, the first argument", "processing_
 """Arguments of TRL's GRPOTrainer that stand for one of the trainer here, not for an option."""
 
 OPEN_INSTRUCT = {
+    "env_max_steps": "max_turns",
     "num_unique_prompts_rollout": "prompts_per_step",
     "num_samples_per_prompt_rollout": "group_size",
     "response_length": "max_new_tokens",
@@ -326,11 +330,13 @@ ABSENT = {
     ),
     **_each("numbers are float32 or bfloat16: dtype", "", "fp16 fp16_full_eval mixed_precision tf32"),
     **_each(
-        "a completion has one turn, without tools or an environment",
-        "turns max_turns environment env tool",
-        "tools environment_factory rollout_func max_tool_calling_iterations tool_parser_type env_pool_size "
-        "env_max_steps actor_rollout_ref.rollout.multi_turn.enable",
+        "gruppo plays the episodes, since it keeps the tokens and log-probs of each turn: give tools or an environment",
+        "",
+        "rollout_func",
     ),
+    **_each("calls are read as the chat template writes them", "parser", "tool_parser_type"),
+    **_each("environments are made as they are needed, and play again", "env_pool", "env_pool_size"),
+    **_each("tools or an environment switch turns on", "", "actor_rollout_ref.rollout.multi_turn.enable"),
     **_each("prompts and completions are text", "images image_column", "log_multimodal image_key"),
     **_each(
         "the tokenizer's own chat template is used; `system` and `chat_template_kwargs` change what it gets",

@@ -62,14 +62,19 @@ class Panel:
 class Question:
     """Question with the charts that answer it. Other keys that begin with one of `others` follow at the end."""
 
+    name: str
+    """In the page's list of parts."""
     title: str
     answer: str
     panels: tuple[Panel, ...]
     others: tuple[str, ...]
+    is_optional: bool = False
+    """It is left out where a run has none of its keys."""
 
 
 QUESTIONS = (
     Question(
+        "Learning",
         "Is it learning?",
         "The held-out score decides: its prompts are never trained on. The reward of training samples shows the same "
         "earlier, with more noise.",
@@ -85,6 +90,7 @@ QUESTIONS = (
         ("eval/", "reward/", "completion/"),
     ),
     Question(
+        "Signal",
         "Is the signal alive?",
         "A group teaches through differences. If all completions of a prompt earn the same, it teaches nothing.",
         (
@@ -98,6 +104,7 @@ QUESTIONS = (
         ("group/", "dynamic/"),
     ),
     Question(
+        "Policy",
         "Is the policy stable?",
         "Entropy falls slowly in a healthy run. KL, clipped tokens and the gradient show steps that are too large.",
         (
@@ -114,6 +121,7 @@ QUESTIONS = (
         ("policy/", "optim/", "live/"),
     ),
     Question(
+        "Sampler",
         "Do sampler and trainer agree?",
         "Both should have the same log-prob for a token. A gap points to stale weights or to different precision.",
         (
@@ -126,7 +134,21 @@ QUESTIONS = (
         ),
         ("sampler/", "sync/", "rollout/"),
     ),
-    Question("Where does the time go?", "Seconds of a step by stage.", (), ("log/",)),
+    Question(
+        "Turns",
+        "Do the turns work?",
+        "Calls that fail, and episodes that are cut or lost, cost as much as others and teach little.",
+        (
+            Panel("turns of an episode", ("turns/mean", "turns/max")),
+            Panel("tool calls of an episode", ("turns/calls",)),
+            Panel("calls that fail", ("turns/call_error_frac", "turns/unparsed_frac")),
+            Panel("episodes cut or lost", ("turns/cut_frac", "turns/lost_frac")),
+            Panel("tokens written by others", ("turns/given_tokens",)),
+        ),
+        ("turns/",),
+        is_optional=True,
+    ),
+    Question("Time", "Where does the time go?", "Seconds of a step by stage.", (), ("log/",)),
 )
 
 
@@ -154,7 +176,8 @@ def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()
                 used.update(keys)
         if question is QUESTIONS[-1]:
             drawn += _time_charts(names, runs)
-        answers.append({"title": question.title, "answer": question.answer, "charts": drawn, "further": further})
+        facts = {"name": question.name, "title": question.title}
+        answers.append(facts | {"answer": question.answer, "charts": drawn, "further": further})
     prefixes = [prefix for question in QUESTIONS for prefix in question.others]
     for question, answer in zip(QUESTIONS, answers, strict=True):
         own = [key for key in known if key.startswith(question.others)]
@@ -165,7 +188,12 @@ def charts(runs: Sequence[RunReader], findings: Sequence[Sequence[Finding]] = ()
         for key in rest:
             if key not in answer["zero"]:
                 answer["charts" if key in marked else "further"].append(_chart(key, [key], series, marks))
-    return answers
+    pairs = zip(QUESTIONS, answers, strict=True)
+    return [
+        answer
+        for question, answer in pairs
+        if not question.is_optional or any(k.startswith(question.others) for k in known)
+    ]
 
 
 def run_names(runs: Sequence[RunReader]) -> list[str]:

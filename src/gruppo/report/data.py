@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gruppo.codec import UNTRAINED, group_numbers
+from gruppo.codec import UNTRAINED, group_numbers, json_text
 from gruppo.doctor.finding import Change
 from gruppo.errors import InputError
 from gruppo.keys import HELD_OUT_SCORES, held_out_key, held_out_name
 from gruppo.run.completions import ROWS_LEFT_OUT
 from gruppo.run.reader import RunReader
+from gruppo.run.transcript import call_text
 from gruppo.task.builtin import EMBEDDED
 
 if TYPE_CHECKING:
@@ -26,11 +27,13 @@ Points = list[tuple[int, float]]
 
 LOGPS = {"logps": "sampler", "old_logps": "old", "policy_logps": "new", "ref_logps": "ref", "entropies": "entropy"}
 """Columns with a number per token, and their names on the page."""
-ROW_COLUMNS = ("prompt_index", "sample", "prompt", "completion", "stop_reason", "reward", "correct", "status")
+ROW_COLUMNS = ("prompt_index", "sample", "prompt", "completion", "messages", "stop_reason", "reward", "correct")
 DIGITS = 7
 """Significant digits of per-token numbers, as many as float32 has."""
 TEXT_LIMIT = 20_000
 """Most characters of a text in a self-contained page, and of a text in search results."""
+SHORTEST = 400
+"""Characters that each message of a long conversation keeps."""
 UNREADABLE = (InputError, KeyError, ValueError)
 """Errors from a completions file that is damaged or of another version."""
 TELLING = (
@@ -252,13 +255,55 @@ def step_data(
 
 
 def step_rows(run: RunReader, step: int) -> list[list[Any]]:
-    """Rollouts of a step for a search: group, sample, prompt, text, stop reason, reward, right or not."""
+    """Rollouts of a step for a search: group, sample, prompt, text, stop reason, reward, right or not, and turns.
+
+    The text of an episode is all that was said in it.
+    """
     table, found = run.completions(step, ROW_COLUMNS), []
     for group, row in zip(group_numbers(table).tolist(), table.to_pylist(), strict=True):
-        texts = [_cut(row[name], TEXT_LIMIT) for name in ("prompt", "completion")]
+        said = _messages(row.get("messages"), TEXT_LIMIT)
+        text = row["completion"] if said is None else "\n".join(_words(message) for message in said)
+        texts = [_cut(each, TEXT_LIMIT) for each in (row["prompt"], text)]
         judged = [row["stop_reason"], _rounded(row["reward"]), row["correct"]]
-        found.append([group, row["sample"], row["prompt_index"], *texts, *judged])
+        turns = None if said is None else sum(message["own"] for message in said)
+        found.append([group, row["sample"], row["prompt_index"], *texts, *judged, turns])
     return found
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    return "\n".join(filter(None, [message["text"], *(call["text"] for call in message["calls"])]))
+
+
+def _messages(text: str | None, most: int | None) -> list[dict[str, Any]] | None:
+    """The conversation of an episode, its texts cut to `most` characters in all; None for one that cannot be read."""
+    try:
+        messages = json.loads(text or "null")
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return None
+    share = most and max(most // max(len(messages), 1), SHORTEST)
+    found = []
+    for message in messages:
+        parts = [_text(message.get(name)) for name in ("reasoning_content", "content")]
+        said = "\n".join(part for part in parts if part)
+        calls = message.get("tool_calls")
+        calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+        found.append(
+            {
+                "own": message.get("role") == "assistant",
+                "by": _text(message.get("name")) or _text(message.get("role")),
+                "text": _cut(said, share),
+                "characters": len(said),
+                "calls": [{"text": _cut(call_text(call), share), "failed": bool(call.get("error"))} for call in calls],
+                "failed": bool(message.get("is_error")),
+            }
+        )
+    return found
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else json_text(value)
 
 
 def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
@@ -288,6 +333,7 @@ def _compact(table: "pa.Table", limits: Limits | None) -> list[dict[str, Any]]:
                     "sample": row["sample"],
                     "text": _cut(row["completion"], most and TEXT_LIMIT),
                     "characters": len(row["completion"] or ""),
+                    "messages": _messages(row.get("messages"), most and TEXT_LIMIT),
                     "stop": row["stop_reason"],
                     "versions": row["versions"],
                     "reward": _rounded(row["reward"]),
@@ -344,11 +390,13 @@ def _cut(text: str | None, most: int | None) -> str:
 
 def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     runs = [list(run) for _, run in groupby(rows, key=lambda row: row["group"])]
-    return [
-        {name: run[0][name] for name in ("index", "status", "prompt", "columns")}
-        | {"rollouts": [row["rollout"] for row in run]}
-        for run in runs
-    ]
+    found = []
+    for run in runs:
+        group = {name: run[0][name] for name in ("index", "status", "prompt", "columns")}
+        own = [None if row["prompt"] == group["prompt"] else row["prompt"] for row in run]
+        rollouts = [row["rollout"] | {"prompt": prompt} for row, prompt in zip(run, own, strict=True)]
+        found.append(group | {"rollouts": rollouts})
+    return found
 
 
 def _most_telling(groups: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:

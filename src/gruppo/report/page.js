@@ -327,8 +327,9 @@ function drawOptions() {
 }
 
 function drawNav() {
-  const links = DATA.replay ? [["overview", "Losses"], ["completions", "Completions"], ["options", "Options"]] : [["overview", "Overview"], ["question-0", "Learning"], ["question-1", "Signal"], ["question-2", "Policy"], ["question-3", "Sampler"],
-    ["question-4", "Time"], ["ledger", "Tokens"], ["completions", "Completions"], ["options", "Options"]];
+  const questions = (DATA.questions ?? []).map((/** @type {any} */ question, /** @type {number} */ i) => ["question-" + i, question.name]);
+  const links = DATA.replay ? [["overview", "Losses"], ["completions", "Completions"], ["options", "Options"]]
+    : [["overview", "Overview"], ...questions, ["ledger", "Tokens"], ["completions", "Completions"], ["options", "Options"]];
   refill("nav", links.map(([id, text]) => el("a", { id: "nav-" + id, href: "#" + id, text })));
   at("foot").textContent = `Made by gruppo ${DATA.version}. ` + (DATA.live ? "This page follows the run directory while it is open." : visible(DATA.note));
 }
@@ -366,6 +367,7 @@ async function fetchCharts() {
   drawCharts();
   drawLedger();
   drawOverview();
+  drawNav();
   at("charts").style.minHeight = "";
   scrollTo(0, scrolled);
 }

@@ -31,6 +31,7 @@ from gruppo.report.data import (
     summary,
 )
 from gruppo.run.reader import RunReader
+from gruppo.run.transcript import STOPS
 
 MOST_STEPS = 24
 """Most steps of a run with completions on the page."""
@@ -146,7 +147,8 @@ def page_data(
     title = f"{', '.join(names)} · gruppo"
     options = config_table(runs)
     paths = [str(run.path) for run in runs]
-    return {"title": title, "version": __version__, "runs": shown, "config": options, "paths": paths, "note": ""}
+    facts = {"title": title, "version": __version__, "runs": shown, "config": options, "paths": paths, "note": ""}
+    return facts | {"stops": STOPS}
 
 
 def chart_data(runs: Sequence[RunReader], *, findings: Sequence[Sequence[Finding]] = ()) -> dict[str, Any]:

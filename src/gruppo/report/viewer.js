@@ -3,8 +3,9 @@
 // The token viewer: the groups of a step, with each completion as a strip of coloured tokens.
 
 /**
- * @typedef {{sample: number, text: string, characters: number, stop: string, versions: number[], reward: number|null,
- *   correct: boolean|null, shaped: number|null, advantage: number|null, advantages: (number|null)[]|null,
+ * @typedef {{own: boolean, by: string, text: string, characters: number, calls: {text: string, failed: boolean}[], failed: boolean}} Message
+ * @typedef {{sample: number, text: string, characters: number, messages: Message[]|null, stop: string, versions: number[], reward: number|null,
+ *   correct: boolean|null, prompt: string|null, shaped: number|null, advantage: number|null, advantages: (number|null)[]|null,
  *   parts: Record<string, number|null>, extras: Record<string, any>, errors: Record<string, string>, length: number,
  *   ids: number[], sampled: boolean[]|null, why: number[]|null, clipped: (number|null)[]|null,
  *   sampler: (number|null)[]|null, old: (number|null)[]|null, new: (number|null)[]|null, ref: (number|null)[]|null,
@@ -56,6 +57,41 @@ const byName = (name) => QUANTITIES.find((q) => q.name === name) ?? QUANTITIES[0
 const REASONS = [["trained on", 1], ["written by a tool or a user", 6], ["group left out", 4], ["completion masked", 2], ["no advantage", 0], ["rejected by the loss", 3]];
 const CLIPS = [["not clipped", 0], ["clipped high", 2], ["clipped low", 1]];
 
+/** Characters of a call or an answer above the tokens of its turn. */
+const BRIEF = 240;
+/** Characters of a message in full. */
+const WHOLE = 200000;
+/** @param {string} stop */
+const ending = (stop) => /** @type {Record<string, string>} */ (DATA.stops)[stop] ?? visible(stop);
+/** @param {Message} m */
+const wordsOf = (m) => [m.text, ...m.calls.map((call) => call.text)].filter(Boolean).join("\n");
+/** All that was said after the prompt. @param {Rollout} r */
+const said = (r) => (r.messages === null ? r.text : r.messages.map(wordsOf).join("\n"));
+/** @param {Rollout} r */
+const turnsOf = (r) => r.messages?.filter((m) => m.own).length ?? null;
+/** @param {number} n @param {string} word */
+const counted = (n, word) => `${number(n)} ${word}${n === 1 ? "" : "s"}`;
+/** The beginning of a text on one line. @param {string} text @param {number} most */
+const brief = (text, most) => visible(text.slice(0, most).trim().replace(/\n/g, "↵")) + (text.length > most ? " …" : "");
+
+/** The messages of each turn: the policy's, and what follows it.
+ * @param {Rollout} r @returns {{own: Message, given: Message[]}[]} */
+function conversation(r) {
+  /** @type {{own: Message, given: Message[]}[]} */
+  const turns = [];
+  for (const m of r.messages ?? []) {
+    if (m.own) turns.push({ own: m, given: [] });
+    else turns.at(-1)?.given.push(m);
+  }
+  return turns;
+}
+
+/** Lines above the tokens of a turn: its calls, or who answers what.
+ * @param {Message} m */
+const linesOf = (m) => (m.own
+  ? m.calls.map((call) => el("span", { class: "said" + (call.failed ? " failed" : ""), text: brief(call.text, BRIEF) }))
+  : [el("span", { class: "said" + (m.failed ? " failed" : "") }, el("b", { text: brief(m.by, 40) + (m.failed ? " failed" : "") }), " ", brief(m.text, BRIEF))]);
+
 /** Tokens of a completion shown at a time. */
 const PAGE = 1500;
 /** Characters of a prompt on its group's card. */
@@ -105,12 +141,12 @@ class Source {
     return found;
   }
 
-  /** The rollouts of a step for a search: group, sample, prompt's number, prompt, text, stop reason, reward, right.
+  /** The rollouts of a step for a search: group, sample, prompt's number, prompt, text, stop reason, reward, right, turns.
    * @param {number} run @param {number} step @returns {Promise<any[][]>} */
   async rows(run, step) {
     if (DATA.live) return this.fetched(`rows/${run}/${step}.json`);
     const data = await this.step(run, step);
-    return data.groups.flatMap((g, i) => g.rollouts.map((r) => [i, r.sample, g.index, g.prompt, r.text, r.stop, r.reward, r.correct]));
+    return data.groups.flatMap((g, i) => g.rollouts.map((r) => [i, r.sample, g.index, r.prompt ?? g.prompt, said(r), r.stop, r.reward, r.correct, turnsOf(r)]));
   }
 
   /** @param {string} path */
@@ -169,11 +205,11 @@ class Viewer {
       label("colour", select("v-color", QUANTITIES.map((q) => [q.name, q.title]), () => this.recolour(input("v-color").value))),
       label("sort groups by", select("v-sort", [["reward", "reward"], ["spread", "spread of reward"], ["moved", DATA.replay ? "difference in credit" : "largest KL"], ["drawn", "order drawn"]], change)),
       el("details", { class: "filters", open: innerWidth > 760 && !DATA.replay }, el("summary", { text: "filter and search" }), el("div", { class: "row" },
-      label("text", el("input", { id: "v-text", type: "search", placeholder: "in prompt or completion", input: change })),
+      label("text", el("input", { id: "v-text", type: "search", placeholder: "in all that was said", input: change })),
       label("reward from", el("input", { id: "v-low", type: "number", step: "any", input: change })),
       label("to", el("input", { id: "v-high", type: "number", step: "any", input: change })),
       label("answer", select("v-correct", [["", "any"], ["true", "right"], ["false", "wrong"]], change)),
-      label("ended by", select("v-stop", [["", "any"], ["stop", "stop"], ["length", "length"]], change)),
+      label("end", select("v-stop", [["", "any"], .../** @type {[string, string][]} */ (Object.entries(DATA.stops))], change)),
       DATA.replay ? null : el("button", { id: "v-all", type: "button", text: "Search all steps", click: () => this.searchAll() }))));
     at("completions").replaceChildren(
       el("h2", { text: "Completions, token by token" }),
@@ -270,7 +306,7 @@ class Viewer {
   }
 
   /** @param {Group} g @param {Rollout} r */
-  fits(g, r) { return this.matches([g.prompt, r.text, r.stop, r.reward, r.correct]); }
+  fits(g, r) { return this.matches([r.prompt ?? g.prompt, said(r), r.stop, r.reward, r.correct]); }
 
   /** Numbers of the groups that match the filters, in the chosen order. */
   order() {
@@ -380,7 +416,7 @@ class Viewer {
     try { columns = JSON.parse(g.columns || "{}"); } catch { columns = { columns: g.columns }; }
     const top = this.topTokens([g], 8);
     const rollouts = g.rollouts.map((r, i) => ({ r, i })).sort((a, b) => (b.r.reward ?? -Infinity) - (a.r.reward ?? -Infinity) || a.i - b.i);
-    const isLong = VARIANTS.length > 1 || rollouts.some(({ r }) => r.ids.length > 160);
+    const isLong = VARIANTS.length > 1 || rollouts.some(({ r }) => r.ids.length > 160 || (turnsOf(r) ?? 0) > 1);
     at("v-panel").replaceChildren(el("div", { class: "card panel" },
       el("h3", {}, `Prompt ${g.index}`, el("span", { class: "muted small", text: `  ·  ${g.status.replace("_", " ")}, ${g.rollouts.length} completions, best reward first ` }),
         DATA.replay ? null : el("button", { type: "button", id: "v-history", text: "This prompt over the run", click: () => this.history(g.index) })),
@@ -421,46 +457,72 @@ class Viewer {
     const parts = Object.entries(r.parts);
     if (parts.length > 1) facts.push(...parts.map(([name, value]) => [name, number(value, 4)]));
     if (r.shaped !== null && r.shaped !== r.reward) facts.push(["shaped", number(r.shaped, 4)]);
-    if (r.stop !== "stop") facts.push(["ended by", r.stop]);
+    const turns = turnsOf(r), calls = (r.messages ?? []).flatMap((m) => m.calls).length;
+    if (turns !== null) facts.push([counted(turns, "turn") + (calls ? ", " + counted(calls, "call") : ""), ""]);
+    else if (r.stop !== "stop") facts.push([ending(r.stop), ""]);
     facts.push(...Object.entries(r.extras).filter(([, v]) => v !== null).map(([name, value]) => [name, (typeof value === "string" ? value : JSON.stringify(value)).slice(0, 200)]));
     const head = el("div", { class: "head" }, el("span", { text: `#${r.sample}` }), el("b", { text: "reward " + number(r.reward, 4) }), mark,
       ...facts.map(([name, value]) => el("span", { text: `${visible(String(name))} ${visible(String(value))}` })));
     const strips = VARIANTS.map((name, v) => {
       const label = `Completion ${r.sample}, reward ${number(r.reward, 4)}` + (name && `, ${name}`);
-      const strip = el("div", { class: "strip", "data-sample": r.sample, "data-variant": v, role: "group", "aria-label": label });
+      const strip = el("div", { class: "strip" + (r.messages === null ? "" : " episode"), "data-sample": r.sample, "data-variant": v, role: "group", "aria-label": label });
       this.fill(strip, r, 0);
       if (!name) return strip;
       return el("div", {}, el("div", { class: "label" }, el("b", { text: name }), "advantage " + number(r.given?.[v], 4)), strip);
     });
-    const card = el("div", { class: "rollout" + (this.fits(g, r) ? "" : " dim") }, head, ...(DATA.replay ? [el("div", { class: "variants" }, ...strips)] : strips));
+    const card = el("div", { class: "rollout" + (this.fits(g, r) ? "" : " dim") }, head,
+      r.prompt === null ? null : el("div", { class: "prompt-text", text: visible(r.prompt) }), ...(DATA.replay ? [el("div", { class: "variants" }, ...strips)] : strips));
+    if (turns !== null) card.append(this.end(r));
     const known = Object.keys(this.data?.texts ?? {}).length > 0;
     const cut = r.characters > r.text.length ? ` (the first ${number(r.text.length)} of ${number(r.characters)} characters)` : "";
     // A character split over several tokens is in none of them.
     const isSplit = r.ids.some((id) => this.piece(id).includes("\ufffd"));
     const isOpen = !known || (isSplit && r.ids.length <= 12);
-    const text = el("details", { open: isOpen }, el("summary", { text: "text" + cut }));
-    const show = () => { if (text.children.length < 2) text.append(el("pre", { class: "small", text: visible(r.text.slice(0, 200000)) })); };
+    const text = el("details", { open: isOpen }, el("summary", { text: turns === null ? "text" + cut : "conversation" }));
+    const show = () => {
+      if (text.children.length > 1) return;
+      if (r.messages === null) text.append(el("pre", { class: "small", text: visible(r.text.slice(0, WHOLE)) }));
+      else text.append(...r.messages.map((m) => this.message(m)));
+    };
     if (isOpen) show(); else text.addEventListener("toggle", show, { once: true });
-    if (r.text !== "" && (!known || r.ids.length > 12 || isSplit)) card.append(text);
+    if (turns !== null || (r.text !== "" && (!known || r.ids.length > 12 || isSplit))) card.append(text);
     for (const [name, trace] of Object.entries(r.errors)) card.append(el("details", {}, el("summary", { text: `${visible(name)} failed` }), el("pre", { class: "small", text: visible(trace) })));
     return card;
   }
 
-  /** Tokens from a given one on; those written by a tool or user get their own block.
+  /** How an episode ended, and why one was lost. @param {Rollout} r */
+  end(r) {
+    const words = ending(r.stop), isLost = words.startsWith("lost"), why = (r.errors.environment ?? "").trim().split("\n").at(-1) ?? "";
+    return el("p", { class: "end" + (isLost ? " lost" : words.startsWith("cut") ? " cut" : ""), text: words + (isLost && why ? ": " + brief(why, BRIEF) : "") });
+  }
+
+  /** A message in full. @param {Message} m */
+  message(m) {
+    const left = m.characters > Math.min(m.text.length, WHOLE) ? ` (the first ${number(Math.min(m.text.length, WHOLE))} of ${number(m.characters)} characters)` : "";
+    return el("div", { class: "message" + (m.own ? " own" : "") + (m.failed ? " failed" : "") },
+      el("b", { text: brief(m.own ? "policy" : m.by, 40) + (m.failed ? ", failed" : "") + left }),
+      m.text ? el("pre", { class: "small", text: visible(m.text.slice(0, WHOLE)) }) : null,
+      ...m.calls.map((call) => el("pre", { class: "small call" + (call.failed ? " failed" : ""), text: visible(call.text) })));
+  }
+
+  /** Tokens from a given one on. Those of each turn, and those written by others, get a block of their own.
    * @param {HTMLElement} strip @param {Rollout} r @param {number} from */
   fill(strip, r, from) {
-    const until = Math.min(from + PAGE, r.ids.length);
-    const turns = r.sampled !== null && r.sampled.some((s) => !s);
-    let block = strip, own = true;
+    const until = Math.min(from + PAGE, r.ids.length), talk = conversation(r);
+    /** @param {number} i */
+    const isSampled = (i) => r.sampled === null || r.sampled[i];
+    const hasTurns = r.messages !== null || (r.sampled !== null && r.sampled.some((s) => !s));
+    let block = strip, turn = 0;
+    for (let i = 0; i <= from; i++) if (isSampled(i) && (i === 0 || !isSampled(i - 1))) turn++;
     for (let i = from; i < until; i++) {
-      const isOwn = !r.sampled || r.sampled[i];
-      if (turns && (i === from || isOwn !== own)) {
-        block = el("span", { class: "turn" + (isOwn ? " own" : ""), "data-label": isOwn ? "policy" : "tool or user" });
+      const isOwn = isSampled(i), begins = i === 0 || isOwn !== isSampled(i - 1);
+      if (i > from && begins && isOwn) turn++;
+      if (hasTurns && (i === from || begins)) {
+        block = this.block(isOwn, turn, begins ? talk[turn - 1] : undefined, begins ? "" : ", continued");
         strip.append(block);
-        own = isOwn;
       }
       const text = this.piece(r.ids[i]);
-      const token = el("span", { class: "tok" + (/^(<[^<>]*>|⟨\d+⟩)$/.test(text) ? " special" : ""), "data-i": i, tabindex: i === 0 ? 0 : -1, text: text.replace(/\n/g, "↵\n") });
+      const token = el("span", { class: "tok" + (/^(<[^<>]*>|⟨\d+⟩)$/.test(text) ? " special" : ""), "data-i": i, tabindex: i === 0 ? 0 : -1, text: text.replace(/\n/g, isOwn ? "↵\n" : "↵") });
       this.paint(token, r, i, Number(strip.dataset.variant));
       block.append(token);
     }
@@ -475,7 +537,18 @@ class Viewer {
       strip.append(more);
     } else if (r.length > r.ids.length) {
       strip.append(el("span", { class: "note", text: ` … ${number(r.length - r.ids.length)} more tokens are not in this file; gruppo view shows them` }));
+    } else if (isSampled(until - 1) && talk[turn - 1]?.given.length) {
+      strip.append(this.block(false, turn, talk[turn - 1], ", not seen by the policy"));
     }
+  }
+
+  /** A block for the tokens of a turn, or of what others say after it.
+   * @param {boolean} isOwn @param {number} turn @param {{own: Message, given: Message[]}|undefined} talk @param {string} more */
+  block(isOwn, turn, talk, more) {
+    const messages = talk ? (isOwn ? [talk.own] : talk.given) : [];
+    const label = isOwn ? `turn ${turn}${more}` : (messages.length ? "answer" : "tool or user") + more;
+    return el("span", { class: "turn" + (isOwn ? " own" : "") + (messages.some((m) => m.failed) ? " failed" : "") },
+      el("span", { class: "turn-label", text: label }), ...messages.flatMap(linesOf));
   }
 
   /** Colour by the chosen quantity. Hatching, and lines above or below, repeat what the colours say.
@@ -658,9 +731,10 @@ class Viewer {
       for (const row of rows) {
         if (!fits(row)) continue;
         if (found++ >= most) continue;
-        const [group, sample, , prompt, text, , reward, correct] = row;
+        const [group, sample, , prompt, text, , reward, correct, turns] = row;
+        const words = input("v-text").value.toLowerCase(), from = words ? Math.max(text.toLowerCase().indexOf(words) - 100, 0) : 0;
         body.append(el("tr", {}, el("td", {}, el("a", { href: `#t/${this.run}/${step}/${group}/${sample}/0`, text: String(step) })), el("td", {}, el("code", { text: visible(prompt.slice(-80)) })),
-          el("td", { class: "n", text: number(reward, 4) + (correct === null ? "" : correct ? " ✓" : " ✗") }), el("td", { text: visible(text.slice(0, 300)) })));
+          el("td", { class: "n", text: number(reward, 4) + (correct === null ? "" : correct ? " ✓" : " ✗") }), el("td", {}, turns === null ? null : el("span", { class: "muted", text: counted(turns, "turn") + "  " }), (from ? "… " : "") + visible(text.slice(from, from + 300)))));
       }
       status.textContent = `${number(found)} found in ${at_ + 1} of ${this.steps.length} steps` + (found > most ? `; the first ${most} are shown` : "");
     }

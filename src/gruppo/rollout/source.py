@@ -13,6 +13,7 @@ from gruppo.advantage import Groups
 from gruppo.reward import RewardResult
 from gruppo.reward.result import merged_metrics
 from gruppo.rollout.driver import Driver, greedy
+from gruppo.rollout.turn_metrics import turn_metrics
 from gruppo.sampler.base import SamplingParams
 from gruppo.task.order import prompt_indices, refill_indices
 from gruppo.types import Group, Prompt
@@ -146,6 +147,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "completion/truncated_frac": sum(s.is_truncated for s in sequences) / len(sequences),
         "completion/empty_frac": sum(not s.text.strip() for s in sequences) / len(sequences),
         **({"rollout/entropy": sum(tokens) / len(tokens)} if tokens else {}),
+        **turn_metrics(sequences),
     }
 
 

@@ -134,7 +134,10 @@ class RunReader:
         return self.path / "completions" / f"step-{step:06d}.parquet"
 
     def completions(self, step: int, columns: Sequence[str] | None = None) -> "pa.Table":
-        """The rollouts of a step, with the columns of `gruppo.run.completions`, or with these of them."""
+        """The rollouts of a step, with the columns of `gruppo.run.completions`, or with these of them.
+
+        A file that was written before a column existed lacks it.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -142,7 +145,10 @@ class RunReader:
         if not file.is_file():
             raise InputError(f"{self.path} has no completions of step {step}; it has {self.completion_steps()}")
         try:
-            return pq.read_table(file, columns=None if columns is None else list(columns))
+            if columns is not None:
+                there = set(pq.read_schema(file).names)
+                columns = [name for name in columns if name in there]
+            return pq.read_table(file, columns=columns)
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{file} cannot be read: {error}; choose another step") from error
 

@@ -247,7 +247,7 @@ def _maker(given: Any) -> Callable[[], Any]:
 def _try(
     make: Callable[[], Any], given: Any, toolbox: Toolbox, *, is_of_trl: bool, is_chosen: bool
 ) -> tuple[Callable[[], Environment], Sequence[ToolSchema], bool]:
-    """A factory of the adapter, its tools and whether it gives a reward, from one object that is made, looked at and closed."""
+    """A factory of the adapter, its tools and whether it gives a reward, from one object that is made and closed."""
     name = given if isinstance(given, str) else getattr(make, "__qualname__", repr(make))
 
     async def trial() -> tuple[Callable[[], Environment], Sequence[ToolSchema], bool]:

@@ -11,18 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gruppo.errors import InputError
+from gruppo.turns.environment import ToolSchema
 
 Call = dict[str, Any]
 """A call in OpenAI's form. One that could not be read has an `error`, and no arguments."""
-Form = Callable[[str], tuple[str, list[Call]]]
-"""The text of a turn without its calls, and the calls in order."""
+Form = Callable[[str, Sequence[ToolSchema]], tuple[str, list[Call]]]
+"""From the text of a turn, with the tools: the text without its calls, and the calls in order."""
 
+_WORDS = {"True": True, "False": False, "None": None}
 _JSON = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
+_TAGGED_NAME = re.compile(r"\s*(?:<function=([^>\n]+)>|([^\s<>{}]+))")
+_TAGGED_ARGUMENT = re.compile(
+    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
+)
 
 
-def hermes(text: str) -> tuple[str, list[Call]]:
+def hermes(text: str, tools: Sequence[ToolSchema] = ()) -> tuple[str, list[Call]]:
     """Calls as Hermes and Qwen write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
     begins, ends = "<tool_call>", "</tool_call>"
     calls: list[Call] = []
@@ -42,7 +48,7 @@ def hermes(text: str) -> tuple[str, list[Call]]:
     return _numbered(text, said + text[at:], calls)
 
 
-def llama(text: str) -> tuple[str, list[Call]]:
+def llama(text: str, tools: Sequence[ToolSchema] = ()) -> tuple[str, list[Call]]:
     """Calls as Llama writes them: {"name": ..., "parameters": {...}}, alone or after <|python_tag|>; several stand one
     after the other."""
     mark = "<|python_tag|>"
@@ -64,7 +70,7 @@ def llama(text: str) -> tuple[str, list[Call]]:
     return _numbered(text, said, calls or [_unread("", "the call is empty")])
 
 
-def mistral(text: str) -> tuple[str, list[Call]]:
+def mistral(text: str, tools: Sequence[ToolSchema] = ()) -> tuple[str, list[Call]]:
     """Calls as Mistral writes them: [TOOL_CALLS] and a list of {"name": ..., "arguments": {...}}, or a name and its
     arguments."""
     said, *bodies = text.split("[TOOL_CALLS]")
@@ -83,11 +89,42 @@ def mistral(text: str) -> tuple[str, list[Call]]:
     return _numbered(text, said, calls)
 
 
-FORMS: tuple[tuple[str, Form], ...] = (("<tool_call>", hermes), ("[TOOL_CALLS]", mistral), ("<|python_tag|>", llama))
-"""Ways of writing calls, by the marker that begins one."""
+def tagged(text: str, tools: Sequence[ToolSchema] = ()) -> tuple[str, list[Call]]:
+    """Calls as Qwen3-Coder, Nemotron and GLM write them: a name and arguments in tags, as text.
+
+    >>> tagged("<tool_call><function=add><parameter=x>1</parameter></function></tool_call>")[1][0]["function"]
+    {'name': 'add', 'arguments': {'x': '1'}}
+    """
+    said, *bodies = text.split("<tool_call>")
+    calls: list[Call] = []
+    for body in bodies:
+        body, _, after = body.partition("</tool_call>")
+        said += after
+        named = _TAGGED_NAME.match(body)
+        if not named:
+            calls.append(_unread(body, "the call has no name"))
+            continue
+        name, inside = named[1] or named[2], body[named.end() :].strip().removesuffix("</function>")
+        if left := _TAGGED_ARGUMENT.sub("", inside).strip():
+            calls.append(_unread("", f"the arguments cannot be read: {left[:200]}", name))
+            continue
+        found = [match.groups() for match in _TAGGED_ARGUMENT.finditer(inside)]
+        arguments = {key or other: value if key else given for key, value, other, given in found}
+        calls.append(call_of({"name": name, "arguments": _typed(name, arguments, tools)}))
+    return _numbered(text, said, calls)
 
 
-def form_of(tokenizer: Any, written: str, name: str, arguments: Mapping[str, Any]) -> Form:
+FORMS: tuple[tuple[str, Form], ...] = (
+    ("<tool_call>", hermes),
+    ("[TOOL_CALLS]", mistral),
+    ("<|python_tag|>", llama),
+    ("<tool_call>", tagged),
+)
+"""Ways of writing calls, by the marker that begins one; of two with one marker, the first unless a template writes
+the other."""
+
+
+def form_of(tokenizer: Any, tools: Sequence[ToolSchema], written: str, name: str, arguments: Mapping[str, Any]) -> Form:
     """The form that a model calls tools in: the one that reads the call which its template writes, else that whose
     marker it knows.
 
@@ -95,19 +132,18 @@ def form_of(tokenizer: Any, written: str, name: str, arguments: Mapping[str, Any
         written: a turn that calls `name` with `arguments`, as the chat template writes it; empty: it does not.
     """
     for _, form in FORMS:
-        calls = form(written)[1]
+        calls = form(written, tools)[1]
         if [(call["function"], call.get("error")) for call in calls] == [
             ({"name": name, "arguments": arguments}, None)
         ]:
             return form
-    known = tokenizer.get_vocab()
-    for mark, form in FORMS:
-        if mark in known and mark not in written:
-            return form
+    known = tokenizer.get_vocab() if not written else ()
+    if form := next((form for mark, form in FORMS if mark in known), None):
+        return form
     shown = f"; its chat template writes {written[:80]!r}" if written else ""
     raise InputError(
-        "tools are given, but nothing says how this model calls them"
-        f"{shown}; set tokenizer.response_template, or take a model that calls tools as Hermes, Llama or Mistral do"
+        f"tools are given, but nothing says how this model calls them{shown}; set tokenizer.response_template, or take "
+        "a model that calls tools as Hermes, Qwen, GLM, Llama or Mistral do"
     )
 
 
@@ -143,6 +179,20 @@ def with_ids(calls: Sequence[Call]) -> list[Call]:
 
 def _numbered(text: str, said: str, calls: list[Call]) -> tuple[str, list[Call]]:
     return (said.strip(), with_ids(calls)) if calls else (text, [])
+
+
+def _typed(name: str, arguments: Mapping[str, str], tools: Sequence[ToolSchema]) -> dict[str, Any]:
+    """Arguments that are text, as values of the types that the tool declares."""
+    declared = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
+    properties = declared.get("parameters", {}).get("properties", {})
+    typed: dict[str, Any] = dict(arguments)
+    for key, text in arguments.items():
+        if properties.get(key, {}).get("type", "string") != "string":
+            try:
+                typed[key] = _WORDS[text] if text in _WORDS else json.loads(text)
+            except (ValueError, RecursionError):
+                continue  # the tool says what is wrong with it
+    return typed
 
 
 def _unread(body: str, reason: object, name: str = "") -> Call:

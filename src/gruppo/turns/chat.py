@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 MARK = "zqMARKqz"
 """What the assistant says in a stand-in conversation."""
-ANSWER = "zqANSWERqz"
-"""What it is answered there."""
+ANSWER = "3141592653"
+"""What it is answered there: digits, which every vocabulary has."""
 
 Role = Literal["tool", "user"]
 """Whose messages answer the assistant."""
@@ -60,8 +60,8 @@ class ChatCodec:
         self._has_thoughts = any("</think>" in each for each in (tokenizer.get_vocab(), str(tokenizer.chat_template)))
         self._form = None
         if self._tools and not self._has_parser:
-            written = self._before_end(self._written_call())
-            self._form = form_of(tokenizer, written, self._a_name, {"x": MARK})
+            written = self._before_end(self._written_call({"x": MARK}, MARK))
+            self._form = form_of(tokenizer, self._tools, written, self._a_name, {"x": MARK})
 
     def first(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
         """Ids and text of a prompt, up to where the assistant's turn begins."""
@@ -95,7 +95,7 @@ class ChatCodec:
         thought, text = self._thought(self._decoded(ids[:-1] if is_ended else ids))
         calls: Sequence[Mapping[str, Any]] = ()
         if self._form:
-            text, calls = self._form(text)
+            text, calls = self._form(text, self._tools)
         message: Message = {"role": "assistant", "content": self._without_special(text)}
         if thought:
             message["reasoning_content"] = self._without_special(thought)
@@ -138,9 +138,10 @@ class ChatCodec:
         own = self._call_of("well") if role == "tool" else {"role": "assistant", "content": "well"}
         if self._after_turn([_asked(), own, *tail], tail) != self._after_turn([_asked()], tail):
             raise self._unfit(f"writes a later message of the role {role!r} otherwise than the first")
-        if role == "tool" and self._tools and (written := self._written_call()):
+        given = self._some_arguments
+        if role == "tool" and self._tools and (written := self._written_call(given, ANSWER)):
             calls = self.parse(self._ids(written)).get("tool_calls", ())
-            if [call["function"] for call in calls] != [{"name": self._a_name, "arguments": {"x": MARK}}]:
+            if [call["function"] for call in calls] != [{"name": self._a_name, "arguments": given}]:
                 raise self._unfit(
                     f"writes calls that cannot be read back: {written[:80]!r}", "set tokenizer.response_template"
                 )
@@ -248,20 +249,25 @@ class ChatCodec:
 
     def _answer(self, role: Role) -> Message:
         """A message that answers the assistant in a stand-in."""
-        message: Message = {"role": role, "content": ANSWER}
-        return message | {"name": self._a_name, "tool_call_id": "call00000"} if role == "tool" else message
+        if role == "user":
+            return {"role": role, "content": ANSWER}
+        return {"role": role, "content": ANSWER, "name": self._a_name, "tool_call_id": "call00000"}
 
-    def _call_of(self, said: str) -> dict[str, Any]:
+    def _call_of(self, said: str, arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """A turn with a call in a stand-in."""
-        call = {"type": "function", "function": {"name": self._a_name, "arguments": {"x": said}}}
+        call = {"type": "function", "function": {"name": self._a_name, "arguments": arguments or {"x": said}}}
         return {"role": "assistant", "content": "", "tool_calls": with_ids([call])}
 
-    def _written_call(self) -> str:
-        """The turn of a call, as the template writes it with its end token; empty if it writes none."""
-        text = self._text_if_any([_asked(), self._call_of(MARK)], goes_on=False)
+    def _written_call(self, arguments: Mapping[str, Any], mark: str) -> str:
+        """The turn of a call, as the template writes it with its end token; empty if it writes none.
+
+        Args:
+            mark: stands in what it writes of the arguments.
+        """
+        text = self._text_if_any([_asked(), self._call_of(mark, arguments)], goes_on=False)
         begun = self._asked.rstrip()
         written = text[len(begun) :] if text.startswith(begun) else ""
-        if MARK not in written:
+        if mark not in written:
             return ""
         found = self._first_of(written, self._stop_ids)
         return written[: found[0] + len(found[1])] if found else written
@@ -281,6 +287,13 @@ class ChatCodec:
     def _a_name(self) -> str:
         """The name of a tool, for stand-ins."""
         return str(self._tools[0]["function"]["name"]) if self._tools else "tool"
+
+    @property
+    def _some_arguments(self) -> dict[str, Any]:
+        """Arguments of the first tool: a vocabulary may be made for its own calls."""
+        taken = self._tools[0]["function"].get("parameters", {}).get("properties", {}) if self._tools else {}
+        kinds = {name: each.get("type") for name, each in taken.items() if isinstance(each, Mapping)}
+        return {name: int(ANSWER) if kind == "integer" else ANSWER for name, kind in kinds.items()} or {"x": ANSWER}
 
     @property
     def _has_parser(self) -> bool:

@@ -69,7 +69,7 @@ class Environments:
     """The environments of a run: one, or several by name, which a column of the data chooses among."""
 
     factories: Mapping[str, Callable[[], Environment]]
-    """By the value of `column`; a single one has the name "" and needs no column. What they make is async throughout."""
+    """By the value of the column `environment`; a single one has the name "" and needs no column."""
     tools: Mapping[str, Sequence[ToolSchema]]
     """The tools of each, which prompts are rendered with."""
     gives_reward: bool = False

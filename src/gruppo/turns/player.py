@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -37,6 +38,9 @@ LATE = object()
 """In the place of an answer that did not come in time."""
 FREE_LOSSES = 16
 """Fewer lost episodes than this are tolerated whatever their share, unless all of a first step are lost."""
+
+
+Question = Callable[[], Coroutine[Any, Any, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +202,9 @@ class Player:
         idle = [env for envs in self._idle.values() for env in envs]
         self._idle.clear()
         if idle:
-            self._within([ask(env.close) for env in idle], [self.limits.turn_deadline] * len(idle), poll=lambda: None)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+            closing = [partial(ask, env.close) for env in idle]
+            self._within(closing, [self.limits.turn_deadline] * len(idle), poll=lambda: None)
+        self._leave_loop()
 
     # --- one round ------------------------------------------------------------------------------------------------
 
@@ -303,7 +306,7 @@ class Player:
         """The answers of all environments by episode. One that is late or fails loses its episode."""
         limits = self.limits
         seconds = [max(min(limits.turn_deadline, limits.episode_deadline - e.seconds), 0.0) for e in episodes]
-        found = self._within([_timed(question, episode) for episode in episodes], seconds, poll=self.poll)
+        found = self._within([partial(_timed, question, e) for e in episodes], seconds, poll=self.poll)
         answers = {}
         for episode, within, outcome in zip(episodes, seconds, found, strict=True):
             if outcome is LATE:
@@ -320,14 +323,14 @@ class Player:
                 enter(episode, outcome)
         return answers
 
-    def _within(self, coroutines: Sequence[Coroutine[Any, Any, Any]], seconds: Sequence[float], *, poll: Poll) -> list:
-        """What each coroutine gives, the exception that it ends with, or LATE if it takes longer than its seconds."""
+    def _within(self, questions: Sequence[Question], seconds: Sequence[float], *, poll: Poll) -> list[Any]:
+        """What each question gives, the exception that it ends with, or LATE if it takes longer than its seconds."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+            threading.Thread(target=_run, args=(self._loop,), name="environments", daemon=True).start()
         futures = [
-            asyncio.run_coroutine_threadsafe(_outcome(coroutine, limit), self._loop)
-            for coroutine, limit in zip(coroutines, seconds, strict=True)
+            asyncio.run_coroutine_threadsafe(_outcome(question, limit), self._loop)
+            for question, limit in zip(questions, seconds, strict=True)
         ]
         ends = time.monotonic() + max(seconds, default=0.0) + GRACE
         try:
@@ -340,8 +343,15 @@ class Player:
             raise
         if any(not future.done() for future in futures):
             # An `async` method that never awaits holds the loop: what is bound to that loop is given up with it.
-            self._loop, self._idle = None, {}
+            self._leave_loop()
+            self._idle = {}
         return [_result(future) for future in futures]
+
+    def _leave_loop(self) -> None:
+        """Let the event loop end once it is free. The next question begins another."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
 
     def _put_back(self, episodes: Iterable[Episode]) -> None:
         """Environments of episodes that are over wait for the next; one that was lost, or not finished, is let go."""
@@ -349,10 +359,8 @@ class Player:
             if episode.env is not None and episode.stop_reason is not None and not episode.is_lost:
                 self._idle.setdefault(episode.key, []).append(episode.env)
             elif episode.env is not None and self._loop is not None:
-                with suppress(RuntimeError):
-                    asyncio.run_coroutine_threadsafe(
-                        _outcome(ask(episode.env.close), self.limits.turn_deadline), self._loop
-                    )
+                closing = partial(ask, episode.env.close)
+                asyncio.run_coroutine_threadsafe(_outcome(closing, self.limits.turn_deadline), self._loop)
             episode.env = None
 
     def _check_losses(self, episodes: Sequence[Episode], *, is_first: bool) -> None:
@@ -374,16 +382,26 @@ class Player:
         )
 
 
-async def _outcome(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, and end what is left in it."""
+    loop.run_forever()
+    if left := asyncio.all_tasks(loop):
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(left))
+    loop.close()
+
+
+async def _outcome(question: Question, seconds: float) -> Any:
     try:
-        return await asyncio.wait_for(_settled(coroutine), seconds)
+        return await asyncio.wait_for(_settled(question), seconds)
     except TimeoutError:
         return LATE
 
 
-async def _settled(coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def _settled(question: Question) -> Any:
     try:
-        return await coroutine
+        return await question()
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit would end the loop

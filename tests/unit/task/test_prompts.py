@@ -286,3 +286,35 @@ def test_both_parts_of_a_split_keep_how_they_were_read(chat_tokenizer: Any) -> N
     prompts = load_prompts([{"prompt": str(i)} for i in range(5)], chat_tokenizer, chat=True)
     parts = prompts.split_holdout(2, seed=0)
     assert [part.reading for part in parts] == [("text prompts go through the chat template",)] * 2
+
+
+TOOL = {"type": "function", "function": {"name": "48", "parameters": {}}}
+
+
+def test_each_row_is_rendered_with_its_own_tools(chat_tokenizer: Any) -> None:
+    chat_tokenizer.chat_template = "{% for t in tools or [] %}={{ t.function.name }}={% endfor %}" + TEMPLATE
+    rows = [{"prompt": [user(str(i))], "kind": kind} for i, kind in enumerate(["none", "one", "one", "none", None])]
+    prompts = load_prompts(rows, chat_tokenizer, tools_of=lambda columns: [TOOL] if columns["kind"] == "one" else ())
+    plain = load_prompts(rows, chat_tokenizer)
+    tool = (15, 8, 12, 15)
+    assert [prompt.token_ids for prompt in prompts] == [
+        (tool if i in (1, 2) else ()) + prompt.token_ids for i, prompt in enumerate(plain)
+    ]
+
+
+def test_tools_of_text_prompts_need_chat(chat_tokenizer: Any) -> None:
+    with pytest.raises(InputError, match=r"tools need conversations.*set chat=true \(--chat\)"):
+        load_prompts([{"prompt": "47"}], chat_tokenizer, tools_of=lambda columns: [TOOL])
+    [prompt] = load_prompts([{"prompt": "47"}], chat_tokenizer, chat=True, tools_of=lambda columns: [TOOL])
+    assert prompt.token_ids == (1, 14, 8, 11, 15)
+    assert load_prompts([{"prompt": "47"}], chat_tokenizer, tools_of=lambda columns: ())[0].token_ids == (1, 8, 11)
+
+
+def test_tools_are_not_given_twice(chat_tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="chat_template_kwargs has 'tools'"):
+        load_prompts(
+            [{"prompt": [user("47")]}],
+            chat_tokenizer,
+            chat_template_kwargs={"tools": [TOOL]},
+            tools_of=lambda columns: [TOOL],
+        )

@@ -1,4 +1,4 @@
-"""Player: episodes in rounds, their limits, and environments that fail. A scripted sampler writes, letters are tokens."""
+"""Player: episodes in rounds, their limits, and environments that fail. A script is sampled; letters are tokens."""
 
 import sys
 import threading
@@ -83,9 +83,20 @@ class Echo(Environment):
         return Answer(messages=({"role": "user", "content": message["content"].upper()},), reward=0.25)
 
 
+PLAYERS = []
+
+
+@pytest.fixture(autouse=True)
+def closed_players():
+    yield
+    while PLAYERS:
+        PLAYERS.pop().close()
+
+
 def play(script, make=Echo, num_samples=1, *, player=None, params=None, **limits):
     environments = Environments({"": make}, {"": ()})
     player = player or Player(environments, {"": LetterCodec()}, TurnLimits(**limits))
+    PLAYERS.append(player)
     prompts = [Prompt(token_ids=ids("p"), text="p", source="p", index=i) for i in range(len(script))]
     sampler = ScriptedSampler(script)
     params = params or SamplingParams(max_new_tokens=50, step=1, seed=7)
@@ -113,7 +124,7 @@ def test_a_later_turn_goes_on_where_the_draws_before_it_ended():
     (first,), second = sampler.asked
     assert (first.num_samples, first.position, first.max_new_tokens) == (2, 0, 50)
     assert [(r.first, r.num_samples, r.position, r.max_new_tokens) for r in second] == [(0, 1, 7, 47), (1, 1, 5, 48)]
-    assert second[1].prompt.token_ids == ids("p") + (99, END, OPEN, 67, CLOSE)
+    assert second[1].prompt.token_ids == (*ids("p"), 99, END, OPEN, 67, CLOSE)
     assert {(r.seed, r.step, r.number) for r in second} == {(7, 1, 0)}
 
 
@@ -206,7 +217,8 @@ def test_a_method_that_blocks_the_event_loop_is_late_and_the_next_step_is_played
                 release.wait()
             return Answer(is_over=True)
 
-    found, _, player = play([[["x"], ["a"]]], Blocks, num_samples=2, turn_deadline=0.1)
+    later = SamplingParams(max_new_tokens=50, step=9)  # a first step without one whole episode would end the run
+    found, _, player = play([[["x"], ["a"]]], Blocks, num_samples=2, params=later, turn_deadline=0.1)
     assert "deadline" in {t.stop_reason for t in found}
     release.set()
     found, _, _ = play([[["a"]]], player=player)

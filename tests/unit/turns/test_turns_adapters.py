@@ -90,7 +90,7 @@ HELP = {
 def test_a_class_of_trl_plays_two_episodes_with_one_instance():
     environments = environments_of(factory=Counter)
     assert environments.tools == {"": (HELP, INCREMENT)}
-    assert environments.name == "Counter"
+    assert environments.gives_reward
     environment = environments.factories[""]()
     made = Counter.made
 
@@ -120,7 +120,7 @@ def test_a_class_of_trl_plays_two_episodes_with_one_instance():
         """{"error": "no tool is called 'reset'; tools: help, increment"}""",
         """{"error": "no tool is called 'get_reward'; tools: help, increment"}""",
     ]
-    assert answers[2] == Answer(is_over=True)
+    assert answers[2] == Answer()
     assert second == [{"role": "user", "content": "Count to 2. This is game 2."}]
     assert rewards == [1.0, 0.0]
     assert Counter.made == made + 1
@@ -128,7 +128,7 @@ def test_a_class_of_trl_plays_two_episodes_with_one_instance():
 
 
 def test_environment_sees_that_a_class_is_of_trl_s_kind():
-    assert environments_of(Counter).name == "Counter"
+    assert environments_of(Counter).gives_reward
 
 
 class Stepper:
@@ -149,7 +149,7 @@ class Stepper:
 def test_environment_factory_makes_step_a_tool_and_a_class_without_get_reward_has_no_reward():
     environments = environments_of(factory=Stepper)
     assert [tool["function"]["name"] for tool in environments.tools[""]] == ["step"]
-    assert environments.name == ""
+    assert not environments.gives_reward
     environment = environments.factories[""]()
 
     async def play():
@@ -160,6 +160,27 @@ def test_environment_factory_makes_step_a_tool_and_a_class_without_get_reward_ha
     answer, reward = asyncio.run(play())
     assert answer.messages == ({"role": "tool", "name": "step", "content": "walked north"},)
     assert reward is None
+
+
+def test_a_public_close_of_a_class_of_trl_is_a_tool_which_the_model_alone_calls():
+    closed = []
+
+    class Door(Stepper):
+        def close(self) -> str:
+            """Close the door."""
+            closed.append(self)
+            return "closed"
+
+    environments = environments_of(factory=Door)
+    environment = environments.factories[""]()
+
+    async def play():
+        await environment.reset(ROW, seed=1)
+        await environment.close()
+
+    asyncio.run(play())
+    assert closed == []
+    assert [tool["function"]["name"] for tool in environments.tools[""]] == ["close", "step"]
 
 
 class Weather:
@@ -205,15 +226,15 @@ def test_a_column_chooses_among_classes_and_is_not_given_to_reset():
     environments = environments_of(factory={"counter": Counter, "weather": Weather})
     assert environments.tools["counter"] == (HELP, INCREMENT)
     assert [tool["function"]["name"] for tool in environments.tools["weather"]] == ["look"]
-    assert environments.name == "environment"
+    assert environments.gives_reward
     row = {**ROW, "environment": "counter"}
     environment = environments.factories[environments.key(row)]()
     asyncio.run(environment.reset(row, seed=1))
     assert environment.instance.row == ROW
 
 
-def test_two_names_of_one_class_have_one_reward():
-    assert environments_of(factory={"a": Counter, "b": Counter, "c": Stepper}).name == "Counter"
+def test_one_class_with_a_reward_among_others_makes_a_reward():
+    assert environments_of(factory={"a": Counter, "b": Counter, "c": Stepper}).gives_reward
 
 
 def test_a_row_without_the_column_or_with_an_unknown_name_is_refused():
@@ -249,7 +270,7 @@ class Guess:
 
 def test_a_gymnasium_game_is_played_to_its_end():
     environments = environments_of(Guess)
-    assert environments.tools == {"": ()} and environments.name == "Guess"
+    assert environments.tools == {"": ()} and environments.gives_reward
     environment = environments.factories[""]()
     number = random.Random(7).randint(1, 9)
     assert number == 6
@@ -379,7 +400,7 @@ def test_an_environment_of_gruppo_s_own(given, monkeypatch):
     module.Echo, module.make_echo = Echo, make_echo
     monkeypatch.setitem(sys.modules, "my_env", module)
     environments = environments_of(given)
-    assert environments.tools == {"": (MULTIPLY,)} and environments.name == "Echo"
+    assert environments.tools == {"": (MULTIPLY,)} and environments.gives_reward
     environment = environments.factories[""]()
 
     async def play():
@@ -551,6 +572,6 @@ def test_after_a_call_that_hangs_the_next_episode_has_another_object():
 
 def test_environments_are_made_where_an_event_loop_runs():
     async def in_a_notebook():
-        return environments_of(Guess).name
+        return environments_of(Guess).gives_reward
 
-    assert asyncio.run(in_a_notebook()) == "Guess"
+    assert asyncio.run(in_a_notebook()) is True
