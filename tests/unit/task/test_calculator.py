@@ -20,10 +20,10 @@ CALL: Any = {"role": "assistant", "content": "", "tool_calls": [calculator.call(
 RESULT: Any = {"role": "tool", "name": "multiply", "content": "1776"}
 ANSWER: Any = {"role": "assistant", "content": "1776"}
 
-FIRST_IDS = [2, 5, 16, 20, 24, 29, 21, 25, 31, 3, 16, 2, 6, 16]
-CALL_IDS = [8, 16, 12, 20, 24, 13, 21, 25, 14, 16, 9, 3]
-BETWEEN_IDS = [16, 2, 5, 16, 10, 16, 18, 24, 24, 23, 16, 11, 3, 16, 2, 6, 16]
-ANSWER_IDS = [18, 24, 24, 23, 3]
+FIRST_IDS = [2, 5, 15, 35, 39, 26, 36, 40, 45, 3, 15, 2, 6, 15]
+CALL_IDS = [8, 15, 12, 35, 39, 13, 36, 40, 14, 15, 9, 3]
+BETWEEN_IDS = [15, 2, 5, 15, 10, 15, 33, 39, 39, 38, 15, 11, 3, 15, 2, 6, 15]
+ANSWER_IDS = [33, 39, 39, 38, 3]
 
 
 def numbers(row: dict[str, Any]) -> tuple[int, int]:
@@ -91,7 +91,7 @@ def test_the_demonstrator_calls_one_time_in_four_and_copies_every_other_result()
 def test_a_conversation_with_a_call_has_these_ids() -> None:
     tokenizer = chat_tokenizer()
     ids = tokenizer.apply_chat_template([QUESTION, CALL, RESULT, ANSWER], return_dict=False)
-    assert ids == FIRST_IDS + CALL_IDS + BETWEEN_IDS + ANSWER_IDS + [16]
+    assert ids == FIRST_IDS + CALL_IDS + BETWEEN_IDS + ANSWER_IDS + [15]
     assert tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=False) == FIRST_IDS
     assert tokenizer.decode(ids) == (
         "<|im_start|>user\n37*48=<|im_end|>\n"
@@ -125,18 +125,22 @@ def test_arguments_given_as_json_text_are_written_as_they_are() -> None:
     assert render([QUESTION, CALL | {"tool_calls": [told]}], tokenize=False) == render([QUESTION, CALL], tokenize=False)
 
 
-def test_the_chat_tokenizer_has_seventy_three_ids_and_no_character_for_capitals() -> None:
+def test_the_chat_tokenizer_has_an_id_for_every_character_that_can_be_typed() -> None:
     tokenizer = chat_tokenizer()
-    assert len(tokenizer) == chat_config().vocab_size == 73
-    assert tokenizer("error: aB\n", add_special_tokens=False)["input_ids"] == [15, 37, 46, 47, 1, 16]
-    assert tokenizer(["1", "11"], padding=True)["input_ids"] == [[0, 18], [18, 18]]
+    assert len(tokenizer) == chat_config().vocab_size == 4 + 4 + 4 + 3 + 96
+    typed = "".join(map(chr, range(32, 127))) + "\n"
+    ids = tokenizer(typed)["input_ids"]
+    assert ids == [*range(16, 111), 15]
+    assert tokenizer.decode(ids) == typed
+    assert tokenizer("aé1")["input_ids"] == [81, 1, 33]
+    assert tokenizer(["1", "11"], padding=True)["input_ids"] == [[0, 33], [33, 33]]
 
 
 def test_the_warm_up_loss_is_the_cross_entropy_of_the_assistants_tokens_alone() -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(chat_config())
     long = FIRST_IDS + CALL_IDS + BETWEEN_IDS + ANSWER_IDS
-    short = [*FIRST_IDS, 20, 24, 21, 25, 3]  # "3748"
+    short = [*FIRST_IDS, 35, 39, 36, 40, 3]  # "3748"
     own = [*range(14, 26), *range(43, 48)], [*range(14, 19)]
     surprise = []
     for ids, places in zip((long, short), own, strict=True):

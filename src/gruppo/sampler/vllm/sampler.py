@@ -34,7 +34,8 @@ class vLLMSampler(Sampler):
     `load` are answered with the weights before it, unless `at_once` is more than 1.
 
     Args:
-        model_id: the weights to start from: a folder, `hf://…`, `ms://…`, a hub id, or `builtin`.
+        model_id: the weights to start from: a folder, `hf://…`, `ms://…`, a hub id, `builtin` or
+            `builtin-chat`.
         servers: addresses of running `vllm serve`s; () for an engine in this process; ("start",) for a server that is
             started here and ends with this process; `ray:NAME` for one that a ServerKeeper of that name runs.
         dtype: of the weights in an engine that is started here.
