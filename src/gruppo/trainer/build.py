@@ -42,6 +42,7 @@ from gruppo.weights.source import context_length, holds_adapter, longest_prompt,
 
 if TYPE_CHECKING:
     from gruppo.model import LoraSpec, TransformersModel
+    from gruppo.model.ranked import Actor, RankedModel
 
 
 def check_ranks(config: TrainConfig, inputs: Inputs, ranks: Ranks | None) -> None:
@@ -333,7 +334,7 @@ def sampler_of(config: TrainConfig) -> type[Any]:
 
 
 def build_hand_over(
-    config: TrainConfig, model: "TransformersModel", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
+    config: TrainConfig, model: "Actor", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
 ) -> HandOver:
     """The sampler that the config names, with the way on which it gets the weights."""
     kind, servers = read_sampler(config.sampler)
@@ -395,51 +396,74 @@ def build_schedule(
     return Streamed(source, weights, updates=updates, report=report, **bounds)
 
 
-def build_model(
-    config: TrainConfig, inputs: Inputs, loss: PolicyLoss, tokenizer: Any, ranks: Ranks | None = None
-) -> "TransformersModel":
-    """The actor with loss, optimizer, schedule and metric; with `ranks` this rank's part of it."""
+def build_model(config: TrainConfig, inputs: Inputs, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":
+    """The actor with loss, optimizer, schedule and metrics."""
     from gruppo.model import TransformersModel
 
-    make = TransformersModel
-    if ranks is not None:
-        from gruppo.model.ranked import RankedModel
+    model = TransformersModel(inputs.model, **_model_options(config, inputs, tokenizer))
+    _set_loss(model, config, loss)
+    _set_optimizer(model, config, inputs)
+    return model
 
-        own = {"ranks": ranks, "exact": config.advanced.ranks_exact, "deadline_s": config.advanced.rank_deadline}
-        make = partial(RankedModel, **own, replicated=replicates(config, inputs.model, ranks))
-    model = make(
-        inputs.model,
-        lora=_new_adapter(config, inputs, config.seed),
-        dtype=config.dtype,
-        quantize=config.quantize,
-        tokens_per_microbatch=config.tokens_per_microbatch,
-        temperature=config.temperature,
-        gradient_checkpointing=config.gradient_checkpointing,
-        offload=config.advanced.offload,
-        keep_activations=config.advanced.keep_activations,
-        compile=config.advanced.compile,
-        layout=config.layout,
-        tokenizer=tokenizer,
-    )
+
+def build_ranked(
+    config: TrainConfig,
+    inputs: Inputs,
+    loss: PolicyLoss,
+    tokenizer: Any,
+    ranks: Ranks,
+    share_signal: Callable[[int], int],
+) -> "RankedModel":
+    """The same over several ranks; `share_signal` as in `RankedModel`."""
+    from gruppo.model.rank_part import ReplicatedModel, ShardedModel
+    from gruppo.model.ranked import RankedModel
+
+    kind = ReplicatedModel if replicates(config, inputs.model, ranks) else ShardedModel
+    options = _model_options(config, inputs, tokenizer)
+    part = kind(inputs.model, ranks=ranks, exact=config.advanced.ranks_exact, **options)
+    _set_loss(part, config, loss)
+    part.spread(keeps_copy=not sampler_of(config).reads_files)
+    _set_optimizer(part, config, inputs)
+    return RankedModel(part, deadline_s=config.advanced.rank_deadline, share_signal=share_signal)
+
+
+def _model_options(config: TrainConfig, inputs: Inputs, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "lora": _new_adapter(config, inputs, config.seed),
+        "dtype": config.dtype,
+        "quantize": config.quantize,
+        "tokens_per_microbatch": config.tokens_per_microbatch,
+        "temperature": config.temperature,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "offload": config.advanced.offload,
+        "keep_activations": config.advanced.keep_activations,
+        "compile": config.advanced.compile,
+        "layout": config.layout,
+        "tokenizer": tokenizer,
+    }
+
+
+def _set_loss(model: "TransformersModel", config: TrainConfig, loss: PolicyLoss) -> None:
     if model.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
     model.set_loss(loss)
     if config.kl_in_reward:
         model.reference()  # frozen now: the weights at the start
+
+
+def _set_optimizer(model: "TransformersModel", config: TrainConfig, inputs: Inputs) -> None:
+    """Optimizer, schedule and metrics."""
     more = config.advanced
     options: dict[str, Any] = {"betas": (more.adam_beta1, more.adam_beta2), "eps": more.adam_epsilon}
     options |= {} if config.lr is None else {"lr": config.lr}
-    if ranks is not None:
-        model.spread(keeps_copy=not sampler_of(config).reads_files)  # type: ignore[attr-defined]  # a RankedModel's
-    if config.advanced.ranks_exact:
+    if more.ranks_exact:
         model.weights.by_rows = True
         # On a CPU the fused kernel rounds otherwise at the end of a tensor, and shards end elsewhere.
         options |= {"fused": model.device.type == "cuda"}
     model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
     model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)
-    for metric in (metric_for(loss), *build_metrics(inputs.metrics)):
+    for metric in (metric_for(model.loss), *build_metrics(inputs.metrics)):
         model.add_metric(metric)
-    return model
 
 
 def build_digests(inputs: Inputs, prompts: Prompts) -> dict[str, Any]:
@@ -559,7 +583,7 @@ def build_assigner(config: TrainConfig, estimate: Advantage, scorer: RewardScore
     )
 
 
-def build_state(config: TrainConfig, model: "TransformersModel", num_prompts: int) -> RunState:
+def build_state(config: TrainConfig, model: "Actor", num_prompts: int) -> RunState:
     """The state of a run besides the model, as it is before the first step."""
     more = config.advanced
     return RunState(

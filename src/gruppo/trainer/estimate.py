@@ -24,7 +24,7 @@ from gruppo.types import InputFeature, Prompt
 from gruppo.weights.source import holds_adapter, outline
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
 
 MiB = 2**20
 ADAPTER_SHARE = 100
@@ -96,7 +96,7 @@ class RunEstimate:
 
 def estimate_run(
     config: TrainConfig,
-    model: "TransformersModel",
+    model: "Actor",
     prompts: Sequence[Prompt],
     reading: tuple[str, ...] = (),
     held_out: int = 0,
@@ -114,9 +114,8 @@ def estimate_run(
     if model.device.type == "cuda" and ranks == 1:  # measuring would be a step of all ranks
         shares = copies < config.group_size and refusal(model.logp_model.base) is None
         activations = int(micro * bytes_per_token(model, shares=shares))
-    holders = 1 if getattr(model, "replicated", False) else ranks  # each rank of a RankedModel may keep all weights
     memory = training_memory(
-        config, model.model, tokens=micro, dtype=model.dtype, ranks=holders, activations=activations
+        config, model.model, tokens=micro, dtype=model.dtype, ranks=model.num_shards, activations=activations
     )
     parameters, trainable = _sizes(model.model.parameters())
     return RunEstimate(
@@ -134,14 +133,14 @@ def estimate_run(
         held_out=held_out,
         verdict=verdict,
         ranks=ranks,
-        copy=getattr(model, "copy_bytes", 0),
+        copy=model.copy_bytes,
     )
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _kept_cache(config: TrainConfig, model: "TransformersModel", prompts: Sequence[Prompt]) -> int:
+def _kept_cache(config: TrainConfig, model: "Actor", prompts: Sequence[Prompt]) -> int:
     """Bytes of the cache that the sampler keeps on a GPU from one step to the next."""
     if model.device.type != "cuda" or config.sampler != "torch" or model.ranks.world > 1:
         return 0
@@ -273,7 +272,7 @@ def replicates(config: TrainConfig, model_id: Any, ranks: Ranks) -> bool:
     return not ranks.highest(int(needed.total > room / COMFORT))
 
 
-def bytes_per_token(model: "TransformersModel", *, shares: bool) -> float:
+def bytes_per_token(model: "Actor", *, shares: bool) -> float:
     """Bytes of a GPU that a token more takes in the forward and backward of the model's body.
 
     Measured on two small forwards, which also compile what the run will use. Gradients are dropped as they come.
@@ -348,7 +347,7 @@ class DiskNeeds:
         )
 
 
-def disk_needs(config: TrainConfig, model: "TransformersModel", *, step: int = 0, num_saved: int = 0) -> DiskNeeds:
+def disk_needs(config: TrainConfig, model: "Actor", *, step: int = 0, num_saved: int = 0) -> DiskNeeds:
     """What a run that is at `step`, with `num_saved` checkpoints, has still to write."""
     trained = sum(parameter.nbytes for parameter in model.weights.parameters)
     whole = sum(parameter.nbytes for parameter in model.model.parameters())

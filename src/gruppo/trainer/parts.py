@@ -33,7 +33,7 @@ from gruppo.trainer.state import Position, RunState, Snapshots
 from gruppo.weights.source import load_tokenizer
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Parts:
     prompts: build.Prompts
     scorer: RewardScorer
     run: RunDirectory
-    model: "TransformersModel"
+    model: "Actor"
     state: RunState
     snapshots: Snapshots
     place: Position
@@ -102,11 +102,11 @@ def assemble(
         changes = resume.check_origin(run, made_from, accept=accept_changes) if resumes else []
         scorer.start()
 
-        if ranks is not None:
+        if ranks is None:
+            model = build.build_model(config, inputs, loss, tokenizer)
+        else:
             ranks.broadcast({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
-        model = build.build_model(config, inputs, loss, tokenizer, ranks)
-        if ranks is not None:
-            model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
+            model = build.build_ranked(config, inputs, loss, tokenizer, ranks, stop.share)
         state = build.build_state(config, model, len(prompts.train))
         snapshots = Snapshots(Checkpoints(run.checkpoints, keep=config.keep_checkpoints), model, state)
         place = Position()
