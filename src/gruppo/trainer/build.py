@@ -569,6 +569,13 @@ def build_assigner(config: TrainConfig, estimate: Advantage, scorer: RewardScore
     """The estimator with the penalties that come before it."""
     if scorer.correct_by is None and len(scorer.rewards) > 1 and hasattr(estimate, "correct_at"):
         raise InputError(f"advantage={config.advantage!r} compares right answers with wrong ones, and {scorer.verdict}")
+    return assigner_of(config, estimate, {reward.name: reward.weight for reward in scorer.rewards}, scorer.correct_by)
+
+
+def assigner_of(
+    config: TrainConfig, estimate: Advantage, weights: dict[str, float], correct_by: str | None
+) -> AdvantageAssigner:
+    """The same for rewards of these weights, of which one says what is right."""
     return AdvantageAssigner(
         estimate=estimate,
         shape=RewardShape(
@@ -576,8 +583,8 @@ def build_assigner(config: TrainConfig, estimate: Advantage, scorer: RewardScore
             overlong_cache=config.overlong_cache,
             truncated_factor=config.advanced.truncated_factor,
         ),
-        weights={reward.name: reward.weight for reward in scorer.rewards},
-        correct_by=scorer.correct_by,
+        weights=weights,
+        correct_by=correct_by,
         scale=config.scale,
         mask_truncated=config.mask_truncated,
     )
