@@ -26,7 +26,7 @@ from gruppo.run.trackers import Trackers, check_installed
 from gruppo.trainer import build, resume
 from gruppo.trainer.advantages import AdvantageAssigner
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.estimate import disk_needs
+from gruppo.trainer.disk import disk_needs
 from gruppo.trainer.inputs import Inputs
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.state import Position, RunState, Snapshots

@@ -16,7 +16,7 @@ from gruppo.process.streams import shell_word
 from gruppo.run.directory import RunDirectory
 from gruppo.run.reader import RunReader, numbered
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.estimate import disk_needs
+from gruppo.trainer.disk import disk_needs
 from gruppo.trainer.state import Ending, Position, Snapshots
 from gruppo.types import Prompt
 

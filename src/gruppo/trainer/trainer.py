@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
@@ -419,10 +419,9 @@ class GRPOTrainer:
 
     def plan(self) -> RunEstimate:
         """What the run will do, in numbers."""
-        train = self.prompts.train
-        return estimate_run(
-            self.config, self.model, train.prompts, train.reading, len(self.prompts.held_out), self.scorer.verdict
-        )
+        train, held_out = self.prompts.train, len(self.prompts.held_out)
+        estimate = estimate_run(self.config, self.model, train.prompts)
+        return replace(estimate, reading=train.reading, held_out=held_out, verdict=self.scorer.verdict)
 
     def _show_plan(self) -> None:
         """Print the plan. On a GPU it measures memory on a few tokens, for which the decoder blocks are compiled."""
