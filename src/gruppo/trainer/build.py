@@ -16,6 +16,8 @@ from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import GruppoError, InputError
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
+from gruppo.model import LoraSpec, TransformersModel
+from gruppo.model.lora import lora_of
 from gruppo.options import DataOptions, ModelOptions, read_pair, read_sampler
 from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.process.by_name import import_object
@@ -41,7 +43,6 @@ from gruppo.weights import WeightStore
 from gruppo.weights.source import context_length, holds_adapter, longest_prompt, vocabulary_size, weights_digest
 
 if TYPE_CHECKING:
-    from gruppo.model import LoraSpec, TransformersModel
     from gruppo.model.ranked import Actor, RankedModel
 
 
@@ -396,10 +397,8 @@ def build_schedule(
     return Streamed(source, weights, updates=updates, report=report, **bounds)
 
 
-def build_model(config: TrainConfig, inputs: Inputs, loss: PolicyLoss, tokenizer: Any) -> "TransformersModel":
+def build_model(config: TrainConfig, inputs: Inputs, loss: PolicyLoss, tokenizer: Any) -> TransformersModel:
     """The actor with loss, optimizer, schedule and metrics."""
-    from gruppo.model import TransformersModel
-
     model = TransformersModel(inputs.model, **_model_options(config, inputs, tokenizer))
     _set_loss(model, config, loss)
     _set_optimizer(model, config, inputs)
@@ -443,7 +442,7 @@ def _model_options(config: TrainConfig, inputs: Inputs, tokenizer: Any) -> dict[
     }
 
 
-def _set_loss(model: "TransformersModel", config: TrainConfig, loss: PolicyLoss) -> None:
+def _set_loss(model: TransformersModel, config: TrainConfig, loss: PolicyLoss) -> None:
     if model.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
     model.set_loss(loss)
@@ -451,7 +450,7 @@ def _set_loss(model: "TransformersModel", config: TrainConfig, loss: PolicyLoss)
         model.reference()  # frozen now: the weights at the start
 
 
-def _set_optimizer(model: "TransformersModel", config: TrainConfig, inputs: Inputs) -> None:
+def _set_optimizer(model: TransformersModel, config: TrainConfig, inputs: Inputs) -> None:
     """Optimizer, schedule and metrics."""
     more = config.advanced
     options: dict[str, Any] = {"betas": (more.adam_beta1, more.adam_beta2), "eps": more.adam_epsilon}
@@ -490,11 +489,8 @@ def build_metrics(given: Iterable[Any]) -> list[Metric]:
     return made
 
 
-def _new_adapter(options: ModelOptions, inputs: Inputs, seed: int) -> "LoraSpec | None":
+def _new_adapter(options: ModelOptions, inputs: Inputs, seed: int) -> LoraSpec | None:
     """The adapter to put on the model; None for full weights, and for a model that brings its own."""
-    from gruppo.model import LoraSpec
-    from gruppo.model.lora import lora_of
-
     names = ("rank", "alpha", "targets", "modules_to_save")
     given = {name: value for name in names if (value := getattr(options, f"lora_{name}")) is not None}
     if holds_adapter(inputs.model) if isinstance(inputs.model, str) else lora_of(inputs.model):
