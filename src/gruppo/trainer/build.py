@@ -31,7 +31,7 @@ from gruppo.sampler import TorchSampler, vLLMSampler
 from gruppo.sampler.base import SamplingParams, check_ids, sampler_class
 from gruppo.sampler.vllm.placed import servers_of_launcher
 from gruppo.task import PromptSet, load_prompts
-from gruppo.task.dataset import first_rows, is_stream
+from gruppo.task.reader import first_rows, is_stream
 from gruppo.trainer.advantages import AdvantageAssigner
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.estimate import replicates
