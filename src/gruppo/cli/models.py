@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from gruppo.cli.arguments import Arguments, HomePath, Word, parse, parse_options
 from gruppo.errors import InputError
+from gruppo.options import read_sampler
 from gruppo.process.streams import shell_word
 from gruppo.run.reader import RunReader, read_lines
 from gruppo.trainer.config import TrainConfig
@@ -175,7 +176,6 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
     """A sampler of the model itself, for prompts of up to `longest` tokens."""
     import torch
 
-    from gruppo.options import read_sampler
     from gruppo.sampler import vLLMSampler
     from gruppo.trainer.build import sampler_of
     from gruppo.weights.source import context_length, load_tokenizer

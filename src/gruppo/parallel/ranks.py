@@ -93,7 +93,7 @@ class Ranks:
         return own.cpu().numpy().tobytes().decode()
 
     def broadcast(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send a message from the first rank to all others, which `hear` it."""
+        """Send a message from the first rank to all others, which `receive` it."""
         blob = _blob(message, tensors or {})
         size = torch.tensor([len(blob)])
         for sent in [dist.isend(size, rank, group=self.control) for rank in range(1, self.world)]:

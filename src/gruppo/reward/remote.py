@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from gruppo.errors import InputError, RewardError
 from gruppo.process.by_name import is_address
 from gruppo.process.streams import printable
+from gruppo.reward.call import log_parts
+from gruppo.reward.verifiers import completion_texts
 
 MAX_BYTES = 16 * 2**20
 """Of an answer."""
@@ -71,9 +73,6 @@ class RemoteReward:
         answer: Sequence[Any] | None = None,
         prompt_texts: Sequence[str] | None = None,
     ) -> list[float | None]:
-        from gruppo.reward.call import log_parts
-        from gruppo.reward.verifiers import completion_texts
-
         texts = list(map(_text, prompts)) if prompt_texts is None else prompt_texts
         queries = [text + completion for text, completion in zip(texts, completion_texts(completions), strict=True)]
         labels = [None] * len(queries) if answer is None else answer

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
 from gruppo.reward.call import STANDARD
-from gruppo.task.dataset import BAD_ROW_REMEDY, BadRowPolicy, DroppedRow, Row, Rows, TooLongRow, prompt_kind
+from gruppo.task.dataset import BAD_ROW_REMEDY, BadRowPolicy, DroppedRow, Row, Rows, TooLongRow
 from gruppo.task.order import HOLDOUT_STREAM, shuffle
+from gruppo.task.row_check import prompt_kind
 from gruppo.task.sources import resolve_source
 from gruppo.task.template import Rendered, begun_turn, render_chats
 from gruppo.types import Prompt

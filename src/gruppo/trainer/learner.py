@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
     from gruppo.model.transformers_model import Record
 
 MAX_SKIPPED = 3
@@ -25,7 +25,7 @@ MAX_SKIPPED = 3
 class Learner:
     """Trains a model on groups of rollouts: `epochs` passes of `minibatches` optimizer steps."""
 
-    model: "TransformersModel"
+    model: "Actor"
     epochs: int = 1
     minibatches: int = 1
     max_grad_norm: float = 1.0

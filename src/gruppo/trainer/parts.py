@@ -25,14 +25,14 @@ from gruppo.run.trackers import Trackers, check_installed
 from gruppo.trainer import build, resume
 from gruppo.trainer.advantages import AdvantageAssigner
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.estimate import disk_needs
+from gruppo.trainer.disk import disk_needs
 from gruppo.trainer.inputs import Inputs
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.state import Position, RunState, Snapshots
 from gruppo.weights.source import load_tokenizer
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Parts:
     prompts: build.Prompts
     scorer: RewardScorer
     run: RunDirectory
-    model: "TransformersModel"
+    model: "Actor"
     state: RunState
     snapshots: Snapshots
     place: Position
@@ -104,11 +104,11 @@ def assemble(
         changes = resume.check_origin(run, made_from, accept=accept_changes) if resumes else []
         scorer.start()
 
-        if ranks is not None:
+        if ranks is None:
+            model = build.build_model(config, inputs, loss, tokenizer)
+        else:
             ranks.broadcast({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
-        model = build.build_model(config, inputs, loss, tokenizer, ranks)
-        if ranks is not None:
-            model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
+            model = build.build_ranked(config, inputs, loss, tokenizer, ranks, stop.share)
         state = build.build_state(config, model, len(prompts.train))
         snapshots = Snapshots(Checkpoints(run.checkpoints, keep=config.keep_checkpoints), model, state)
         place = Position()

@@ -16,12 +16,12 @@ from gruppo.process.streams import shell_word
 from gruppo.run.directory import RunDirectory
 from gruppo.run.reader import RunReader, numbered
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.estimate import disk_needs
+from gruppo.trainer.disk import disk_needs
 from gruppo.trainer.state import Ending, Position, Snapshots
 from gruppo.types import Prompt
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def check_origin(run: RunReader, now: Mapping[str, Any], *, accept: bool) -> lis
 
 
 def go_on(
-    run: RunDirectory, config: TrainConfig, model: "TransformersModel", snapshots: Snapshots, changes: Sequence[str]
+    run: RunDirectory, config: TrainConfig, model: "Actor", snapshots: Snapshots, changes: Sequence[str]
 ) -> Position:
     """Restore model and state from the newest checkpoint, and drop the records of later steps."""
     place = snapshots.load_newest() or Position()

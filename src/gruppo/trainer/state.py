@@ -17,7 +17,7 @@ from gruppo.run.checkpoints import Checkpoints
 from gruppo.weights.files import Entries
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
     from gruppo.model.reference import Reference
     from gruppo.rollout.schedule import Schedule
     from gruppo.trainer.config import TrainConfig
@@ -161,7 +161,7 @@ class Snapshots:
     """Checkpoints of everything that later steps depend on."""
 
     checkpoints: Checkpoints
-    model: "TransformersModel"
+    model: "Actor"
     state: RunState
 
     def save(self, step: int, unfinished: Mapping[str, float] | None = None, ended: Ending | None = None) -> None:

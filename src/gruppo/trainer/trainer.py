@@ -428,10 +428,9 @@ class GRPOTrainer:
 
     def plan(self) -> RunEstimate:
         """Plan of the run, in numbers."""
-        train = self.prompts.train
-        return estimate_run(
-            self.config, self.model, train.prompts, train.reading, len(self.prompts.held_out), self.scorer.verdict
-        )
+        train, held_out = self.prompts.train, len(self.prompts.held_out)
+        estimate = estimate_run(self.config, self.model, train.prompts)
+        return replace(estimate, reading=train.reading, held_out=held_out, verdict=self.scorer.verdict)
 
     def _show_plan(self) -> None:
         """Print the plan. On a GPU it measures memory on a few tokens, for which the decoder blocks are compiled."""
