@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import InputError
 from gruppo.task.template import render, render_chat
-from gruppo.turns.calls import call_of, form_of, unreadable, with_ids
+from gruppo.turns.calls import Form, call_of, form_of, unreadable, with_ids
 from gruppo.turns.environment import ToolSchema
 from gruppo.types import Message
 
@@ -54,14 +54,10 @@ class ChatCodec:
         self._tools = tuple(tools)
         self._kwargs = dict(template_kwargs or {})
         self._ends: dict[Role, _End] = {}
-        self._wants_text = False
-        self._wants_text = self._cannot_print_objects()
+        self._wants_text = self._prints_text_alone()
         self._asked = self._text_if_any([_asked()], goes_on=True)
         self._has_thoughts = any("</think>" in each for each in (tokenizer.get_vocab(), str(tokenizer.chat_template)))
-        self._form = None
-        if self._tools and not self._has_parser:
-            written = self._before_end(self._written_call())
-            self._form = form_of(tokenizer, self._tools, written, self._a_name, {"x": MARK})
+        self._form = self._form_of_calls() if self._tools else None
 
     def first(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
         """Ids and text of a prompt, up to where the assistant's turn begins."""
@@ -90,10 +86,14 @@ class ChatCodec:
     def parse(self, ids: Sequence[int]) -> Message:
         """The message of a sampled turn. A call that cannot be read stays among its `tool_calls`, with an `error`."""
         is_ended = bool(ids) and ids[-1] in self._stop_ids
+        unread: Sequence[Mapping[str, Any]] = ()
         if self._has_parser:
-            return self._parsed(self._decoded(ids), self._decoded(ids[:-1] if is_ended else ids))
+            try:
+                return self._parsed(self._decoded(ids))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:  # arguments that are no JSON
+                unread = unreadable(f"the call cannot be read: {str(error).splitlines()[0]}")
         thought, text = self._thought(self._decoded(ids[:-1] if is_ended else ids))
-        calls: Sequence[Mapping[str, Any]] = ()
+        calls: Sequence[Mapping[str, Any]] = unread
         if self._form:
             text, calls = self._form(text, self._tools)
         message: Message = {"role": "assistant", "content": self._without_special(text)}
@@ -237,14 +237,14 @@ class ChatCodec:
         texts = [(self._decoded([token]), token) for token in ids]
         return min(((text.find(each), each, token) for each, token in texts if each and each in text), default=None)
 
-    def _cannot_print_objects(self) -> bool:
+    def _prints_text_alone(self) -> bool:
         """True if the template prints the arguments of calls only where they are JSON text."""
         said = [_asked(), self._call_of(MARK), self._answer("tool")]
-        text = self._text_if_any(said, goes_on=True)
-        if text and str({"x": MARK}) not in text:
-            return False
-        self._wants_text = True
-        return json.dumps({"x": MARK}) in self._text_if_any(said, goes_on=True)
+        for self._wants_text in (False, True):
+            text = self._text_if_any(said, goes_on=True)
+            if text and str({"x": MARK}) not in text:
+                return self._wants_text
+        return False
 
     def _answer(self, role: Role) -> Message:
         """A message that answers the assistant in a stand-in."""
@@ -267,9 +267,16 @@ class ChatCodec:
         found = self._first_of(written, self._stop_ids)
         return written[: found[0] + len(found[1])] if found else written
 
-    def _before_end(self, text: str) -> str:
-        found = self._first_of(text, self._stop_ids)
-        return text[: found[0]].strip() if found else text.strip()
+    def _form_of_calls(self) -> Form | None:
+        written = self._written_call()
+        found = self._first_of(written, self._stop_ids)
+        written = (written[: found[0]] if found else written).strip()
+        try:
+            return form_of(self._tokenizer, self._tools, written, self._a_name, {"x": MARK})
+        except InputError:
+            if self._has_parser:
+                return None
+            raise
 
     def _text_if_any(self, messages: Sequence[Mapping[str, Any]], *, goes_on: bool) -> str:
         """The text of a conversation; empty if the template refuses it."""
@@ -289,13 +296,9 @@ class ChatCodec:
 
     # Turns.
 
-    def _parsed(self, text: str, said: str) -> Message:
+    def _parsed(self, text: str) -> Message:
         """A turn read by the tokenizer's own response template."""
-        try:
-            found = self._tokenizer.parse_response(text, prefix=self._asked, tools=list(self._tools) or None)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:  # arguments that are no JSON
-            calls = unreadable(f"the call cannot be read: {str(error).splitlines()[0]}")
-            return {"role": "assistant", "content": said, "tool_calls": calls}
+        found = self._tokenizer.parse_response(text, prefix=self._asked, tools=list(self._tools) or None)
         message: Message = {"role": "assistant", "content": str(found.get("content") or "")}
         if thought := found.get("reasoning_content") or found.get("thinking"):
             message["reasoning_content"] = str(thought)

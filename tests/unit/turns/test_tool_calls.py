@@ -255,6 +255,28 @@ def test_the_response_template_of_a_tokenizer_reads_its_turns() -> None:
     assert broken["error"].startswith("the call cannot be read: json parser could not parse")
 
 
+def test_a_broken_call_does_not_take_the_others_with_it() -> None:
+    tokenizer = tokenizer_of("block")
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {"close": "<|im_end|>", "content": "text"},
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }
+    codec = ChatCodec(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]), TOOLS)
+    codec.check("tool")
+    calls = codec.parse(ids_of(tokenizer, HERMES["broken, then a good one"][0] + "<|im_end|>"))["tool_calls"]  # type: ignore[typeddict-item]
+    assert ["error" in call for call in calls] == [True, False]
+    assert calls[1]["function"] == ADD
+
+
 def test_tools_of_a_model_that_calls_none_are_refused() -> None:
     with pytest.raises(InputError, match="nothing says how this model calls them; its chat template writes 'to=func"):
         codec_of("returns", TOOLS)
