@@ -225,9 +225,11 @@ class ChatCodec:
         closes = self._first_of(closed, self._stop_ids)
         if found:
             return _End(found[1], found[2], is_of_turn=closes is not None)
-        if closes:  # a template may write another end where other turns follow
-            other = self._first_of(before[closes[0] :], self._tokenizer.all_special_ids)
-            if other and other[0] == 0 and before[: closes[0]] == closed[: closes[0]]:
+        if closes:  # a template may write another end where other turns follow, and then the beginning of the next
+            same, special = closed[: closes[0]], self._tokenizer.all_special_ids
+            other = self._first_of(before.removeprefix(same), special) if before.startswith(same) else None
+            begins = self._first_of(before[len(same + other[1]) :].lstrip(), special) if other else None
+            if other and begins and other[0] == begins[0] == 0:
                 return _End(other[1], other[2], is_of_turn=True)
         ends = ", ".join(sorted(repr(self._decoded([token])) for token in self._stop_ids)) or "none"
         raise self._unfit(f"ends the assistant's turn with none of the model's end tokens ({ends})")

@@ -45,6 +45,11 @@ HERMES: dict[str, tuple[str, str, list[Any]]] = {
     "no arguments": (hermes_call('{"name": "now"}'), "", [{"name": "now", "arguments": {}}]),
     "an unknown name": (hermes_call('{"name": "rm -rf", "arguments": {}}'), "", [{"name": "rm -rf", "arguments": {}}]),
     "not closed": ('<tool_call>{"name": "add", "arguments": {"x": "1"}}', "", [ADD]),
+    "not closed, and another": (
+        2 * '<tool_call>{"name": "add", "arguments": {"x": "1"}}',
+        "",
+        [ADD, ADD],
+    ),
     "cut": ('<tool_call>{"name": "add", "argum', "", ["the call is not valid JSON: Unterminated string"]),
     "a brace too many": (
         hermes_call('{"name": "add", "arguments": {}}}'),
@@ -107,6 +112,7 @@ MISTRAL: dict[str, tuple[str, str, list[Any]]] = {
         ["the call has no name", ADD],
     ),
     "broken": ('[TOOL_CALLS][{"name": "add", "arguments": {', "", ["the call is not valid JSON"]),
+    "text after": ('[TOOL_CALLS][{"name": "add"}] so', "", ["the call is not valid JSON: text follows its end"]),
     "broken by name": ("[TOOL_CALLS]add[ARGS]{x}", "", ["the call is not valid JSON: Expecting property name"]),
     "none": ("4", "4", []),
 }
@@ -201,6 +207,11 @@ def test_a_turn_without_tools_is_text_whatever_it_says() -> None:
         "role": "assistant",
         "content": text,
     }
+
+
+def test_what_is_said_has_no_special_tokens() -> None:
+    message = codec_of("block").parse(ids_of(tokenizer_of("block"), "four<|im_start|>teen<|im_end|>"))
+    assert message["content"] == "fourteen"
 
 
 def test_thoughts_are_apart_and_calls_in_them_are_none() -> None:
