@@ -5,6 +5,7 @@ what a chat template writes after the assistant's turn does not depend on what t
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,6 +52,9 @@ class ChatCodec:
     ) -> None:
         self._tokenizer: Any = tokenizer
         self._stop_ids = frozenset(stop_ids)
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special_ids = {*self._tokenizer.all_special_ids, *(token for token, each in added if each.special)}
+        self._specials = re.compile("|".join(re.escape(self._decoded([token])) for token in self._special_ids))
         self._tools = tuple(tools)
         self._kwargs = dict(template_kwargs or {})
         self._ends: dict[Role, _End] = {}
@@ -96,9 +100,9 @@ class ChatCodec:
         calls: Sequence[Mapping[str, Any]] = unread
         if self._form:
             text, calls = self._form(text, self._tools)
-        message: Message = {"role": "assistant", "content": self._without_special(text)}
+        message: Message = {"role": "assistant", "content": self._specials.sub("", text)}
         if thought:
-            message["reasoning_content"] = self._without_special(thought)
+            message["reasoning_content"] = self._specials.sub("", thought)
         if calls:
             message["tool_calls"] = calls
         return message
@@ -188,7 +192,7 @@ class ChatCodec:
         ids = iter([call["id"] for call in calls])
         tail = [{"tool_call_id": next(ids)} | dict(each) if each["role"] == "tool" else each for each in tail]
         # Templates differ: some leave out what is said beside a call, some the call, some take one call in a turn.
-        turns = [("", calls), (mark, calls), ("", calls[:1]), (mark, calls[:1])] if calls else [(mark, [])]
+        turns = [("", calls), (mark, calls[:1])] if calls else [(mark, [])]
         refusal, text = None, ""
         for content, called in turns:
             own = {"role": "assistant", "content": content} | ({"tool_calls": called} if called else {})
@@ -226,9 +230,9 @@ class ChatCodec:
         if found:
             return _End(found[1], found[2], is_of_turn=closes is not None)
         if closes:  # a template may write another end where other turns follow, and then the beginning of the next
-            same, special = closed[: closes[0]], self._tokenizer.all_special_ids
-            other = self._first_of(before.removeprefix(same), special) if before.startswith(same) else None
-            begins = self._first_of(before[len(same + other[1]) :].lstrip(), special) if other else None
+            same = closed[: closes[0]]
+            other = self._first_of(before.removeprefix(same), self._special_ids) if before.startswith(same) else None
+            begins = self._first_of(before[len(same + other[1]) :].lstrip(), self._special_ids) if other else None
             if other and begins and other[0] == begins[0] == 0:
                 return _End(other[1], other[2], is_of_turn=True)
         ends = ", ".join(sorted(repr(self._decoded([token])) for token in self._stop_ids)) or "none"
@@ -318,11 +322,6 @@ class ChatCodec:
             return thought.strip().removeprefix(begins).strip(), said.strip()
         is_open = text.lstrip().startswith(begins) or self._asked.rstrip().endswith(begins)
         return (text.strip().removeprefix(begins).strip(), "") if is_open else ("", text)
-
-    def _without_special(self, text: str) -> str:
-        for token in self._tokenizer.all_special_tokens:
-            text = text.replace(token, "")
-        return text
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

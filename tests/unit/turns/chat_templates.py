@@ -74,8 +74,8 @@ ENDLESS = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% end
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 
 # The end of the last turn alone.
-OMITS = """{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
+OMITS = """{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}{% endfor %}
+{{- '<|start|>assistant<|message|>' if add_generation_prompt else '<|endoftext|>' }}"""
 
 # Nobody's calls are shown, and something stands before the last message of a user alone.
 MOVES = """{% set ns = namespace(last=0) %}
@@ -197,7 +197,6 @@ def tokenizer_of(name: str) -> Any:
         tokenizer_object=made,
         pad_token="<pad>",
         eos_token=ends[0],
-        additional_special_tokens=marks,
         clean_up_tokenization_spaces=False,
         chat_template=template,
     )
