@@ -90,20 +90,18 @@ class ChatCodec:
     def parse(self, ids: Sequence[int]) -> Message:
         """The message of a sampled turn. A call that cannot be read stays among its `tool_calls`, with an `error`."""
         is_ended = bool(ids) and ids[-1] in self._stop_ids
-        unread: Sequence[Mapping[str, Any]] = ()
+        unread = []
         if self._has_parser:
             try:
                 return self._parsed(self._decoded(ids))
             except (ValueError, KeyError, TypeError, RecursionError) as error:  # arguments that are no JSON
-                unread = unreadable(f"the call cannot be read: {str(error).splitlines()[0]}")
+                unread = unreadable(f"the call cannot be read: {(str(error).splitlines() or [''])[0]}")
         thought, text = self._thought(self._decoded(ids[:-1] if is_ended else ids))
-        calls: Sequence[Mapping[str, Any]] = unread
-        if self._form:
-            text, calls = self._form(text, self._tools)
+        text, calls = self._form(text, self._tools) if self._form else (text, [])
         message: Message = {"role": "assistant", "content": self._specials.sub("", text)}
         if thought:
             message["reasoning_content"] = self._specials.sub("", thought)
-        if calls:
+        if calls := calls or unread:
             message["tool_calls"] = calls
         return message
 

@@ -286,6 +286,9 @@ def test_a_broken_call_does_not_take_the_others_with_it() -> None:
     calls = codec.parse(ids_of(tokenizer, HERMES["broken, then a good one"][0] + "<|im_end|>"))["tool_calls"]  # type: ignore[typeddict-item]
     assert ["error" in call for call in calls] == [True, False]
     assert calls[1]["function"] == ADD
+    tokenizer.response_template["fields"]["tool_calls"] |= {"open": "{", "close": "}"}
+    [unread] = codec.parse(ids_of(tokenizer, "{ add }<|im_end|>"))["tool_calls"]  # type: ignore[typeddict-item]
+    assert unread["error"].startswith("the call cannot be read")
 
 
 def test_tools_of_a_model_that_calls_none_are_refused() -> None:
