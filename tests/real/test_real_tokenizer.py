@@ -1,11 +1,14 @@
 """The tokenizer of a GGUF file: 49 thousand tokens, a chat template, an end token; text comes back as it was."""
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from gruppo.model import TransformersModel
 from gruppo.sampler import SamplingParams, TorchSampler
 from gruppo.task import load_prompts
+from gruppo.turns.chat import ChatCodec
 from gruppo.weights.source import end_tokens, load_tokenizer
 
 TEXTS = (
@@ -49,3 +52,23 @@ def test_a_completion_stops_at_its_end_token_and_its_text_is_without_it(smollm2_
     drawn = TorchSampler(model).sample([chat], 1, SamplingParams(temperature=0.0, max_new_tokens=40))[0].sequences[0]
     assert (drawn.stop_reason, drawn.text) == ("stop", "The capital of France is Paris.")
     assert drawn.tokens[-1] == 2 and 2 not in drawn.tokens[:-1]
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_the_piece_between_two_turns_is_the_slice_of_a_whole_render(
+    role: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    codec = ChatCodec(tokenizer, [2, 0])
+    codec.check(role)
+    assert codec.keeps(role, thinks=False)
+    for said in TEXTS:
+        for answered in TEXTS:
+            tail: Any = [{"role": role, "content": answered}]
+            messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": said}, *tail]
+            whole = codec.first(messages)[0]
+            end = [place for place, token in enumerate(whole) if token == 2][
+                2
+            ]  # of the system, the user, the assistant
+            assert codec.between(2, tail) == whole[end + 1 :]
+            assert codec.between(0, tail) == whole[end + 1 :]
+            assert codec.between(None, tail) == whole[end:]

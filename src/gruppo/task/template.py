@@ -36,11 +36,13 @@ def render(
     """
     from jinja2 import TemplateError  # comes with torch and transformers
 
+    given: dict[str, Any] = dict(template_kwargs or {})
+    if tools:
+        given["tools"] = [dict(tool) for tool in tools]
     try:
         text: Any = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            **(template_kwargs or {}),
-            **({"tools": [dict(tool) for tool in tools]} if tools else {}),
+            **given,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )

@@ -23,8 +23,10 @@ _JSON = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
 _TAGGED_NAME = re.compile(r"\s*(?:<function=([^>\n]+)>|([^\s<>{}]+))")
-_TAGGED_ARGUMENT = re.compile(
-    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
+_TAGGED_ARGUMENT = re.compile(  # a value ends before the next key, so that reading stays linear
+    r"<parameter=([^>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
+    r"|<arg_key>((?:(?!<arg_key>).)*?)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>",
+    re.DOTALL,
 )
 
 

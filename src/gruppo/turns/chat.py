@@ -5,6 +5,7 @@ what a chat template writes after the assistant's turn does not depend on what t
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gruppo.errors import InputError
 from gruppo.task.template import render, render_chat
-from gruppo.turns.calls import call_of, form_of, unreadable, with_ids
+from gruppo.turns.calls import Form, call_of, form_of, unreadable, with_ids
 from gruppo.turns.environment import ToolSchema
 from gruppo.types import Message
 
@@ -51,17 +52,16 @@ class ChatCodec:
     ) -> None:
         self._tokenizer: Any = tokenizer
         self._stop_ids = frozenset(stop_ids)
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special_ids = {*self._tokenizer.all_special_ids, *(token for token, each in added if each.special)}
+        self._specials = re.compile("|".join(re.escape(self._decoded([token])) for token in self._special_ids))
         self._tools = tuple(tools)
         self._kwargs = dict(template_kwargs or {})
         self._ends: dict[Role, _End] = {}
-        self._wants_text = False
-        self._wants_text = self._cannot_print_objects()
+        self._wants_text = self._prints_text_alone()
         self._asked = self._text_if_any([_asked()], goes_on=True)
         self._has_thoughts = any("</think>" in each for each in (tokenizer.get_vocab(), str(tokenizer.chat_template)))
-        self._form = None
-        if self._tools and not self._has_parser:
-            written = self._before_end(self._written_call({"x": MARK}, MARK))
-            self._form = form_of(tokenizer, self._tools, written, self._a_name, {"x": MARK})
+        self._form = self._form_of_calls() if self._tools else None
 
     def first(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
         """Ids and text of a prompt, up to where the assistant's turn begins."""
@@ -90,16 +90,18 @@ class ChatCodec:
     def parse(self, ids: Sequence[int]) -> Message:
         """The message of a sampled turn. A call that cannot be read stays among its `tool_calls`, with an `error`."""
         is_ended = bool(ids) and ids[-1] in self._stop_ids
+        unread = []
         if self._has_parser:
-            return self._parsed(self._decoded(ids), self._decoded(ids[:-1] if is_ended else ids))
+            try:
+                return self._parsed(self._decoded(ids))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:  # arguments that are no JSON
+                unread = unreadable(f"the call cannot be read: {(str(error).splitlines() or [''])[0]}")
         thought, text = self._thought(self._decoded(ids[:-1] if is_ended else ids))
-        calls: Sequence[Mapping[str, Any]] = ()
-        if self._form:
-            text, calls = self._form(text, self._tools)
-        message: Message = {"role": "assistant", "content": self._without_special(text)}
+        text, calls = self._form(text, self._tools) if self._form else (text, [])
+        message: Message = {"role": "assistant", "content": self._specials.sub("", text)}
         if thought:
-            message["reasoning_content"] = self._without_special(thought)
-        if calls:
+            message["reasoning_content"] = self._specials.sub("", thought)
+        if calls := calls or unread:
             message["tool_calls"] = calls
         return message
 
@@ -189,7 +191,7 @@ class ChatCodec:
         ids = iter([call["id"] for call in calls])
         tail = [{"tool_call_id": next(ids)} | dict(each) if each["role"] == "tool" else each for each in tail]
         # Templates differ: some leave out what is said beside a call, some the call, some take one call in a turn.
-        turns = [("", calls), (mark, calls), ("", calls[:1]), (mark, calls[:1])] if calls else [(mark, [])]
+        turns = [("", calls), (mark, calls[:1])] if calls else [(mark, [])]
         refusal, text = None, ""
         for content, called in turns:
             own = {"role": "assistant", "content": content} | ({"tool_calls": called} if called else {})
@@ -226,9 +228,11 @@ class ChatCodec:
         closes = self._first_of(closed, self._stop_ids)
         if found:
             return _End(found[1], found[2], is_of_turn=closes is not None)
-        if closes:  # a template may write another end where other turns follow
-            other = self._first_of(before[closes[0] :], self._tokenizer.all_special_ids)
-            if other and other[0] == 0 and before[: closes[0]] == closed[: closes[0]]:
+        if closes:  # a template may write another end where other turns follow, and then the beginning of the next
+            same = closed[: closes[0]]
+            other = self._first_of(before.removeprefix(same), self._special_ids) if before.startswith(same) else None
+            begins = self._first_of(before[len(same + other[1]) :].lstrip(), self._special_ids) if other else None
+            if other and begins and other[0] == begins[0] == 0:
                 return _End(other[1], other[2], is_of_turn=True)
         ends = ", ".join(sorted(repr(self._decoded([token])) for token in self._stop_ids)) or "none"
         raise self._unfit(f"ends the assistant's turn with none of the model's end tokens ({ends})")
@@ -238,14 +242,14 @@ class ChatCodec:
         texts = [(self._decoded([token]), token) for token in ids]
         return min(((text.find(each), each, token) for each, token in texts if each and each in text), default=None)
 
-    def _cannot_print_objects(self) -> bool:
+    def _prints_text_alone(self) -> bool:
         """True if the template prints the arguments of calls only where they are JSON text."""
         said = [_asked(), self._call_of(MARK), self._answer("tool")]
-        text = self._text_if_any(said, goes_on=True)
-        if text and str({"x": MARK}) not in text:
-            return False
-        self._wants_text = True
-        return json.dumps({"x": MARK}) in self._text_if_any(said, goes_on=True)
+        for self._wants_text in (False, True):
+            text = self._text_if_any(said, goes_on=True)
+            if text and str({"x": MARK}) not in text:
+                return self._wants_text
+        return False
 
     def _answer(self, role: Role) -> Message:
         """A message that answers the assistant in a stand-in."""
@@ -272,9 +276,16 @@ class ChatCodec:
         found = self._first_of(written, self._stop_ids)
         return written[: found[0] + len(found[1])] if found else written
 
-    def _before_end(self, text: str) -> str:
-        found = self._first_of(text, self._stop_ids)
-        return text[: found[0]].strip() if found else text.strip()
+    def _form_of_calls(self) -> Form | None:
+        written = self._written_call({"x": MARK}, MARK)
+        found = self._first_of(written, self._stop_ids)
+        written = (written[: found[0]] if found else written).strip()
+        try:
+            return form_of(self._tokenizer, self._tools, written, self._a_name, {"x": MARK})
+        except InputError:
+            if self._has_parser:
+                return None
+            raise
 
     def _text_if_any(self, messages: Sequence[Mapping[str, Any]], *, goes_on: bool) -> str:
         """The text of a conversation; empty if the template refuses it."""
@@ -301,13 +312,9 @@ class ChatCodec:
 
     # Turns.
 
-    def _parsed(self, text: str, said: str) -> Message:
+    def _parsed(self, text: str) -> Message:
         """A turn read by the tokenizer's own response template."""
-        try:
-            found = self._tokenizer.parse_response(text, prefix=self._asked, tools=list(self._tools) or None)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:  # arguments that are no JSON
-            calls = unreadable(f"the call cannot be read: {str(error).splitlines()[0]}")
-            return {"role": "assistant", "content": said, "tool_calls": calls}
+        found = self._tokenizer.parse_response(text, prefix=self._asked, tools=list(self._tools) or None)
         message: Message = {"role": "assistant", "content": str(found.get("content") or "")}
         if thought := found.get("reasoning_content") or found.get("thinking"):
             message["reasoning_content"] = str(thought)
@@ -325,11 +332,6 @@ class ChatCodec:
             return thought.strip().removeprefix(begins).strip(), said.strip()
         is_open = text.lstrip().startswith(begins) or self._asked.rstrip().endswith(begins)
         return (text.strip().removeprefix(begins).strip(), "") if is_open else ("", text)
-
-    def _without_special(self, text: str) -> str:
-        for token in self._tokenizer.all_special_tokens:
-            text = text.replace(token, "")
-        return text
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

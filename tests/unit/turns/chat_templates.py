@@ -73,6 +73,16 @@ RETURNS = """{% set ns = namespace(name='') %}{% for m in messages %}
 ENDLESS = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 
+# The end of the last turn alone.
+OMITS = """{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}{% endfor %}
+{{- '<|start|>assistant<|message|>' if add_generation_prompt else '<|endoftext|>' }}"""
+
+# Nobody's calls are shown, and something stands before the last message of a user alone.
+MOVES = """{% set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + ('!' if loop.index0 == ns.last else '') + '\n' + m.content }}
+{{- '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
 # Content is a list of parts.
 PARTS = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
 {%- for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}
@@ -130,6 +140,15 @@ OPENS = """{% for m in messages %}{% if m.role == 'tool' %}
 {{- '<tool_call>' + ({'name': c.function.name, 'arguments': c.function.arguments} | tojson) + '</tool_call>' }}
 {%- endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
 
+# What is said beside a call stands after the tool's answer.
+LATE = """{% for m in messages %}{% if m.role == 'tool' %}
+{%- set called = messages[loop.index0 - 1] %}
+{{- '<|output|>' + m.content + '<|output_end|>' }}{% if called.content %}{{ called.content + '<|end|>' }}{% endif %}
+{%- else %}{{ '<|' + m.role + '|>' }}{% for c in m.tool_calls or [] %}
+{{- '<tool_call>' + ({'name': c.function.name, 'arguments': c.function.arguments} | tojson) + '</tool_call><|call|>' }}
+{%- else %}{{ m.content + '<|end|>' }}{% endfor %}{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|assistant|>' }}{% endif %}"""
+
 # The first answer of a tool is written otherwise than later ones.
 CHANGES = """{% set ns = namespace(first=true) %}{% for m in messages %}
 {{- '<|' + m.role + '|>' + m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}
@@ -148,6 +167,9 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "single": (SINGLE, ("<|eot_id|>",)),
     "text_arguments": (TEXT_ARGUMENTS, ("<|endoftext|>",)),
     "opens": (OPENS, ("<|user|>", "<|observation|>", "<|endoftext|>")),
+    "late": (LATE, ("<|end|>", "<|call|>")),
+    "moves": (MOVES, ("<|im_end|>",)),
+    "omits": (OMITS, ("<|endoftext|>",)),
     "endless": (ENDLESS, ("<|endoftext|>",)),
     "parts": (PARTS, ("<|im_end|>",)),
     "changes": (CHANGES, ("<|end|>",)),
@@ -175,7 +197,6 @@ def tokenizer_of(name: str) -> Any:
         tokenizer_object=made,
         pad_token="<pad>",
         eos_token=ends[0],
-        additional_special_tokens=marks,
         clean_up_tokenization_spaces=False,
         chat_template=template,
     )

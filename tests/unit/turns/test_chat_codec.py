@@ -12,8 +12,8 @@ from gruppo.errors import InputError
 from gruppo.turns.chat import MARK, ChatCodec
 
 CODECS: dict[str, tuple[ChatCodec, Any]] = {}
-TAKE_USERS = [name for name in TEMPLATES if name not in ("endless", "parts")]
-TAKE_TOOLS = ["block", "forgets", "returns", "named", "nine", "single", "text_arguments", "opens"]
+TAKE_USERS = [name for name in TEMPLATES if name not in ("endless", "omits", "parts")]
+TAKE_TOOLS = ["block", "forgets", "returns", "named", "nine", "single", "text_arguments", "opens", "late", "moves"]
 
 
 def codec(name: str) -> tuple[ChatCodec, Any]:
@@ -51,10 +51,9 @@ def test_the_piece_before_a_users_answer_is_the_slice_of_a_whole_render(name: st
     asked, own = {"role": "user", "content": "why?"}, {"role": "assistant", "content": said}
     answers = [{"role": "user", "content": answered}]
     rendered = whole(tokenizer, [asked, own, *answers])
-    before = whole(tokenizer, [asked])
-    turn = ids_of(tokenizer, ("<|channel|>final<|message|>" if name == "returns" else "") + said)
-    assert rendered[: len(before + turn)] == before + turn
-    assert rendered[len(before + turn) :] == codec_.between(None, answers)
+    turn = ids_of(tokenizer, said)
+    piece = codec_.between(None, answers)
+    assert rendered[-len(turn + piece) :] == turn + piece
 
 
 @pytest.mark.parametrize("name", TAKE_TOOLS)
@@ -181,6 +180,12 @@ def test_arguments_of_earlier_calls_are_printed_as_json_whatever_they_come_as(na
     assert ': {"x": "1"}}' in text
 
 
+def test_arguments_that_are_no_json_are_left_to_the_template() -> None:
+    own = {"role": "assistant", "content": "", "tool_calls": called("{x")}
+    _, text = codec("block")[0].first([{"role": "user", "content": "x"}, own, answer("no")])
+    assert '"arguments": "{x"}' in text
+
+
 @pytest.mark.parametrize("name", TAKE_USERS)
 def test_these_templates_take_a_users_answer(name: str) -> None:
     codec(name)[0].check("user")
@@ -193,6 +198,7 @@ def test_these_templates_take_a_tools_answer(name: str) -> None:
 
 REFUSED = [
     ("endless", "user", "ends the assistant's turn with none of the model's end tokens ('<|endoftext|>')"),
+    ("omits", "user", "ends the assistant's turn with none of the model's end tokens ('<|endoftext|>')"),
     ("parts", "user", "drops what the assistant said"),
     ("alternates", "tool", "roles must alternate"),
     ("system_first", "tool", "leaves out messages of the role 'tool'"),
@@ -230,6 +236,7 @@ KEEPS = {
     "forgets": (True, False, True, True),
     "returns": (True, True, True, False),
     "nine": (True, True, True, False),
+    "moves": (False, False, True, True),
 }
 
 

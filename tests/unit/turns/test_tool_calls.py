@@ -45,6 +45,11 @@ HERMES: dict[str, tuple[str, str, list[Any]]] = {
     "no arguments": (hermes_call('{"name": "now"}'), "", [{"name": "now", "arguments": {}}]),
     "an unknown name": (hermes_call('{"name": "rm -rf", "arguments": {}}'), "", [{"name": "rm -rf", "arguments": {}}]),
     "not closed": ('<tool_call>{"name": "add", "arguments": {"x": "1"}}', "", [ADD]),
+    "not closed, and another": (
+        2 * '<tool_call>{"name": "add", "arguments": {"x": "1"}}',
+        "",
+        [ADD, ADD],
+    ),
     "cut": ('<tool_call>{"name": "add", "argum', "", ["the call is not valid JSON: Unterminated string"]),
     "a brace too many": (
         hermes_call('{"name": "add", "arguments": {}}}'),
@@ -107,6 +112,7 @@ MISTRAL: dict[str, tuple[str, str, list[Any]]] = {
         ["the call has no name", ADD],
     ),
     "broken": ('[TOOL_CALLS][{"name": "add", "arguments": {', "", ["the call is not valid JSON"]),
+    "text after": ('[TOOL_CALLS][{"name": "add"}] so', "", ["the call is not valid JSON: text follows its end"]),
     "broken by name": ("[TOOL_CALLS]add[ARGS]{x}", "", ["the call is not valid JSON: Expecting property name"]),
     "none": ("4", "4", []),
 }
@@ -203,6 +209,11 @@ def test_a_turn_without_tools_is_text_whatever_it_says() -> None:
     }
 
 
+def test_what_is_said_has_no_special_tokens() -> None:
+    message = codec_of("block").parse(ids_of(tokenizer_of("block"), "four<|im_start|>teen<|im_end|>"))
+    assert message["content"] == "fourteen"
+
+
 def test_thoughts_are_apart_and_calls_in_them_are_none() -> None:
     tokenizer = tokenizer_of("forgets")
     codec = codec_of("forgets", TOOLS)
@@ -253,6 +264,31 @@ def test_the_response_template_of_a_tokenizer_reads_its_turns() -> None:
     assert codec.parse(ids_of(tokenizer, "<|channel|>final<|message|>four<|return|>"))["content"] == "four"
     [broken] = codec.parse(ids_of(tokenizer, called.format("{x}")))["tool_calls"]  # type: ignore[typeddict-item]
     assert broken["error"].startswith("the call cannot be read: json parser could not parse")
+
+
+def test_a_broken_call_does_not_take_the_others_with_it() -> None:
+    tokenizer = tokenizer_of("block")
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {"close": "<|im_end|>", "content": "text"},
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }
+    codec = ChatCodec(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]), TOOLS)
+    codec.check("tool")
+    calls = codec.parse(ids_of(tokenizer, HERMES["broken, then a good one"][0] + "<|im_end|>"))["tool_calls"]  # type: ignore[typeddict-item]
+    assert ["error" in call for call in calls] == [True, False]
+    assert calls[1]["function"] == ADD
+    tokenizer.response_template["fields"]["tool_calls"] |= {"open": "{", "close": "}"}
+    [unread] = codec.parse(ids_of(tokenizer, "{ add }<|im_end|>"))["tool_calls"]  # type: ignore[typeddict-item]
+    assert unread["error"].startswith("the call cannot be read")
 
 
 def test_tools_of_a_model_that_calls_none_are_refused() -> None:
