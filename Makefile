@@ -29,6 +29,8 @@
 #   make bench-all     the benchmarks that need no GPU; make bench is the one against peers
 #   make site          the documentation as a site in site/; a warning is an error
 PYTHON ?= python3
+# Modules and rewritten asserts are compiled once, and not in each process that the tests start
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

@@ -146,22 +146,23 @@ def rollouts(sequences: int = SEQUENCES, completion: int = COMPLETION) -> list[R
 
 def count(case: str, ranks: Any) -> dict[str, Any]:
     """One update on this rank; what it counted, and the formula."""
+    from gruppo.model.rank_part import ShardedModel
     from gruppo.model.ranked import RankedModel
 
     options = {"exact": False, "dtype": "float32"} | CASES[case]
     beta = options.pop("beta", 0.0)
-    model = RankedModel(
+    part = ShardedModel(
         small_model(),
         ranks=ranks,
-        deadline_s=120,
         device="cpu",
         layout="padded",
         tokens_per_microbatch=TOKENS,
         **options,
     )
-    model.set_loss(GRPOLoss(beta=beta))
-    model.spread(keeps_copy=False)
-    model.set_optimizer("AdamW", lr=1e-4)
+    part.set_loss(GRPOLoss(beta=beta))
+    part.spread(keeps_copy=False)
+    part.set_optimizer("AdamW", lr=1e-4)
+    model = RankedModel(part, deadline_s=120)
     step = rollouts()
     counted = Counted()
     with counted:

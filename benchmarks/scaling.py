@@ -233,13 +233,14 @@ def measure(ranks: Any) -> dict[str, float]:
     from gruppo.loss import GRPOLoss
     from gruppo.model import TransformersModel
     from gruppo.model.compiled_blocks import find_blocks
-    from gruppo.model.ranked import RankedModel, packed, unpacked
+    from gruppo.model.rank_part import ShardedModel
+    from gruppo.model.ranked import packed, unpacked
 
     world, step = ranks.world, rollouts(SEQUENCES, COMPLETION)
     rounds = SEQUENCES // world
     usual = {"device": "cpu", "layout": "padded", "tokens_per_microbatch": PROMPT + COMPLETION, "dtype": "float32"}
     alone = TransformersModel(small_model(512, 1024), **usual)  # type: ignore[arg-type]
-    model = RankedModel(small_model(512, 1024), ranks=ranks, exact=False, deadline_s=300, **usual)
+    model = ShardedModel(small_model(512, 1024), ranks=ranks, exact=False, **usual)
     sizes = [sum(p.numel() for p in block.parameters()) for block in find_blocks(model.logp_model.base)]
     whole = sum(parameter.numel() for parameter in model.model.parameters())
     groups = [*sizes, whole - sum(sizes)]
@@ -248,7 +249,6 @@ def measure(ranks: Any) -> dict[str, float]:
     model.spread(keeps_copy=False)
     for each in (alone, model):
         each.set_optimizer("AdamW", lr=1e-4)
-    model._depth = 1  # each rank makes the calls itself, so that all begin together
     rows, copies = torch.zeros(max(groups)), torch.zeros(max(groups))
 
     def gather() -> None:

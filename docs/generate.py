@@ -1,6 +1,6 @@
 """Writes the generated parts of the documentation; `make docs` runs it and a test holds the pages to it.
 
-docs/map.md       every module with the first sentence of its docstring
+docs/map.md       three walks through the code, and every module with the first sentence of its docstring
 docs/config.md    every option of a run with its type, default and sentence
 docs/cli.md       every verb with its help and options
 and what stands between `<!-- NAME -->` and `<!-- end -->`: the keys of docs/metrics.md, the formulas of docs/losses.md,
@@ -35,7 +35,8 @@ DOCS = ROOT / "docs"
 HEADER = """# Source map
 
 Generated from the modules' docstrings by `make docs`. The packages follow the pipeline: prompts → rollouts → rewards →
-advantages → packed batch → log-probs → loss → step → metrics.
+advantages → packed batch → log-probs → loss → step → metrics. To see them at work, take one of the [three
+walks](#three-walks).
 
 | package | what it does |
 |---|---|
@@ -63,6 +64,113 @@ advantages → packed batch → log-probs → loss → step → metrics.
 | `gruppo.cli` | is the command line |
 """
 
+Walk = list[tuple[str, str]]
+"""Functions in the order in which they are called, each with what it does."""
+
+STEP: Walk = [
+    ("GRPOTrainer.step", "calls the stages below in order and returns the metrics of the step"),
+    ("Schedule.take", "gives the sampler the newest weights, then asks for the rollouts of the step"),
+    ("RolloutSource.next", "samples prompts until the step is full, and says which groups are trained on"),
+    ("prompt_indices", "picks the prompts, as a function of the step"),
+    ("Driver.play", "samples and scores; nothing else calls the sampler or a reward"),
+    ("TorchSampler.submit", "draws the completions: token ids with their log-probs"),
+    ("RewardScorer.score", "calls the reward functions, in this process or in workers"),
+    ("AdvantageAssigner.assign", "subtracts penalties from the rewards and compares them within each group"),
+    ("Learner.update", "splits the step into minibatches and makes one optimizer step with each"),
+    ("Planner.step", "splits a minibatch into micro-batches and counts the totals that the loss divides by"),
+    ("pack", "puts the sequences of a micro-batch into flat tensors; the shift by one is here"),
+    ("TransformersModel.run", "runs forward and backward of each micro-batch"),
+    ("PolicyLoss.compute", "turns log-probs and advantages into the loss"),
+    ("clip_and_step", "clips the gradient and moves the weights, unless the gradient is not finite"),
+    ("Recorder.step", "writes the line of `metrics.jsonl`, after `step` has returned to `GRPOTrainer.train`"),
+]
+
+RESUME: Walk = [
+    ("VERBS", "says which function of which module a verb is; nothing else is imported for it"),
+    ("resume", "reads the flags and refuses a directory that a stranger could have written"),
+    ("TrainConfig.of_run", "reads the options from the run's `config.yaml`"),
+    ("GRPOTrainer.__init__", "takes the config and any Python objects"),
+    ("assemble", "builds every part of the run, in the order in which they need each other"),
+    ("RunDirectory.reopen", "opens the directory and takes its lock"),
+    ("check_origin", "refuses to go on if the options, prompts or base weights have changed"),
+    ("go_on", "puts everything back as the newest checkpoint has it"),
+    ("Snapshots.load_newest", "reads what a checkpoint holds besides the model: step, coefficients, solved prompts"),
+    ("Checkpoints.load", "finds the newest whole checkpoint and skips damaged ones"),
+    ("load_training_state", "reads weights and optimizer state"),
+    ("RunDirectory.go_on_after", "drops the records of later steps"),
+    ("GRPOTrainer.train", "takes the remaining steps"),
+]
+
+SAMPLER: Walk = [
+    ("Sampler", "the base class: what `submit` must return, and what `is_exact` and `reads_files` promise"),
+    ("Trajectory", "what a sampler returns for each completion"),
+    ("TorchSampler", "the example to copy for a sampler in the trainer's process"),
+    ("vLLMSampler", "the example for an engine elsewhere"),
+    ("HandOver", "how the trainer's weights reach a sampler: the trainer's own model, a copy, or a folder"),
+    ("WeightStore", "writes that folder, with the log-probs by which an engine proves which weights it has"),
+    ("read_sampler", "reads the option `sampler`; `module:Class` needs no change here, a name of its own does"),
+    ("build_hand_over", "makes the sampler of a run from that option"),
+    ("Driver", "calls it: prompts, number of samples and seed become requests"),
+]
+
+WALKS = """
+## Three walks
+
+The files that you meet, in order, each with the function or class to look for. A test follows the first two walks in a
+real run.
+
+### One training step
+
+`GRPOTrainer.train` takes steps until the run is over. With default options each goes through:
+
+{step}
+Models with a large vocabulary score in `kernel/head.py`, without full logits; `max_staleness` and `streaming` replace
+`Schedule` by other classes of `rollout/`.
+
+### `gruppo resume`
+
+{resume}
+### Adding a sampler
+
+Users name a class of their own as `--sampler module:Class` ([an example that runs](extending.md#a-sampler)). To add
+one to gruppo, read:
+
+{sampler}
+Then add its tests to `tests/unit/sampler/`: the same request must draw the same tokens whatever else is in the batch.
+"""
+
+
+def places() -> dict[str, list[str]]:
+    """Files of every function, class, method and constant at the top of a module, by its name."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        names: list[str] = []
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                names += [node.name, *(f"{node.name}.{n.name}" for n in node.body if isinstance(n, ast.FunctionDef))]
+            elif isinstance(node, ast.FunctionDef):
+                names.append(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+        for name in names:
+            found.setdefault(name, []).append(path.relative_to(SOURCE).as_posix())
+    return found
+
+
+def walk_list(walk: Walk, files: dict[str, list[str]]) -> str:
+    lines = []
+    for number, (name, what) in enumerate(walk, 1):
+        there = files.get(name, [])
+        assert len(there) == 1, f"WALKS in docs/generate.py: {name} is in {there}; name what is in one file"
+        lines.append(f"{number}. `{there[0]}`, `{name}`: {what}\n")
+    return "".join(lines)
+
+
+def walks() -> str:
+    files = places()
+    return WALKS.format(step=walk_list(STEP, files), resume=walk_list(RESUME, files), sampler=walk_list(SAMPLER, files))
+
 
 def first_line(path: Path) -> str:
     """The first sentence of a module's docstring, on one line."""
@@ -72,7 +180,7 @@ def first_line(path: Path) -> str:
 
 def map_page() -> str:
     packages = sorted({path.parent for path in SOURCE.rglob("*.py")})
-    parts = [HEADER]
+    parts = [HEADER, walks()]
     for package in packages:
         name = package.relative_to(SOURCE.parent).as_posix()
         modules = sorted(p for p in package.glob("*.py") if p.name not in ("__init__.py", "__main__.py"))

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import shutil
 import signal
 
 import pytest
@@ -17,6 +18,9 @@ torch.set_num_threads(1)
 for _name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_name, None)
 os.environ["TERM"] = "xterm"
+
+# Processes that tests start with more threads: one that waits gives up its core, which other tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Python ignores these in a job that a script has started in the background. With a handler they are ignored here alone,
 # and not in the commands that tests start and stop.
@@ -49,8 +53,19 @@ ON_DEMAND = {
 """Marks of tests that are skipped, for this reason, unless `-m` names the mark."""
 
 
+def named_marks(config: pytest.Config) -> set[str]:
+    return set(re.findall(r"\w+", config.option.markexpr))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Files of tests lie in memory, where there is room for them: a disk takes a millisecond or more for an `fsync`."""
+    is_large = named_marks(config) & {"gpu", "install", "real"}
+    if not is_large and os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 4 * 2**30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    named = set(re.findall(r"\w+", config.option.markexpr))
+    named = named_marks(config)
     if "row" in named:
         named |= {"long", "ranks"}  # the fault matrix has rows of them
     for item in items:

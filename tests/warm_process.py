@@ -26,9 +26,9 @@ TESTS = Path(__file__).parent
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        *("pytest", "peft", "transformers", "transformers.models.qwen3.modeling_qwen3", "pyarrow.parquet", "pandas"),
-        *("gruppo.cli.main", "gruppo.cli.train", "gruppo.model.checkpoint", "gruppo.trainer.trainer"),
-        *("gruppo.run.checkpoints", "gruppo.run.completions"),
+        *("pytest", "peft", "transformers", "transformers.models.qwen3.modeling_qwen3", "pandas"),
+        *("pyarrow.parquet", "pyarrow.dataset", "gruppo.cli.main", "gruppo.cli.train", "gruppo.model.checkpoint"),
+        *("gruppo.trainer.trainer", "gruppo.recipes", "gruppo.run.checkpoints", "gruppo.run.completions"),
     ]
 )
 # The path of the server's socket may have 107 characters, 33 of them its own.

@@ -49,7 +49,7 @@ DEFAULTS: dict[Peer, dict[str, Any]] = {
         "subset_name": "default",
     },
 }  # fmt: skip
-"""What each takes where nothing is given and gruppo would take something else, or a rule computes with it."""
+"""Defaults of each trainer that differ from gruppo's, or that a rule computes with."""
 
 NEUTRAL = {
     **dict.fromkeys(("top_p", "vllm_top_p", "eval_top_p", "repetition_penalty", "eval_pass_at_k"), (1,)),
@@ -70,7 +70,7 @@ BOUNDS = Reason(
 
 @dataclass
 class Conversion:
-    """The options of a run that stand for those of another trainer, with a comment on each.
+    """Options of a run made from those of another trainer, with a comment on each.
 
     A rule takes out of `given` what changes its value; `finish` looks up the rest in the table of names.
     """
@@ -81,9 +81,9 @@ class Conversion:
     values: dict[str, Any] = field(default_factory=dict)
     """The options of the run."""
     comments: dict[str, str] = field(default_factory=dict)
-    """Where each comes from, and how it differs."""
+    """Source of each option, and how it differs."""
     yours: list[str] = field(default_factory=list)
-    """What the user must set."""
+    """Options that the user must set."""
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value ...` and `--name=value` as options; a flag alone is true. What starts the script is passed over.
+    """`--name value ...` and `--name=value` as options; a flag alone is true. The launcher is skipped.
 
     >>> read_flags(["accelerate", "launch", "--num_processes", "2", "x.py", "--beta=0.1", "--use_vllm", "--lr", "1e-6"])
     {'num_processes': 2, 'beta': 0.1, 'use_vllm': True, 'lr': 1e-06}

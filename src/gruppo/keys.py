@@ -24,20 +24,20 @@ class Key:
     formula: str = ""
     """In TeX. ℓ is the policy's log-prob of a token, d = ℓ - ℓ_old, r = e^d, ρ = e^(ℓ_old - ℓ_sampler)."""
     expect: str = ""
-    """What a healthy run shows, in words. `{}` stands for the typical range, which is all if there are no words."""
+    """Healthy values in words. `{}` stands for the typical range; without words, the range is all."""
     typical: tuple[float, float] | None = None
     """Range of nearly every healthy run. Charts show it."""
     alarm: tuple[float, float] | None = None
-    """Range outside of which something is wrong in nearly every run; the remedy goes with it."""
+    """Range outside which something is wrong in nearly every run; `remedy` belongs to it."""
     remedy: str = ""
     reduce: Reduction = "mean"
-    """How micro-batches, updates and ranks become one number."""
+    """Reduction over micro-batches, updates and ranks."""
     line: str = ""
-    """How the console prints it, if it does; `rest` is 1 less the value."""
+    """Format on the console, if it is shown there; `rest` is 1 minus the value."""
 
     @property
     def expected(self) -> str:
-        """What a healthy run shows: the typical range in words, and what is said of it.
+        """Healthy values: the typical range in words, with any remark.
 
         >>> Key("a", "", typical=(-inf, 0.1), expect="{}, rising").expected
         'below 0.1, rising'
@@ -66,7 +66,8 @@ def find(name: str) -> Key | None:
 
 
 HELD_OUT_SCORES = ("eval/accuracy", "eval/reward")
-"""Keys of the held-out score: the first that is there. Where no reward decides what is right, that is the second."""
+"""Keys of the held-out score, of which the first present counts; without a reward that decides what is right, the
+second."""
 
 
 def held_out_key(metrics: Collection[str]) -> str | None:

@@ -1,7 +1,7 @@
 """Names of other trainers' options: the name of each here, or the reason why it has none.
 
-The one table that error messages, `gruppo convert` and docs/coming_from.md read. A name stands alone where the value
-means the same; otherwise a note follows after a colon.
+The one table that error messages, `gruppo convert` and docs/coming_from.md read. A bare name means that the value has
+the same meaning; otherwise a note follows after a colon.
 """
 
 from dataclasses import dataclass
@@ -192,7 +192,7 @@ VERL = {
 """verl's, by their dotted names."""
 
 TRL_TRAINER = {"args": "config: a TrainConfig, the first argument", "processing_class": "tokenizer"}
-"""Arguments of TRL's GRPOTrainer that stand for one of the trainer here, not for an option."""
+"""Arguments of TRL's GRPOTrainer that match an argument of the trainer here, not an option."""
 
 OPEN_INSTRUCT = {
     "env_max_steps": "max_turns",
@@ -435,7 +435,7 @@ METHODS = {
 
 
 def answer(name: str, dash: str = "") -> str:
-    """What an error says of an option of another trainer; "" where it is unknown.
+    """Error text for an option of another trainer; "" if it is unknown.
 
     >>> answer("num_generations"), answer("epsilon_high", "--")
     ('it is called group_size here', 'it is called --clip-range here (its second number)')

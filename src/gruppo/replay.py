@@ -8,23 +8,21 @@ d loss / d logp, which is each token's credit.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gruppo.batch import PackedBatch, Totals, pack
+from gruppo.batch import Totals, pack
 from gruppo.codec import decode
 from gruppo.errors import InputError
-from gruppo.loss import PolicyLoss
+from gruppo.loss import LossOutput, PolicyLoss
 from gruppo.loss.inputs import LossInputs
 from gruppo.metric import metric_for
-from gruppo.reward import RewardShape
 from gruppo.run.checkpoints import Checkpoints
 from gruppo.run.reader import RunReader
 from gruppo.trainer import build
-from gruppo.trainer.advantages import AdvantageAssigner
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.inputs import MARK, Inputs, resolve_inputs
 from gruppo.trainer.learner import Learner, minibatch_parts
@@ -54,34 +52,47 @@ class Variant:
     """Share that the loss clips, as `live/clip_ratio` counts it; None: it clips nothing."""
     masked: float
     """Share of tokens with an advantage that weights of the loss leave out."""
-    moved: float
-    """Share of the credit that is on other tokens than with the first variant, or has the other sign there."""
-    lost: int
-    """Tokens that have credit with the first variant and none with this one."""
-    gained: int
-    """Tokens that have credit with this one alone."""
-    flipped: int
-    """Tokens whose credit has the other sign."""
     advantages: list[float | list[float]]
     """Of each rollout: one number, or one per sampled token."""
     credit: list[list[float]]
     """d loss / d logp of each sampled token of each rollout; a negative one makes the token likelier."""
+    gradient: Tensor | None = field(default=None, repr=False, compare=False)
+    """Of the weights, flat; without weights of the log-probs."""
+    moved: float = 0.0
+    """Share of the credit that is on other tokens than with the first variant, or has the other sign there."""
+    lost: int = 0
+    """Tokens that have credit with the first variant and none with this one."""
+    gained: int = 0
+    """Tokens that have credit with this one alone."""
+    flipped: int = 0
+    """Tokens whose credit has the other sign."""
 
     @property
     def name(self) -> str:
         return f"{self.loss} + {self.advantage}"
 
+    def against(self, first: "Variant") -> "Variant":
+        """The same, compared with the first one."""
+        own, other = (torch.tensor([value for row in v.credit for value in row]) for v in (self, first))
+        return replace(
+            self,
+            moved=float((_shares(own) - _shares(other)).abs().sum() / 2),
+            lost=int(((own == 0) & (other != 0)).sum()),
+            gained=int(((own != 0) & (other == 0)).sum()),
+            flipped=int((own * other < 0).sum()),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What several losses make of one step. The first variant is the run's own."""
+    """Result of several losses on one step. The first variant is the run's own."""
 
     run: str
     step: int
     update: int
-    """Update of the step that is replayed: the last one."""
+    """Number of the replayed update of the step: the last one."""
     weights: str | None
-    """Where the weights came from; None: the recorded log-probs were used."""
+    """Source of the weights; None: the recorded log-probs were used."""
     recorded_norm: float | None
     """`optim/grad_norm` of the step: the mean over its updates."""
     replayed_norm: float | None
@@ -94,17 +105,13 @@ class Replay:
     rows: list[int]
     """Row of each rollout in the completions of the step."""
     sampled: list[list[bool]]
-    """Which tokens of each rollout the policy sampled: only these have credit."""
+    """Tokens of each rollout that the policy sampled; only these have credit."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for a file or a page; credit has null at tokens that the policy did not sample."""
-        variants = [
-            {"name": v.name, "loss": v.loss, "advantage": v.advantage, "value": v.value, "terms": v.terms}
-            | {"grad_norm": v.grad_norm, "clipped": v.clipped, "masked": v.masked}
-            | {"moved": v.moved, "lost": v.lost, "gained": v.gained, "flipped": v.flipped}
-            for v in self.variants
-        ]
+        shown = [f.name for f in fields(Variant) if f.name not in ("advantages", "credit", "gradient")]
+        variants = [{name: getattr(variant, name) for name in ("name", *shown)} for variant in self.variants]
         completions = [
             {
                 "prompt_index": prompt,
@@ -125,19 +132,52 @@ def _spread(values: list[float], sampled: list[bool]) -> list[float | None]:
     return [next(given) if is_sampled else None for is_sampled in sampled]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Case:
-    """A variant on its way: the loss, its rollouts, and what came out."""
+    """A loss with an advantage, and the rollouts of the update with it."""
 
     label: str
     advantage: str
     loss: PolicyLoss
-    groups: list[Group]
-    output: dict[str, float] = field(default_factory=dict)
-    clipped: float | None = None
-    masked: float = 0.0
-    gradient: Tensor | None = None
-    credit: dict[int, Tensor] = field(default_factory=dict)
+    rollouts: list[Rollout]
+
+
+class _Seen:
+    """What a case makes of the tokens of an update, micro-batch by micro-batch."""
+
+    def __init__(self, case: _Case) -> None:
+        self.case, self.metric = case, metric_for(case.loss)
+        self.logps: dict[int, Tensor] = {}
+        self.credit: dict[int, Tensor] = {}
+        self._live = self._rejected = 0
+
+    def add(self, indices: Sequence[int], lengths: Sequence[int], inputs: LossInputs) -> None:
+        self.metric.add(replace(inputs, on_policy=False))
+        loss = self.case.loss
+        for values, kept in ((inputs.logps.detach(), self.logps), (_credit(loss, inputs), self.credit)):
+            kept.update(zip(indices, values.cpu().split(lengths), strict=True))
+        self._live += int((inputs.advantages != 0).sum())
+        self._rejected += int(loss.rejected_tokens(inputs).sum())
+
+    def variant(self, output: LossOutput, gradient: Tensor | None = None) -> Variant:
+        """The variant; without a gradient of the weights its gradient is the credit."""
+        lengths = [rollout.trajectory.num_sampled for rollout in self.case.rollouts]
+        given = [self.credit.get(i, torch.zeros(0)) for i in range(len(lengths))]
+        credit = [row.float() if len(row) else torch.zeros(n) for row, n in zip(given, lengths, strict=True)]
+        gradient = torch.cat(credit) if gradient is None else gradient
+        advantages = [rollout.advantage for rollout in self.case.rollouts]
+        return Variant(
+            loss=self.case.label,
+            advantage=self.case.advantage,
+            value=float(output.loss),
+            terms={name: float(value) for name, value in output.terms.items()},
+            grad_norm=float(gradient.double().norm()),
+            clipped=self.metric.calculate().get("train/clip_ratio"),
+            masked=self._rejected / self._live if self._live else 0.0,
+            advantages=[list(a) if isinstance(a, tuple) else a for a in advantages],
+            credit=[row.tolist() for row in credit],
+            gradient=gradient,
+        )
 
 
 def replay(
@@ -168,9 +208,9 @@ def replay(
             f"completions_limit={config.advanced.completions_limit}; a gradient of a part would be another one. Raise "
             "completions_limit in a run to replay"
         )
-    cases = _cases(config, line, groups, losses, advantages)
-    has_advantage = any(rollout.has_advantage for group in groups for rollout in group.rollouts)
-    if not has_advantage and cases[0].loss.is_zero_without_advantage:
+    part = (minibatch_parts(groups, config.minibatches) * config.epochs_per_batch)[-1]
+    cases = _cases(config, line, groups, part, losses, advantages)
+    if not any(rollout.has_advantage for rollout in _flat(groups)) and cases[0].loss.is_zero_without_advantage:
         raise InputError(f"no completion of step {step} has an advantage, so there is no gradient; choose another step")
     updates = config.epochs_per_batch * config.minibatches
     notes = []
@@ -180,19 +220,30 @@ def replay(
             "gradient norm is the mean over all of them"
         )
     weights = _weights(run, config, step) if use_weights else None
-    part = (minibatch_parts(groups, config.minibatches) * config.epochs_per_batch)[-1]
     replayed = None
     if weights is None:
         reason = f"weights before step {step} are not used" if not use_weights else _why_not(run, config, step)
         notes.append(f"{reason}: recorded log-probs stand in, and gradients are those of the log-probs")
-        for case in cases:
-            _from_records(case, config, line, part, is_on_policy=updates == 1)
+        variants = [_from_records(case, config, line, is_on_policy=updates == 1) for case in cases]
     else:
-        replayed = _with_weights(cases, run, config, step, notes)
-    chosen = [rollout for group in groups for rollout in group.rollouts][part]
-    statuses = [group.status for group in recorded for _ in group.rollouts]
-    rows = [row for row, status in enumerate(statuses) if status == "kept"][part]
-    return _result(run, step, cases, chosen, rows, part, line, weights, replayed, updates, notes)
+        variants, replayed = _with_weights(cases, groups, run, config, step, notes)
+    places = [(group, sample) for group in recorded for sample in range(len(group.rollouts))]
+    kept = [(row, group.prompt.index, i) for row, (group, i) in enumerate(places) if group.status == "kept"][part]
+    trajectories = [rollout.trajectory for rollout in cases[0].rollouts]
+    return Replay(
+        run=str(run.path),
+        step=step,
+        update=updates,
+        weights=weights,
+        recorded_norm=line.get("optim/grad_norm"),
+        replayed_norm=replayed,
+        variants=[variant.against(variants[0]) for variant in variants],
+        cosine=[[_cosine(a, b) for b in variants] for a in variants],
+        rollouts=[(index, sample) for _, index, sample in kept],
+        rows=[row for row, _, _ in kept],
+        sampled=[list(t.sampled or (True,) * len(t.tokens)) for t in trajectories],
+        notes=notes,
+    )
 
 
 # --- variants ---------------------------------------------------------------------------------------------------------
@@ -213,20 +264,26 @@ def _cases(
     config: TrainConfig,
     line: dict[str, Any],
     groups: list[Group],
+    part: slice,
     losses: Sequence[str | PolicyLoss],
     advantages: Sequence[str],
 ) -> list[_Case]:
     """The run's own loss with the recorded advantages, then each loss with each advantage."""
     own = _loss(config, config.loss, line)
-    cases = [_Case(config.loss, config.advantage, own, groups)]
-    estimated = {name: _estimated(config, line, groups, name) for name in advantages}
+    recorded = _flat(groups)[part]
+    cases = [_Case(config.loss, config.advantage, own, recorded)]
+    estimated = {name: _flat(_estimated(config, line, groups, name))[part] for name in advantages}
     for loss in losses or (config.loss,):
         made = loss if isinstance(loss, PolicyLoss) else _loss(config, loss, line)
         label = type(loss).__name__ if isinstance(loss, PolicyLoss) else loss
         for name in advantages or (config.advantage,):
             if (made, name) != (own, config.advantage):
-                cases.append(_Case(label, name, made, estimated.get(name, groups)))
+                cases.append(_Case(label, name, made, estimated.get(name, recorded)))
     return cases
+
+
+def _flat(groups: list[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
 
 
 def _loss(config: TrainConfig, name: str, line: dict[str, Any]) -> PolicyLoss:
@@ -256,7 +313,7 @@ def _estimated(config: TrainConfig, line: dict[str, Any], groups: list[Group], n
             f"advantage={name!r} compares with a greedy completion, which a run with advantage={config.advantage!r} "
             "did not sample; choose another"
         )
-    is_judged = any(rollout.correct is not None for group in groups for rollout in group.rollouts)
+    is_judged = any(rollout.correct is not None for rollout in _flat(groups))
     weights, correct_by = {}, "recorded" if is_judged else None
     if getattr(estimate, "per_reward", False):
         names = list(groups[0].rollouts[0].rewards)
@@ -265,25 +322,14 @@ def _estimated(config: TrainConfig, line: dict[str, Any], groups: list[Group], n
             _, inputs = resolve_inputs(config)
             scorer = build.build_rewards(config, inputs)
             weights, correct_by = {reward.name: reward.weight for reward in scorer.rewards}, scorer.correct_by
-    stage = AdvantageAssigner(
-        estimate=estimate,
-        shape=RewardShape(
-            max_length=config.max_new_tokens,
-            overlong_cache=config.overlong_cache,
-            truncated_factor=config.advanced.truncated_factor,
-        ),
-        weights=weights,
-        correct_by=correct_by,
-        mask_truncated=config.mask_truncated,
-    )
-    return stage.assign(groups, line.get("reward/kl_coef", 0.0))
+    return build.assigner_of(changed, estimate, weights, correct_by).assign(groups, line.get("reward/kl_coef", 0.0))
 
 
 # --- with weights -----------------------------------------------------------------------------------------------------
 
 
 def _weights(run: RunReader, config: TrainConfig, step: int) -> str | None:
-    """Where the weights before a step are."""
+    """Source of the weights before a step."""
     if config.model.startswith(MARK):
         return None
     if step == 1:
@@ -301,73 +347,60 @@ def _why_not(run: RunReader, config: TrainConfig, step: int) -> str:
     )
 
 
-def _with_weights(cases: list[_Case], run: RunReader, config: TrainConfig, step: int, notes: list[str]) -> float:
-    """Take the updates of the step again; in the last, the gradient of each case. Returns the mean gradient norm."""
-    own = cases[0]
+def _with_weights(
+    cases: list[_Case], groups: list[Group], run: RunReader, config: TrainConfig, step: int, notes: list[str]
+) -> tuple[list[Variant], float]:
+    """Take the updates of the step again; in the last, the gradient of each case. And the mean gradient norm."""
     if config.threads:
         torch.set_num_threads(config.threads)
     inputs = Inputs(model=config.pinned_model, tokenizer=None, rewards=(), data=None, eval_data=None)
-    model = build.build_model(config, inputs, own.loss, load_tokenizer(config.tokenizer_id))
+    model = build.build_model(config, inputs, cases[0].loss, load_tokenizer(config.tokenizer_id))
     if any("ref_logps" in case.loss.needs for case in cases):
         model.reference()  # before the weights of the step are loaded: it is the model at the start
     if step > 1:
         state = build.build_state(config, model, num_prompts=0)
         Snapshots(Checkpoints(run.path / "checkpoints", keep=config.keep_checkpoints), model, state).load_step(step - 1)
     model.measures_gap, model.metrics = False, []
-    parts = minibatch_parts(own.groups, config.minibatches) * config.epochs_per_batch
-    rollouts = [_as_sampled(rollout) for group in own.groups for rollout in group.rollouts]
+    parts = minibatch_parts(groups, config.minibatches) * config.epochs_per_batch
+    rollouts = [_as_sampled(rollout) for rollout in _flat(groups)]
     if len(parts) > 1:
         rollouts = Learner(model=model).with_logps(rollouts)
-    version, norms = model.version, []
+    version = model.version
+    variants: list[Variant] = []
+    norms: list[float] = []
     for number, part in enumerate(parts, 1):
         chosen = rollouts[part]
         if model.version == version:
             chosen = [replace(rollout, old_logps=None) for rollout in chosen]
         if number == len(parts):
-            seen: dict[int, Tensor] = {}
-            for case in reversed(cases):  # the run's own last: its gradient is the one that is left
-                given = [rollout.advantage for group in case.groups for rollout in group.rollouts][part]
-                masks = [rollout.is_masked for group in case.groups for rollout in group.rollouts][part]
-                seen = _gradient(case, model, [
-                    replace(rollout, advantage=advantage, is_masked=is_masked)
-                    for rollout, advantage, is_masked in zip(chosen, given, masks, strict=True)
-                ])  # fmt: skip
-            notes.append(_agreement(seen, own.groups, part))
+            seen = [_Seen(case) for case in cases]
+            # The run's own last: its gradient is the one that is left.
+            variants = [_gradient(each, model, chosen) for each in reversed(seen)][::-1]
+            notes.append(_agreement(seen[0].logps, cases[0].rollouts))
         else:
             model.run(model.plan(chosen))
         report = model.clip_grad_and_step(config.max_grad_norm)
         norms += [] if report.grad_norm is None or not math.isfinite(report.grad_norm) else [report.grad_norm]
-    return sum(norms) / max(len(norms), 1)
+    return variants, sum(norms) / max(len(norms), 1)
 
 
 def _as_sampled(rollout: Rollout) -> Rollout:
-    """A rollout as the sampler left it, with its advantage: log-probs of the trainer are computed anew."""
+    """A rollout as the sampler left it, with its advantage; the trainer's log-probs are recomputed."""
     return replace(rollout, old_logps=None, ref_logps=None, policy_logps=None, entropies=None)
 
 
-def _gradient(case: _Case, model: "TransformersModel", rollouts: list[Rollout]) -> dict[int, Tensor]:
-    """Fill in a case; returns the log-probs of each rollout that was scored."""
-    seen: dict[int, Tensor] = {}
-    live = rejected = 0
-    metric = metric_for(case.loss)
-
-    def watch(batch: PackedBatch, inputs: LossInputs) -> None:
-        nonlocal live, rejected
-        metric.add(replace(inputs, on_policy=False))
-        for values, kept in ((inputs.logps.detach(), seen), (_credit(case.loss, inputs), case.credit)):
-            kept.update(zip(batch.indices, values.cpu().split(batch.lengths), strict=True))
-        live += int((inputs.advantages != 0).sum())
-        rejected += int(case.loss.rejected_tokens(inputs).sum())
-
+def _gradient(seen: _Seen, model: "TransformersModel", rollouts: list[Rollout]) -> Variant:
+    """The variant of a case by a step over the rollouts, with its own advantages."""
+    case = seen.case
     model.weights.zero_grad()
     model.set_loss(case.loss)
-    output = model.run(model.plan(rollouts), watch)
+    given = [
+        replace(rollout, advantage=own.advantage, is_masked=own.is_masked)
+        for rollout, own in zip(rollouts, case.rollouts, strict=True)
+    ]
+    output = model.run(model.plan(given), lambda batch, inputs: seen.add(batch.indices, batch.lengths, inputs))
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.weights.parameters]
-    case.gradient = torch.cat([gradient.detach().float().cpu().flatten() for gradient in gradients])
-    case.output = {name: float(value) for name, value in ({"loss": output.loss} | output.terms).items()}
-    case.clipped = metric.calculate().get("train/clip_ratio")
-    case.masked = rejected / live if live else 0.0
-    return seen
+    return seen.variant(output, torch.cat([gradient.detach().float().cpu().flatten() for gradient in gradients]))
 
 
 def _credit(loss: PolicyLoss, inputs: LossInputs) -> Tensor:
@@ -380,9 +413,9 @@ def _credit(loss: PolicyLoss, inputs: LossInputs) -> Tensor:
     return torch.zeros_like(logps) if gradient is None else gradient
 
 
-def _agreement(seen: dict[int, Tensor], groups: list[Group], part: slice) -> str:
-    """How far the log-probs are from the recorded ones: other weights, devices and versions show here."""
-    recorded = [rollout.policy_logps for group in groups for rollout in group.rollouts][part]
+def _agreement(seen: dict[int, Tensor], rollouts: list[Rollout]) -> str:
+    """Distance of the log-probs from the recorded ones, which shows different weights, devices and versions."""
+    recorded = [rollout.policy_logps for rollout in rollouts]
     gaps = [
         float((logps.double() - torch.tensor(recorded[i], dtype=torch.float64)).abs().max())
         for i, logps in seen.items()
@@ -394,9 +427,9 @@ def _agreement(seen: dict[int, Tensor], groups: list[Group], part: slice) -> str
 # --- without weights --------------------------------------------------------------------------------------------------
 
 
-def _from_records(case: _Case, config: TrainConfig, line: dict[str, Any], part: slice, *, is_on_policy: bool) -> None:
-    """Fill in a case from recorded log-probs; its gradient is that of the log-probs."""
-    chosen = [rollout for group in case.groups for rollout in group.rollouts][part]
+def _from_records(case: _Case, config: TrainConfig, line: dict[str, Any], *, is_on_policy: bool) -> Variant:
+    """The variant of a case by recorded log-probs; its gradient is that of the log-probs."""
+    chosen = case.rollouts
     is_exact = is_on_policy and config.sampler == "torch" and not config.max_staleness
     live = [
         i for i, r in enumerate(chosen) if r.num_scored and (r.has_advantage or not case.loss.is_zero_without_advantage)
@@ -427,15 +460,9 @@ def _from_records(case: _Case, config: TrainConfig, line: dict[str, Any], part: 
         flat_entropies = torch.tensor([value for row in entropies if row for value in row])
     inputs = LossInputs.of(batch, flat, flat_entropies, Totals.of_step(chosen, _version(config, line)))
     inputs = case.loss.surveyed(inputs)
-    output = case.loss.compute(inputs)
-    credit = _credit(case.loss, inputs)
-    case.credit = dict(zip(live, credit.split(batch.lengths), strict=True))
-    case.output = {name: float(value) for name, value in ({"loss": output.loss} | output.terms).items()}
-    metric = metric_for(case.loss)
-    metric.add(replace(inputs, on_policy=False))
-    case.clipped = metric.calculate().get("train/clip_ratio")
-    tokens = int((inputs.advantages != 0).sum())
-    case.masked = int(case.loss.rejected_tokens(inputs).sum()) / tokens if tokens else 0.0
+    seen = _Seen(case)
+    seen.add(live, batch.lengths, inputs)
+    return seen.variant(case.loss.compute(inputs))
 
 
 def _version(config: TrainConfig, line: dict[str, Any]) -> int:
@@ -443,71 +470,7 @@ def _version(config: TrainConfig, line: dict[str, Any]) -> int:
     return line["step"] * config.epochs_per_batch * config.minibatches - 1
 
 
-# --- result -----------------------------------------------------------------------------------------------------------
-
-
-def _result(
-    run: RunReader,
-    step: int,
-    cases: list[_Case],
-    chosen: list[Rollout],
-    rows: list[int],
-    part: slice,
-    line: dict[str, Any],
-    weights: str | None,
-    replayed: float | None,
-    updates: int,
-    notes: list[str],
-) -> Replay:
-    lengths = [rollout.trajectory.num_sampled for rollout in chosen]
-    credits = [_whole(case.credit, lengths) for case in cases]
-    gradients = [
-        credit if case.gradient is None else case.gradient for case, credit in zip(cases, credits, strict=True)
-    ]
-    variants = []
-    for case, credit, gradient in zip(cases, credits, gradients, strict=True):
-        first = credits[0]
-        given = [rollout.advantage for group in case.groups for rollout in group.rollouts][part]
-        variants.append(
-            Variant(
-                loss=case.label,
-                advantage=case.advantage,
-                value=case.output.pop("loss"),
-                terms=case.output,
-                grad_norm=float(gradient.double().norm()),
-                clipped=case.clipped,
-                masked=case.masked,
-                moved=float((_shares(credit) - _shares(first)).abs().sum() / 2),
-                lost=int(((credit == 0) & (first != 0)).sum()),
-                gained=int(((credit != 0) & (first == 0)).sum()),
-                flipped=int((credit * first < 0).sum()),
-                advantages=[list(a) if isinstance(a, tuple) else a for a in given],
-                credit=[row.tolist() for row in credit.split(lengths)],
-            )
-        )
-    places = [(group.prompt.index, sample) for group in cases[0].groups for sample, _ in enumerate(group.rollouts)][
-        part
-    ]
-    return Replay(
-        run=str(run.path),
-        step=step,
-        update=updates,
-        weights=weights,
-        recorded_norm=line.get("optim/grad_norm"),
-        replayed_norm=replayed,
-        variants=variants,
-        cosine=[[_cosine(a, b) for b in gradients] for a in gradients],
-        rollouts=places,
-        rows=rows,
-        sampled=[list(r.trajectory.sampled or (True,) * len(r.trajectory.tokens)) for r in chosen],
-        notes=notes,
-    )
-
-
-def _whole(credit: dict[int, Tensor], lengths: Sequence[int]) -> Tensor:
-    """The credit of all sampled tokens, 0 for rollouts that are not trained on."""
-    rows = [credit[i] if len(credit.get(i, ())) else torch.zeros(n) for i, n in enumerate(lengths)]
-    return torch.cat([row.float() for row in rows]) if rows else torch.zeros(0)
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 def _shares(credit: Tensor) -> Tensor:
@@ -515,6 +478,8 @@ def _shares(credit: Tensor) -> Tensor:
     return credit.double() / (total if total else 1)
 
 
-def _cosine(a: Tensor, b: Tensor) -> float:
-    norms = float(a.double().norm() * b.double().norm())
-    return float(a.double() @ b.double()) / norms if norms else 0.0
+def _cosine(a: Variant, b: Variant) -> float:
+    assert a.gradient is not None and b.gradient is not None
+    one, other = a.gradient.double(), b.gradient.double()
+    norms = float(one.norm() * other.norm())
+    return float(one @ other) / norms if norms else 0.0

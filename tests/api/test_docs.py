@@ -29,7 +29,7 @@ def given(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as stack:
         namespace = {"__name__": "__docs__"}
-        if page in ("run_directory.md", "doctor.md", "replay.md"):
+        if page in ("run_directory.md", "doctor.md", "report.md"):
             from gruppo.trainer import GRPOTrainer, TrainConfig
 
             sizes = {
@@ -251,10 +251,10 @@ def test_rewards_page_has_every_option_of_every_builtin_with_its_default_and_an_
     assert listed == expected
 
 
-def test_recipes_page_lists_every_recipe_with_its_loss_and_advantage():
+def test_training_page_lists_every_recipe_with_its_loss_and_advantage():
     from gruppo.recipes import RECIPES
 
-    text = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    text = (DOCS / "training.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (\d{4}\.\d{5}|blog) \| `(\w+)` \| `(\w+)` \| .+ \|$", text, re.M)
     assert rows == [(n, r.paper, r.values["loss"], r.values["advantage"]) for n, r in RECIPES.items()]
 

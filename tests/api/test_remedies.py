@@ -47,6 +47,8 @@ EXTERNAL = {
 }  # fmt: skip
 """Names of other packages, spelt as those spell them."""
 
+KNOWN = frozenset({*OPTIONS, *ELSEWHERE, *ABSENT, *REFUSED, *EXTERNAL, *dir(builtins)})
+
 
 class Text(NamedTuple):
     where: str
@@ -84,8 +86,14 @@ def docstrings(tree: ast.AST) -> set[int]:
     return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def texts_of(path: Path) -> list[Text]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     of_code = docstrings(tree)  # help texts are among them: what they name must exist, whatever else they say
     has_formulas = path.parent.name == "loss" or path.name == "keys.py"
     found: list[Text] = []
@@ -145,6 +153,16 @@ def flags_of(verb: str) -> frozenset[str]:
 ALL_FLAGS = frozenset().union({"help", "version"}, *(flags_of(" ".join(words)) for words in VERBS))
 
 
+@cache
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@cache
+def extras() -> dict[str, list[str]]:
+    return tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
+
+
 def problems(text: Text) -> Iterator[str]:
     """What a text names and does not exist."""
     yield from wrong_commands(text.text)
@@ -162,16 +180,15 @@ def wrong_commands(text: str) -> Iterator[str]:
     for verb in re.findall(r"`gruppo ([a-z]+(?: check)?)", text):
         if tuple(verb.split()) not in VERBS:
             yield f"there is no verb {verb!r}"
-    vllm_page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    vllm_page = text_of("docs/vllm.md")
     for flag in re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]+)(?![a-z_])", text):  # one with _ is of another trainer
         if flag not in {*ALL_FLAGS, *OF_PIP, "nproc-per-node", "no-"} and f"--{flag}" not in vllm_page:
             yield f"no verb has --{flag}, and docs/vllm.md has no such flag of vLLM"
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in re.findall(r"gruppo\[(\w+)\]", text):
-        if extra not in extras:
+        if extra not in extras():
             yield f"pyproject.toml has no extra {extra!r}"
     for target in re.findall(r"`make ([a-z-]+)", text):
-        if f"\n{target}:" not in (ROOT / "Makefile").read_text():
+        if f"\n{target}:" not in text_of("Makefile"):
             yield f"the Makefile has no target {target!r}"
 
 
@@ -206,7 +223,7 @@ def parameters() -> dict[str, frozenset[str]]:
     """Parameters and fields of every class and function of the package, by name."""
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 names = {p.arg for p in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
                 found.setdefault(node.name, set()).update(names)
@@ -225,7 +242,7 @@ def identifiers() -> frozenset[str]:
     """Names in the code of the package, and words that it compares with or looks up: strings that are told nobody."""
     found = {text.text for text in texts() if not text.is_told}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             found |= {getattr(node, name, None) for name in ("id", "arg", "attr", "name")}  # type: ignore[arg-type]
     return frozenset(word for word in found if isinstance(word, str))
 
@@ -233,7 +250,7 @@ def identifiers() -> frozenset[str]:
 def wrong_names(text: Text) -> Iterator[str]:
     """Names of options in an error: those of a run, or of the function, class or call that the text has to do with."""
     calls = re.findall(r"\b([A-Za-z_]\w*)\((?!e?s\))", text.text)  # not the plural of "batch(es)"
-    known = {*OPTIONS, *ELSEWHERE, *ABSENT, *REFUSED, *text.names, *EXTERNAL, *dir(builtins)}
+    known = KNOWN | text.names
     for call in calls:
         known |= {call, *parameters().get(call, ())}
         if call not in parameters() and call not in EXTERNAL and not hasattr(builtins, call):
@@ -242,10 +259,10 @@ def wrong_names(text: Text) -> Iterator[str]:
         if name not in known:
             yield f"{name}= is no option of a run, nor of the function or the call that the text has to do with"
     for name in re.findall(rf"(?<![\w.{GAP}-])([a-z]+_\w*)(?![\w{GAP}.(=:/])", text.text):
-        if name not in known | identifiers():
+        if name not in known and name not in identifiers():
             yield f"nothing is called {name}"
     for name in re.findall(r"\b(?:GRUPPO|VLLM)_[A-Z_]+\b", text.text):
-        if not any(name in (ROOT / page).read_text(encoding="utf-8") for page in ("docs/vllm.md", "CONTRIBUTING.md")):
+        if not any(name in text_of(page) for page in ("docs/vllm.md", "CONTRIBUTING.md")):
             yield f"docs/vllm.md, as CONTRIBUTING.md, does not have the variable {name}"
 
 
@@ -292,14 +309,13 @@ def test_other_trainers_names_lead_to_options_of_ours() -> None:
 
 def test_every_missing_extra_is_one_of_the_project() -> None:
     """`require("extra", ...)` and trackers by name: the hints that are put together at run time."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     asked = set()
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
                 asked.add(node.args[0].value if isinstance(node.args[0], ast.Constant) else path.stem)
     assert asked == {"train", "data", "tasks", "modelscope", "math", "vllm", "qlora", "gguf", "ray", "trackers"}
-    assert (asked - {"trackers"}) | {"wandb", "trackio"} <= extras.keys()
+    assert (asked - {"trackers"}) | {"wandb", "trackio"} <= extras().keys()
 
 
 def test_a_path_in_a_printed_command_is_quoted() -> None:

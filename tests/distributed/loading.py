@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gruppo.model.optim import local
-from gruppo.model.ranked import RankedModel
+from gruppo.model.rank_part import ShardedModel
 from gruppo.parallel.ranks import Ranks, join
 
 
@@ -44,9 +44,9 @@ class Peak:
         return self.most - self.before
 
 
-def load(model: str, ranks: Ranks) -> RankedModel:
+def load(model: str, ranks: Ranks) -> ShardedModel:
     options: dict[str, Any] = {"dtype": "float32", "tokens_per_microbatch": 96}
-    made = RankedModel(model, ranks=ranks, exact=True, deadline_s=120, **options)
+    made = ShardedModel(model, ranks=ranks, exact=True, **options)
     made.spread(keeps_copy=False)
     return made
 

@@ -20,11 +20,5 @@ def raises_after_step_4(completions: list[str], step: int, **others: object) -> 
     return [float(len(set(text))) for text in completions]
 
 
-def dies_after_step_4(completions: list[str], step: int, **others: object) -> list[float]:
-    if step >= 4:
-        os._exit(3)
-    return [float(len(set(text))) for text in completions]
-
-
 def quotes_control_characters(completions: list[str], **others: object) -> list[float]:
     raise ValueError(f"cannot read \x1b[2J\x1b]0;title\x07 in {completions[0]!r}")

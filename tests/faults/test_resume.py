@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from warm_process import WarmProcess
 
 from gruppo.cli.main import main
+from gruppo.run import lock
 from gruppo.run.reader import RunReader
 from gruppo.trainer import GRPOTrainer, TrainConfig
 
@@ -63,13 +64,21 @@ def tree_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
+class Undisturbed(dict[str, Path]):
+    """The runs that were not killed, each made when it is first asked for."""
+
+    def __init__(self, folder: Path, short_run: Callable[..., dict[str, Any]]) -> None:
+        self.folder, self.short_run = folder, short_run
+
+    def __missing__(self, name: str) -> Path:
+        run = self.folder / name
+        GRPOTrainer(TrainConfig(**self.short_run(run, **VARIANTS[name])), quiet=True).train()
+        return self.setdefault(name, run)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, short_run: Callable[..., dict[str, Any]]) -> dict[str, Path]:
-    """The runs that were not killed."""
-    folder = tmp_path_factory.mktemp("whole")
-    for name, options in VARIANTS.items():
-        GRPOTrainer(TrainConfig(**short_run(folder / name, **options)), quiet=True).train()
-    return {name: folder / name for name in VARIANTS}
+    return Undisturbed(tmp_path_factory.mktemp("whole"), short_run)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -396,8 +405,13 @@ def test_a_full_disk_at_a_checkpoint_exits_6_and_keeps_the_one_before(
 
 @pytest.mark.row("R-55", "a second process, then SIGKILL of the first")
 def test_a_second_process_is_refused_and_a_dead_ones_lock_is_taken_over(
-    start: Start, flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Start,
+    flags: Flags,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(lock, "WAIT_S", 0.1)
     run = tmp_path / "run"
     first = start(["train", *flags(run, steps=5000, save_every=1, eval_prompts=0, completions_every=0)])
     first.wait_until((run / "checkpoints" / "step-000002").exists)
@@ -415,16 +429,19 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_taken_over(
 
 
 @pytest.mark.row("R-55", "a copy of a run that goes on")
-def test_a_copy_of_a_run_in_use_is_not_in_use(start: Start, flags: Flags, tmp_path: Path) -> None:
+def test_a_copy_of_a_run_in_use_is_not_in_use(
+    start: Start, flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "WAIT_S", 0.1)
     run, copy = tmp_path / "run", tmp_path / "copy"
     first = start(["train", *flags(run, steps=5000, save_every=1, eval_prompts=0, completions_every=0)])
     first.wait_until((run / "checkpoints" / "step-000002").exists)
     first.send(signal.SIGSTOP)
     shutil.copytree(run, copy)
     newest = max(int(p.name.removeprefix("step-")) for p in (copy / "checkpoints").glob("step-*"))
-    lock = (run / "lock").read_text()
+    held = (run / "lock").read_text()
     assert RunReader(copy).status()["status"] == "killed" and RunReader(run).status()["status"] == "running"
     assert exit_code(["resume", str(copy), "--steps", str(newest + 1)]) == 0
-    assert not (copy / "lock").exists() and (run / "lock").read_text() == lock
+    assert not (copy / "lock").exists() and (run / "lock").read_text() == held
     assert exit_code(["resume", str(run)]) == 2
     first.kill()

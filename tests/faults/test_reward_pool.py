@@ -24,7 +24,7 @@ from gruppo.reward import RewardScorer, budget, load_reward, workers
 HOSTILE = Path(__file__).parents[1] / "unit" / "reward"
 PROMPTS = ["p"] * 4 + ["q"] * 4
 TEXTS = ["a", "b", "bad", "c", "d", "e", "f", "g"]
-SHORT_S = 0.8
+SHORT_S = 0.5
 LONGER_THAN_A_TEST_S = 1000.0
 ONE_FAILED = [1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
@@ -48,7 +48,8 @@ def wait_until_gone(pids, seconds):
 
 @pytest.mark.parametrize("name", ["python_loop", "c_call", "sleep", "ignores_signals", "closes_pipes"])
 @pytest.mark.row("R-13", "loops, sleep, a C call that holds the lock, blocked signals")
-def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
+def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name, monkeypatch):
+    monkeypatch.setattr(workers, "_EXIT_S", 0.1)  # a worker without its pipe stays
     with scorer(name, workers=2, deadline_s=60.0 if name == "closes_pipes" else SHORT_S) as rewards:
         result = rewards.score(PROMPTS, TEXTS)
         assert result.totals == ONE_FAILED
@@ -61,7 +62,8 @@ def test_a_hanging_reward_costs_only_the_completion_that_hangs_it(name):
         assert rewards.score(["p"] * 2, ["x", "y"], step=1).totals == [1.0, 1.0]
 
 
-def test_a_reward_that_writes_into_every_pipe_is_killed_at_once():
+def test_a_reward_that_writes_into_every_pipe_is_killed_at_once(monkeypatch):
+    monkeypatch.setattr(workers, "_EXIT_S", 0.1)
     with scorer("writes_pipes", deadline_s=LONGER_THAN_A_TEST_S) as rewards:
         assert rewards.score(PROMPTS, TEXTS).totals == ONE_FAILED  # at once: its message is none
 
@@ -159,7 +161,10 @@ def test_a_worker_that_never_is_ready_is_named_with_its_functions_and_the_deadli
         rewards.score(["p"], ["a"])
 
 
-@pytest.mark.parametrize("name", ["dies_from_step_3", "sleeps_from_step_3", "raises_from_step_3"])
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(f"{how}_from_step_3", marks=pytest.mark.long) for how in ("dies", "sleeps")), "raises_from_step_3"],
+)
 def test_failing_on_everything_stops_a_run_of_small_steps_too(name):
     deadline_s = 0.4 if name == "sleeps_from_step_3" else 60.0
     with scorer(name, workers=2, deadline_s=deadline_s) as rewards:
@@ -173,10 +178,10 @@ def test_failing_on_everything_stops_a_run_of_small_steps_too(name):
 
 
 def test_a_slow_reward_without_a_guilty_completion_gets_the_deadline_for_each(caplog):
-    with scorer("slow_each", deadline_s=SHORT_S) as rewards:  # 0.1 s each: 16 take longer, one does not
+    with scorer("slow_each", deadline_s=SHORT_S) as rewards:  # 0.1 s each: 6 take longer, one does not
         for step in range(2):
-            assert rewards.score(["p"] * 16, ["a"] * 16, step=step).totals == [1.0] * 16
-    assert caplog.text.count("'slow_each' took longer than reward_deadline=0.8 s for a call of 16 completions") == 2
+            assert rewards.score(["p"] * 6, ["a"] * 6, step=step).totals == [1.0] * 6
+    assert caplog.text.count("'slow_each' took longer than reward_deadline=0.5 s for a call of 6 completions") == 2
     assert len(caplog.messages) == 3  # and one about the stack in all
 
 
@@ -193,7 +198,7 @@ def test_a_reward_that_compares_a_group_is_late_once_and_gives_the_same_values(t
         for step in range(3):
             assert rewards.score(TWO_GROUPS, RANKED, step=step).totals == RANKS
     assert not late.exists()
-    assert caplog.text.count("took longer than reward_deadline=0.8 s for a call of 8 completions") == 1
+    assert caplog.text.count("took longer than reward_deadline=0.5 s for a call of 8 completions") == 1
 
 
 @pytest.mark.parametrize(("text", "value"), [("bad", -1.0), ("loud", None)])
@@ -289,10 +294,11 @@ def test_what_a_worker_logs_comes_back_in_order():
 def test_math_match_runs_in_a_worker_and_a_catastrophic_pattern_is_killed():
     pytest.importorskip("math_verify")
     pattern = load_reward("pattern_match", pattern=r"(\s*\w+\s*)*$")
-    with RewardScorer(["math_match", pattern], deadline_s=1.5, failure_score=-1.0) as rewards:
-        texts = [r"\boxed{\frac{1}{2}}", "0.5", "a" * 40 + "!"]
-        result = rewards.score(["p"] * 3, texts, columns={"answer": ["0.5"] * 3})
-    assert result.values == {"math_match": [1.0, 1.0, 0.0], "pattern_match": [1.0, 1.0, -1.0]}
+    texts = [r"\boxed{\frac{1}{2}}", "0.5", "a" * 40 + "!"]
+    with RewardScorer(["math_match"], deadline_s=60.0) as rewards:
+        assert rewards.score(["p"] * 3, texts, columns={"answer": ["0.5"] * 3}).totals == [1.0, 1.0, 0.0]
+    with RewardScorer([pattern], deadline_s=SHORT_S, failure_score=-1.0) as rewards:
+        assert rewards.score(["p"] * 3, texts).totals == [1.0, 1.0, -1.0]
 
 
 def test_no_process_is_started_until_one_is_needed_and_none_is_left_after_closing():
@@ -335,7 +341,7 @@ def test_workers_that_end_with_the_thread_that_started_them_are_nobodys_failure(
 def test_an_exception_that_a_call_left_behind_is_nobodys_failure(name):
     with scorer(name, workers=2, deadline_s=20.0) as rewards:
         # Both are ready; the second is given what it leaves behind; it waits while the first works; both work.
-        for step, texts in enumerate((["a", "b"], ["a", "leave"], ["slow"], ["slow", "slow"])):
+        for step, texts in enumerate((["a", "b"], ["a", "leave"], ["slow"], ["a", "b"])):
             result = rewards.score(["p", "q"][: len(texts)], texts, step=step)
             assert result.totals == [1.0] * len(texts) and result.tracebacks == {}
         assert len(rewards.worker_pids) == 2
@@ -366,9 +372,16 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_trainer():
 
 def test_programs_that_a_reward_started_die_with_its_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("GRUPPO_TEST_FILE", str(tmp_path / "pid"))
-    with scorer("starts_program", deadline_s=5.0) as rewards:
-        rewards.score(["p"], ["bad"], step=1)
-        program = int((tmp_path / "pid").read_text())
+    started, late = tmp_path / "pid", []
+
+    def end_its_time():
+        if not late and started.exists() and started.read_text():
+            late.append(rewards._pool.workers[0])
+            late[0].expires = 0.0
+
+    with scorer("starts_program", deadline_s=LONGER_THAN_A_TEST_S, poll=end_its_time) as rewards:
+        assert rewards.score(["p"], ["bad"], step=1).metrics["reward/starts_program/timeout_frac"] == 1.0
+        program = int(started.read_text())
         assert wait_until_gone([program], 30.0) == []
 
 

@@ -1,4 +1,4 @@
-"""R-13, R-16 and R-48: rewards that fail in a real run, and what reaches the terminal of what they quote."""
+"""R-13, R-16, R-19 and R-48: rewards that fail in a real run, and what reaches the terminal of what they quote."""
 
 import json
 import os
@@ -98,6 +98,8 @@ def test_what_a_reward_prints_reaches_the_terminal_without_control_characters(
     assert all(c.isprintable() or c == "\n" for c in process.output)
 
 
+@pytest.mark.row("R-16", "workers that all die from step 3 on, with eight completions a step")
+@pytest.mark.row("R-19", "workers that all die from step 3 on, with eight completions a step")
 def test_a_reward_that_dies_on_everything_ends_a_run_of_small_steps(train: Callable[..., WarmProcess]) -> None:
     process = train("dies", prompts_per_step=2, group_size=4, steps=30)
     assert process.wait() == 4, process.output
@@ -108,11 +110,11 @@ def test_a_comparing_reward_that_is_late_once_gives_the_run_that_was_not(
     train: Callable[..., WarmProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first = train("ranks", "late", reward_deadline=3)
+    first = train("ranks", "late", reward_deadline=1)
     assert first.wait() == 0, first.output
     assert (tmp_path / "was_late").exists()
-    assert "took longer than reward_deadline=3 s" in first.output
-    second = train("ranks", "prompt", reward_deadline=3)
+    assert "took longer than reward_deadline=1 s" in first.output
+    second = train("ranks", "prompt", reward_deadline=60)
     assert second.wait() == 0, second.output
     assert "reward_deadline" not in second.output
     metrics = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("late", "prompt")]

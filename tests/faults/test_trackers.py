@@ -74,14 +74,14 @@ def test_a_tracker_in_trouble_is_dropped_with_one_line(
     fault: str, place: str, run: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "wandb.py").write_text(MODULE.format(place=place, fault=FAULTS[fault], folder=str(tmp_path)))
-    text = run("--wandb", tracker_deadline=2 if fault == "blocks" else 60)
+    text = run("--wandb", tracker_deadline=1 if fault == "blocks" else 60)
     doing = "init" if place == "import" else place
     ended = {"raises": r"raised ConnectionError: not logged in \x1b[2J", "exits": "raised SystemExit: 0"}
     lines = [line for line in text.splitlines() if "wandb failed and is switched off" in line]
     if fault == "blocks":
         assert lines in (
-            [f"wandb failed and is switched off: {doing} took longer than tracker_deadline=2 s"],
-            [f"wandb failed and is switched off: {doing} did not end within tracker_deadline=2 s"],
+            [f"wandb failed and is switched off: {doing} took longer than tracker_deadline=1 s"],
+            [f"wandb failed and is switched off: {doing} did not end within tracker_deadline=1 s"],
         )
     else:
         assert lines == [f"wandb failed and is switched off: {doing} {ended[fault]}"]
@@ -138,7 +138,7 @@ def test_tensorboard_on_a_full_disk_is_one_line(num_records: int, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_slow_tracker_gets_every_record_in_order(name: str, run: Callable[..., str], tmp_path: Path) -> None:
-    slow = MODULE.format(place="log", fault="time.sleep(0.3)", folder=str(tmp_path))
+    slow = MODULE.format(place="log", fault="time.sleep(0.15)", folder=str(tmp_path))
     (tmp_path / f"{name}.py").write_text(slow)
     assert "switched off" not in run(f"--{name}")
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

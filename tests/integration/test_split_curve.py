@@ -14,7 +14,7 @@ SMALL = {
     "prompts_per_step": 4,
     "group_size": 4,
     "eval_prompts": 0,
-    "steps": 8,
+    "steps": 5,
     "warmup_steps": 0,
     "epochs_per_batch": 2,
 }
@@ -22,7 +22,7 @@ SMALL = {
 
 def curve(trainer: GRPOTrainer) -> list[tuple[float, float, float, float]]:
     keys = ("policy/loss", "reward/mean", "optim/grad_norm", "train/entropy")
-    return [tuple(metrics.get(k, 0.0) for k in keys) for metrics in (trainer.step() for _ in range(8))]
+    return [tuple(metrics.get(k, 0.0) for k in keys) for metrics in (trainer.step() for _ in range(5))]
 
 
 # Every sequence alone, a few at a time, everything at once. From top_entropy on, losses that look at the whole step.

@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partialmethod
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,6 +42,12 @@ def run(tmp_path: Path) -> RunDirectory:
         made.write_completions(2, [Group(prompt=prompt, rollouts=tuple(rollout(prompt, draw, 4) for _ in range(3)))])
         made.set_status("running", 2)
     return made
+
+
+@pytest.fixture(autouse=True)
+def ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server looks every half second whether it is to end, for which each test would wait."""
+    monkeypatch.setattr(ViewServer, "serve_forever", partialmethod(ThreadingHTTPServer.serve_forever, 0.01))
 
 
 @pytest.fixture

@@ -85,9 +85,9 @@ def episode(words: Words, prompt: Prompt, messages: Sequence[Message], draw: ran
     moved = tuple(x + draw.gauss(0, 0.02) for x in old)
     entropies = tuple(draw.random() for _ in old)
     known: dict[str, Any] = {"old_logps": old, "policy_logps": moved, "entropies": entropies}
-    judged = {"correct": None if reward is None else reward == 1, "rewards": {"answer": reward}}
-    errors = {"environment": trajectory.error} if trajectory.error else {}
-    return Rollout(trajectory=trajectory, **(known | judged | {"errors": errors} | facts))
+    judged: dict[str, Any] = {"correct": None if reward is None else reward == 1, "rewards": {"answer": reward}}
+    known |= {"errors": {"environment": trajectory.error} if trajectory.error else {}}
+    return Rollout(trajectory=trajectory, **(known | judged | facts))
 
 
 QUESTION = "What is 37 * 48?"

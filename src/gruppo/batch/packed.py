@@ -274,7 +274,8 @@ def pack_rows(values_BL: Tensor, attention_BL: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def usual_width(longest: int) -> int:
-    """The next of 16 widths per doubling, at most 6 % more from 256 on: cuDNN's attention plans each width anew.
+    """Next larger of 16 widths per doubling, at most 6 % more from 256 on, because cuDNN's attention plans each new
+    width.
 
     >>> [usual_width(n) for n in (1, 100, 250, 1030, 20000)]
     [16, 112, 256, 1088, 20480]

@@ -85,7 +85,7 @@ class Segments:
         return replace(self, bits=bits_T, length=self.sum(keep_T.to(torch.float64)).to(torch.int64))
 
     def keep(self, values_T: Tensor) -> Tensor:
-        """Values of scored slots, and exactly 0 elsewhere whatever was there (even NaN); gradients likewise.
+        """Values of scored slots, and exactly 0 elsewhere, whatever was there (even NaN); the same for gradients.
 
         An AND over the bits of the values takes a tenth of the time of `torch.where` on a CPU.
         """
@@ -126,7 +126,7 @@ class Segments:
 
 
 class _Keep(torch.autograd.Function):
-    """`Segments.keep` in both directions: inside of `forward` gradients are off, and it takes its short way."""
+    """`Segments.keep` in both directions; inside `forward` gradients are off, so it takes its fast path."""
 
     @staticmethod
     def forward(ctx, values_T: Tensor, segments: Segments) -> Tensor:

@@ -33,13 +33,13 @@ HomePath = Annotated[Path, BeforeValidator(lambda path: _named(path)), AfterVali
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """How a field is written on the command line, where its name and type do not tell.
+    """Command-line form of a field, if its name and type do not determine it.
 
     Args:
-        name: what stands for the value in help.
-        flag: its flag, where the field cannot be called so.
+        name: placeholder of the value in help.
+        flag: its flag, if the field cannot have that name.
         is_positional: there is no flag before it.
-        is_repeated: its flag may be given several times.
+        is_repeated: its flag may occur several times.
     """
 
     name: str = ""
@@ -61,7 +61,7 @@ class RunArguments(Arguments):
     config: Annotated[HomePath | None, Word("FILE")] = None
     """Options from a YAML file; flags win over it."""
     recipe: Annotated[str | None, Word("NAME")] = None
-    """What a paper trained with (`gruppo recipes`); file and flags win over it."""
+    """Options that a paper trained with (`gruppo recipes`); file and flags win over it."""
     overwrite: bool = False
     """Start over in the place of a run that the output holds."""
     view: bool = False
@@ -86,7 +86,7 @@ def parse_options(
     """The flags of a verb and, of the options of a run that it takes, those that were written.
 
     Args:
-        preset: what help shows in place of an option's default.
+        preset: shown in help instead of an option's default.
     """
     fields = {**OPTIONS, **kind.model_fields}
     given = parse_words(make_parser(kind, verb, options, preset or {}), arguments, kind)
@@ -231,7 +231,7 @@ def parse_words(parser: argparse.ArgumentParser, arguments: Sequence[str], kind:
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    """What an error says about a word that the parser does not know."""
+    """Error text for a word that the parser does not know."""
     word = word.partition("=")[0].lstrip("+")  # verl's have no dashes
     if _name(word) in REFUSED:
         return f"{word} is refused: {REFUSED[_name(word)]}"

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from gruppo.cli.ray import RayOptions
 
 NODE_S = 3.0
-"""How long the head of a cluster has to take a connection."""
+"""Timeout for connecting to the head of a cluster."""
 PLACINGS = 5
-"""How often Ray Train tries to place the ranks, a minute each."""
+"""Attempts of Ray Train to place the ranks, a minute each."""
 STORE_BYTES = 200 * 2**20
-"""Memory for messages of a cluster that is started here."""
+"""Size of the object store of a cluster that is started here."""
 
 
 def train_on(options: "RayOptions", config: Any, run: Callable[..., int]) -> int:
@@ -92,7 +92,7 @@ def train_on(options: "RayOptions", config: Any, run: Callable[..., int]) -> int
 
 
 def _code(result: Callable[[], Any], options: "RayOptions", output: Path) -> int:
-    """The exit code of a run that has ended, or the error for one that Ray Train has given up."""
+    """Exit code of a finished run, or the error of one that Ray Train gave up on."""
     try:
         return result().return_value
     except WorkerGroupError as error:
@@ -121,7 +121,7 @@ def _place_servers(number: int, name: str, vllm_options: Mapping[str, Any] | Non
 
 
 def _rank(given: dict[str, Any]) -> int:
-    """The program of a rank, in a thread of its worker; its exit code. What is raised has Ray start all ranks again."""
+    """Run a rank in a thread of its worker and return the exit code. An exception makes Ray restart all ranks."""
     os.chdir(given["cwd"])
     os.environ.update(given["variables"])
     try:
@@ -137,7 +137,7 @@ def _rank(given: dict[str, Any]) -> int:
 
 
 class Bell:
-    """Actor by which the first rank learns of a signal to the command."""
+    """Actor that tells the first rank about a signal to the command."""
 
     def __init__(self) -> None:
         self._rung = asyncio.Event()
@@ -159,7 +159,7 @@ def _heed(stop: StopFlag, bell: Any) -> None:
 
 
 class Losses(UserCallback):
-    """Says what was lost. Ray Train calls it in a process of its own, whose output is that of the command."""
+    """Prints what was lost. Ray Train calls it in a separate process, whose output the command shows."""
 
     def __init__(self, most: int) -> None:
         self.most, self.number = most, 0
@@ -186,7 +186,7 @@ def _check_address(address: str) -> None:
 
 @contextmanager
 def connected(options: "RayOptions") -> Iterator[None]:
-    """A connection to the cluster; one that is started here ends with it."""
+    """Connect to the cluster; one that was started here is stopped on exit."""
     variables = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ}
     usual: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR}
     variables |= {"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5"}

@@ -30,7 +30,7 @@ Lines = list[tuple[str, str]]
 
 
 class DataCheckArguments(Arguments):
-    """What a data set holds: rows, columns, lengths, duplicates, which rows would be dropped and why, and three prompts
+    """Report on a data set: rows, columns, lengths, duplicates, which rows would be dropped and why, and three prompts
     as the model would see them. Lengths are in characters, with --model in tokens; prompts that then leave no room in
     its context for --max-new-tokens (here 1, if not given) are reported.
 

@@ -142,7 +142,7 @@ def _llm_preset(flags: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
 
 
 def _has_bfloat16() -> bool:
-    """Whether this CPU multiplies in bfloat16: a step then takes less than half as long as in float32."""
+    """True if this CPU multiplies in bfloat16; a step then takes less than half the time of float32."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -13,6 +13,7 @@ from rich.text import Text
 from gruppo.cli.arguments import Arguments, HomePath, Word, parse
 from gruppo.errors import InputError
 from gruppo.process.streams import printable
+from gruppo.run.reader import RunReader
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "pyarrow", "numpy", "vllm", "triton", "bitsandbytes")
 LITTLE_DISK = 2 * 2**30
@@ -30,7 +31,7 @@ class DoctorArguments(Arguments):
     """
 
     run: Annotated[HomePath | None, Word("RUN", is_positional=True)] = None
-    """The run directory, of a run that has ended or goes on."""
+    """The run directory, of a finished or a running run."""
     as_json: Annotated[bool, Word(flag="--json")] = False
     """Print one JSON object instead of text; with a run."""
 
@@ -46,7 +47,6 @@ def doctor(arguments: Sequence[str]) -> int:
 def check_run(path: Path, console: Console, *, as_json: bool = False) -> int:
     """Print state and findings of a run; 1 where one of them is a problem."""
     from gruppo.doctor import summary
-    from gruppo.run.reader import RunReader
 
     run = RunReader(path)
     run.check()

@@ -11,7 +11,7 @@ from gruppo.process.by_name import import_object
 
 
 class LossesArguments(Arguments):
-    """What `gruppo train --loss NAME` can be.
+    """List the losses that `gruppo train --loss NAME` accepts.
 
     gruppo losses
     gruppo losses gspo

@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _make_safe_to_print() -> None:
-    """Model text holds any character: one that a terminal cannot show must not end a run; nor a closed output."""
+    """Make printing safe: neither a character that the terminal cannot show nor a closed output may end a run."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the life of the process
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -130,7 +130,7 @@ def _complain(text: str) -> None:
 
 
 def _can_print() -> bool:
-    """Whether standard output takes another line."""
+    """True if standard output is still open."""
     try:
         print(flush=True)
     except OSError:
@@ -139,7 +139,7 @@ def _can_print() -> bool:
 
 
 def _drop_output() -> None:
-    """Let what is still to be written go nowhere: the end of the process would try again."""
+    """Discard buffered output, which the interpreter would try to write again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from gruppo.cli.arguments import Arguments, HomePath, Word, parse, parse_options
 from gruppo.errors import InputError
+from gruppo.options import read_sampler
 from gruppo.process.streams import shell_word
 from gruppo.run.reader import RunReader, read_lines
 from gruppo.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from gruppo.reward import RewardScorer
     from gruppo.rollout.evaluate import Evaluation
     from gruppo.sampler import Sampler
     from gruppo.task.prompts import PromptSet
-    from gruppo.types import Group
+    from gruppo.types import Group, Trajectory
 
 MAX_SAMPLES = 65_536
 BUILTIN_HELD_OUT = "builtin:carries?split=heldout"
@@ -118,6 +121,22 @@ def show_evaluation(
             low, high = result.metrics.get(f"{name}_low"), result.metrics.get(f"{name}_high")
             interval = "" if low is None or high is None else f"   95 % interval {low:.4f} to {high:.4f}"
             print(f"{name:<16}{value:.4f}{interval}")
+    if episodes := episode_numbers([rollout.trajectory for rollout in result.greedy]):
+        print(episodes)
+
+
+def episode_numbers(sequences: "Sequence[Trajectory]") -> str:
+    """Turns and calls of greedy episodes in a sentence, and how many were cut or lost; empty where there are none."""
+    from gruppo.rollout.turn_metrics import turn_metrics
+
+    episodes = [sequence for sequence in sequences if sequence.messages is not None]
+    if not (found := turn_metrics(episodes)):
+        return ""
+    cut, lost = (sum(getattr(each, name) for each in episodes) for name in ("is_truncated", "is_lost"))
+    return (
+        f"greedy episodes: {found['turns/mean']:.1f} turns and {found['turns/calls']:.1f} calls on average; of "
+        f"{len(episodes)}, {cut} cut and {lost} lost"
+    )
 
 
 def eval_config(given: EvalArguments, options: dict[str, Any]) -> TrainConfig:
@@ -157,7 +176,6 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
     """A sampler of the model itself, for prompts of up to `longest` tokens."""
     import torch
 
-    from gruppo.options import read_sampler
     from gruppo.sampler import vLLMSampler
     from gruppo.trainer.build import sampler_of
     from gruppo.weights.source import context_length, load_tokenizer
@@ -189,7 +207,7 @@ def open_sampler(config: TrainConfig, longest: int) -> "Sampler":
 
 
 def check_length(config: TrainConfig, options: dict[str, Any]) -> None:
-    """Refuse a token limit beyond the model's context, if one was given: its memory is taken at once."""
+    """Refuse a given token limit beyond the model's context, because its memory is reserved up front."""
     from gruppo.weights.source import context_length
 
     context = context_length(config.pinned_model) if "max_new_tokens" in options else None
@@ -268,10 +286,8 @@ def sample(arguments: Sequence[str]) -> int:
     config = sample_config(given, options)
     output = completions_file(given.output)
     from rich.console import Console
-    from rich.text import Text
 
     from gruppo.rollout.driver import Driver
-    from gruppo.run.console import visible
     from gruppo.sampler import SamplingParams
     from gruppo.task import load_prompts
     from gruppo.trainer.build import build_player
@@ -317,13 +333,24 @@ def sample(arguments: Sequence[str]) -> int:
     console = Console(highlight=False)
     for group in groups:
         for sequence in (rollout.trajectory for rollout in group.rollouts):
-            total = sum(sequence.logps or ())
-            line = Text.assemble(visible(group.prompt.text), " -> ", (visible(sequence.text, 10_000).plain, "bold"))
-            line.append(f"   log-prob {total:.2f}, {sequence.num_sampled} tokens, {sequence.stop_reason}")
-            console.print(line, soft_wrap=True)
+            console.print(sample_lines(sequence), soft_wrap=True)
     if output is not None:
         write_completions(output, groups)
     return 0
+
+
+def sample_lines(sequence: "Trajectory") -> "Text":
+    """A completion on one line, or an episode with a line for each call, answer and text."""
+    from rich.text import Text
+
+    from gruppo.run.console import spoken, visible
+
+    facts = f"   log-prob {sum(sequence.logps or ()):.2f}, {sequence.num_sampled} tokens"
+    prompt = visible(sequence.prompt.text)
+    if sequence.messages is None:
+        said = (visible(sequence.text, 10_000).plain, "bold")
+        return Text.assemble(prompt, " -> ", said, f"{facts}, {sequence.stop_reason}")
+    return Text("\n").join([Text.assemble(prompt, " ->"), *spoken(sequence), Text(f"{facts} of the policy")])
 
 
 def sample_config(given: SampleArguments, options: dict[str, Any]) -> TrainConfig:

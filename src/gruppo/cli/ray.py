@@ -24,7 +24,7 @@ SETTINGS = {
 
 
 class RayOptions(Arguments):
-    """Flags of a run on a Ray cluster: what is placed there."""
+    """Flags of a run on a Ray cluster: the number of ranks and samplers."""
 
     ray: Annotated[str | None, Word("auto|HOST:PORT")] = None
     """Run on a Ray cluster; auto starts one on this machine where none runs."""

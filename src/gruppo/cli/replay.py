@@ -31,7 +31,7 @@ class ReplayArguments(Arguments):
     """The run directory."""
     step: int
     """A step whose completions were written. Its gradients need the weights before it: those of a checkpoint of the
-    step before, or for step 1 the base model. Without them the recorded log-probs stand in."""
+    step before, or for step 1 the base model. Without them, the recorded log-probs are used."""
     loss: Annotated[tuple[str, ...], Word("NAME", is_repeated=True)] = ()
     """A loss, as for `gruppo train`; may be given several times. Unset: the run's own."""
     advantage: Annotated[tuple[str, ...], Word("NAME", is_repeated=True)] = ()

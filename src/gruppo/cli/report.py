@@ -73,8 +73,8 @@ def write_report(runs: Sequence[RunReader], output: Path | None = None) -> str:
 
 
 class ViewArguments(Arguments):
-    """Serve the page of a run on this machine until Ctrl-C, also while the run goes on. Steps load as they are looked
-    at, so that the size of a run does not matter. The link has a secret: others on the machine cannot open it.
+    """Serve the page of a run on this machine until Ctrl-C, also while the run is training. Steps load when you open
+    them, so a run may have any size. The link has a secret: others on the machine cannot open it.
 
     gruppo view runs/first
     gruppo view runs/first runs/second --open"""

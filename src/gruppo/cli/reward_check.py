@@ -189,7 +189,7 @@ def _show(console: Console, spec: str, num_rows: int, trials: Mapping[str, _Tria
 
 
 def _show_printed(console: Console, printed: Sequence[str]) -> None:
-    """What `_captured` kept."""
+    """Output that `_captured` kept."""
     if text := "".join(printed).strip():
         _say(console, f"it printed:\n{text}")
 

@@ -1,4 +1,4 @@
-"""`gruppo train` and `gruppo resume`."""
+"""`gruppo train` and `gruppo resume`: from flags to a GRPOTrainer, in one process or on several ranks."""
 
 import os
 import subprocess
@@ -30,8 +30,8 @@ Show = Callable[[Console, "GRPOTrainer", "TrainResult"], None]
 class TrainArguments(RayOptions, RunArguments):
     """Train a model with group-relative policy optimization.
 
-    Everything can stand in a file (gruppo train --config run.yaml); flags win over the file. --recipe NAME starts from
-    what a paper trained with (gruppo recipes lists them); file and flags win over it. A step is set by three numbers:
+    Every option can be in a file (gruppo train --config run.yaml); flags win over the file. --recipe NAME starts from
+    the options of a paper (gruppo recipes lists them); file and flags win over it. A step is set by three numbers:
     prompts_per_step, group_size, and tokens_per_microbatch, which affects memory only. The rest follows and is printed
     as a plan.
 
@@ -52,9 +52,9 @@ def train(arguments: Sequence[str]) -> int:
 
 
 class ResumeArguments(RayOptions):
-    """Go on with a run from its newest whole checkpoint. On the same machine with the same threads and versions the
-    result is that of a run that was never stopped, bit for bit. Code that the run's config names is run: its rewards,
-    loss and metrics."""
+    """Continue a run from its newest whole checkpoint. On the same machine with the same threads and versions the
+    result is that of a run that was never stopped, bit for bit. This runs the code that the run's config names: its
+    rewards, loss and metrics."""
 
     refusal: ClassVar[str] = (
         "the options of a run are those of its config.yaml, and only --steps changes. To go on with others, edit "
@@ -64,9 +64,10 @@ class ResumeArguments(RayOptions):
     directory: Annotated[HomePath, Word("RUN", is_positional=True)]
     """The run directory."""
     steps: int | None = None
-    """Go on to this step instead of the run's own last one."""
+    """Continue to this step instead of the run's own last one."""
     accept_changes: bool = False
-    """Go on although options in config.yaml, the prompts or the base weights are not those that the run began with."""
+    """Continue although options in config.yaml, the prompts or the base weights differ from those at the start of the
+    run."""
     trust: bool = False
     """Run what the config names although another user owns the directory or can write it."""
 
@@ -82,7 +83,8 @@ def resume(arguments: Sequence[str]) -> int:
 
 
 def _leaving_tidily() -> AbstractContextManager[None]:
-    """Signals as exceptions, so that a run that has not begun takes back what it made. Training handles them itself."""
+    """Turn signals into exceptions, so that a run stopped before training cleans up. Training handles signals
+    itself."""
 
     def leave(number: int, frame: object) -> None:
         raise Terminated(number)
@@ -92,7 +94,7 @@ def _leaving_tidily() -> AbstractContextManager[None]:
 
 @contextmanager
 def _viewed(path: Path, console: Console) -> Iterator[None]:
-    """A page of the run for as long as it goes on, served by a process of its own: it takes no time from the run."""
+    """Serve the run's page while it trains, from a separate process, so that it takes no time from the run."""
     command = [sys.executable, "-m", "gruppo", "view", str(path), "--until-closed"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     # A session of its own: Ctrl-C is for the run, which goes on to save.
@@ -126,9 +128,9 @@ def run(
     show: Show = show_score,
     heed: Callable[[StopFlag], None] = lambda stop: None,
 ) -> int:
-    """Train: print `opening` before, and after a run that was not stopped what `show` prints. Of the ranks that a
-    launcher has started, the first trains, and the others follow it. `view`: the run's page is served meanwhile.
-    `heed` gets the flag by which a launcher stops a run that no signal reaches."""
+    """Train: print `opening` first, and call `show` after a run that was not stopped. Of the ranks that a launcher
+    started, the first trains and the others follow it. `view` serves the run's page meanwhile. `heed` gets the flag
+    with which a launcher stops a run that no signal reaches."""
     from gruppo.parallel.ranks import is_of_ranks, join, leave, world_of_launcher
 
     if _began_before(config.output):
@@ -161,7 +163,7 @@ def run(
 
 
 def _launch() -> str | None:
-    """Name of the launch of this process, the same when its launcher starts it again; None: it was started alone."""
+    """Name of this launch, unchanged when the launcher restarts the process; None without a launcher."""
     name = os.environ.get("GRUPPO_LAUNCH") or os.environ.get("TORCHELASTIC_RUN_ID")
     if name != "none":  # what torchrun has without --rdzv-id or --standalone
         return name
@@ -173,7 +175,7 @@ def _launch() -> str | None:
 
 
 def _began_before(output: str) -> bool:
-    """Whether a launcher starts the ranks again, and they had begun this run, not one that was there already."""
+    """True if a launcher restarts ranks that had begun this run, rather than found an older one."""
     if "GRUPPO_LAUNCH" not in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     launches = [event.get("name") for event in RunReader(output).events() if event.get("event") == "launch"]

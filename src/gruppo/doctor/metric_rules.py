@@ -339,7 +339,7 @@ def _gain(table: Table, by: float = 0.0) -> Change | None:
 
 
 def _forces(table: Table) -> str:
-    """Options other than lr that may have broken the policy, as part of a remedy."""
+    """Options besides lr that may have broken the policy, as part of a remedy."""
     found = [(name, table.config.get(name)) for name in ("entropy_coef", "max_staleness")]
     return "".join(f", or {name}, which is {value:g}" for name, value in found if _is_positive(value))
 

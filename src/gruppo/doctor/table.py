@@ -45,8 +45,9 @@ class Rollouts:
     credit_N: np.ndarray
     """|advantage| x trained tokens: roughly its share of the step's gradient."""
     length_N: np.ndarray
+    """Tokens that the policy sampled."""
     distinct_N: np.ndarray
-    """Share of distinct pieces of `NGRAM` tokens; NaN for a shorter text."""
+    """Share of distinct pieces of `NGRAM` of them; NaN for a shorter text."""
     gap_T: np.ndarray
     """|sampler's log-prob - trainer's| of each token that has both."""
     errors: dict[str, str]
@@ -140,13 +141,14 @@ def _read_rollouts(run: RunReader) -> list[Rollouts]:
 
 
 def _rollouts(step: int, table: "pa.Table") -> Rollouts:
-    length_N = _counts(table, "tokens")
+    tokens_N = _counts(table, "tokens")
     tokens = _flat(table, "tokens", np.int64)
-    ends = np.cumsum(length_N)
-    rows = [tokens[end - n : end] for end, n in zip(ends, length_N, strict=True)]
+    ends = np.cumsum(tokens_N)
+    rows = [tokens[end - n : end] for end, n in zip(ends, tokens_N, strict=True)]
+    rows = [_own(row, flags) for row, flags in zip(rows, table["sampled"], strict=True)]
     advantage_N = np.abs(_numbers(table, "advantage"))
     trained_T = np.append(_is_trained(table), False).astype(np.int64)  # one more, for empty completions at the end
-    trained_N = np.where(length_N > 0, np.add.reduceat(trained_T, ends - length_N), 0) if len(rows) else np.zeros(0)
+    trained_N = np.where(tokens_N > 0, np.add.reduceat(trained_T, ends - tokens_N), 0) if len(rows) else np.zeros(0)
     prompts = table["prompt"].to_pylist()
     failed = [name for name in table.column_names if name.startswith("error/")]
     texts = {name.removeprefix("error/"): [t for t in table[name].to_pylist() if t] for name in failed}
@@ -158,12 +160,17 @@ def _rollouts(step: int, table: "pa.Table") -> Rollouts:
         reward_N=_numbers(table, "reward"),
         correct_N=np.array([np.nan if c is None else float(c) for c in table["correct"].to_pylist()]),
         credit_N=np.nan_to_num(advantage_N) * trained_N,
-        length_N=length_N,
+        length_N=np.array([len(row) for row in rows], np.int64),
         distinct_N=np.array([distinct_share(row) for row in rows]),
         gap_T=_gap(table),
         errors={name: found[0] for name, found in texts.items() if found},
         stops=Counter(table["stop_reason"].to_pylist()),
     )
+
+
+def _own(tokens: np.ndarray, sampled: Any) -> np.ndarray:
+    """The tokens that the policy sampled."""
+    return tokens[sampled.values.to_numpy(zero_copy_only=False)] if sampled.is_valid else tokens
 
 
 def distinct_share(tokens: np.ndarray) -> float:

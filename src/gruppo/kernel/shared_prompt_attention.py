@@ -44,7 +44,7 @@ def shared_attention(
     """Attention of each slot over its prompt and its own segment, `[R, H, W, D]`.
 
     Args:
-        window: look back at most so many positions, oneself included.
+        window: number of positions to look back at most, including the slot itself.
         route: None: the fastest that the device, the dtype and the rows allow.
     """
     route = route or best_route(query, rows, window)

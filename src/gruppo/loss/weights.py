@@ -43,7 +43,7 @@ RhoLevel = Literal["token", "sequence", "sequence_sum"]
 
 MAX_LOG_RHO = 10.0
 TIE = 1e-5
-"""How far below the last token of a share the cut may lie, relative to its size or to 1."""
+"""Largest distance of the cut below the last token of a share, relative to its size or to 1."""
 SAME = 0.4
 """Values closer than this part of a tie count as equal: ten times what float32 leaves between equal tokens."""
 
@@ -54,7 +54,7 @@ def as_tuple(weights: TokenWeight | tuple[TokenWeight, ...] | None) -> tuple[Tok
 
 
 def takes_log_ratio(weight: TokenWeight, name: str) -> bool:
-    """Whether a weight has a parameter `log_ratio_T`; an error if it can be called neither with nor without."""
+    """True if a weight has a parameter `log_ratio_T`; an error if it can be called neither with nor without."""
     if not callable(weight):
         raise InputError(f"{name} must be a function or a part of gruppo.loss, got {weight!r}")
     signature = inspect.signature(weight)
@@ -67,7 +67,7 @@ def takes_log_ratio(weight: TokenWeight, name: str) -> bool:
 
 
 def is_correction(weight: TokenWeight) -> bool:
-    """Whether a weight can be called with the inputs alone."""
+    """True if a weight can be called with only the inputs."""
     try:
         inspect.signature(weight).bind(None)
     except TypeError:
@@ -90,9 +90,10 @@ def covariance(inputs: LossInputs, means: dict[str, Tensor] | None = None) -> Te
 
 
 def cut_below_top(values: Tensor, count: int, tie: float = TIE) -> Tensor:
-    """A number between the count-th largest value and the next smaller one that is not equal, `[]` float64.
+    """Cut between the count-th largest value and the next smaller one that differs, `[]` float64.
 
-    Values are equal if rounding alone tells them apart. Where all within `tie` are, the cut lies in their widest gap.
+    Values count as equal if only rounding tells them apart. If all within `tie` are equal, the cut is in their widest
+    gap.
     """
     if count >= len(values) or not len(values):
         return torch.tensor(-math.inf, dtype=torch.float64, device=values.device)
@@ -117,7 +118,7 @@ class Share:
 
 
 def _outward(log_ratio_T: Tensor, inputs: LossInputs) -> Tensor:
-    """Tokens that their advantage pushes further the way their ratio has gone, `[T]` bool."""
+    """Tokens that their advantage pushes further in the direction their ratio has moved, `[T]` bool."""
     return (log_ratio_T.detach() * inputs.advantages) > 0
 
 

@@ -75,6 +75,9 @@ class MasterWeights:
         if sums:
             torch._foreach_add_(sums, parts)  # pyright: ignore[reportPrivateImportUsage]
 
+    def put_gradients(self) -> None:
+        """The gradient of the step, where the optimizer reads it. Here it is there already."""
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the model's own parameters."""

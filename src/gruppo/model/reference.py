@@ -22,11 +22,11 @@ class Reference:
     def __init__(self, policy: LogpModel) -> None:
         self.policy = policy
         self.is_adapter = hasattr(policy.model, "disable_adapter")
-        self._copy: LogpModel | None = None
+        self.frozen: LogpModel | None = None
         self._adapter: dict[str, Tensor] = {}
         """Weights of the reference's adapter; none: the adapter is switched off."""
         if not self.is_adapter:
-            self._copy = frozen_copy(policy)
+            self.frozen = frozen_copy(policy)
         elif not _adds_nothing(policy.model):
             self._adapter = self._policy_adapter()
 
@@ -43,7 +43,7 @@ class Reference:
         if self.is_adapter:
             self._adapter = self._policy_adapter()
         elif mix == 1:
-            self._copy = frozen_copy(self.policy)
+            self.frozen = frozen_copy(self.policy)
         else:
             own = self._parameters()
             with torch.no_grad():
@@ -52,8 +52,8 @@ class Reference:
 
     @contextmanager
     def logp_model(self) -> Iterator[LogpModel]:
-        if self._copy is not None:
-            yield self._copy
+        if self.frozen is not None:
+            yield self.frozen
         elif not self._adapter:
             with self.policy.model.disable_adapter():  # type: ignore[operator]  # PEFT's
                 yield self.policy
@@ -95,8 +95,8 @@ class Reference:
         return {n: p.detach().clone() for n, p in self.policy.model.named_parameters() if p.requires_grad}
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        assert self._copy is not None
-        return dict(self._copy.model.named_parameters())
+        assert self.frozen is not None
+        return dict(self.frozen.model.named_parameters())
 
 
 @torch.no_grad()

@@ -81,7 +81,6 @@ class RankWeights(MasterWeights):
         self._gradients: dict[str, Tensor] = {}
 
     def put_gradients(self) -> None:
-        """The gradient of the step, where the optimizer reads it."""
         for name, parameter in self.named().items():
             parameter.grad = self._gradients.pop(name, parameter.grad)
 

@@ -87,6 +87,11 @@ class TransformersModel:
             micro-batches are dealt out.
     """
 
+    num_shards = 1
+    """Parts that the weights are in, one on each rank."""
+    copy_bytes = 0
+    """Bytes of a copy for a sampler that are not the model's own."""
+
     def __init__(
         self,
         model_id: "str | PreTrainedModel",
@@ -452,6 +457,7 @@ class TransformersModel:
         optimizer = self.optimizer
         for group in optimizer.param_groups:
             group["lr"] = self._base_lr * schedule_factor(schedule, self.version, warmup_steps, total_steps)
+        self.weights.put_gradients()
         report = clip_and_step(self.weights, optimizer, max_grad_norm=max_grad_norm)
         if report.skipped:
             logger.warning("step skipped: the gradient of %s is not finite", report.culprit)
@@ -486,10 +492,14 @@ class TransformersModel:
 
         (load_shards if is_sharded(folder) else load_training_state)(self.weights, self.optimizer, folder)
 
-    def save(self, folder: str | Path) -> None:
-        """Write the model as transformers, PEFT and vLLM load it; with LoRA the adapter, in float32."""
+    def save(self, folder: str | Path, *, write: Callable[[Path], None] | None = None) -> None:
+        """Write the model as transformers, PEFT and vLLM load it; with LoRA the adapter, in float32.
+
+        Args:
+            write: what writes the weights; None: `write_weights`.
+        """
         with self.weights.in_full() if self.lora else nullcontext():
-            save_pretrained(self.write_weights, self.tokenizer, Path(folder), {**self.quantized, **self._base})
+            save_pretrained(write or self.write_weights, self.tokenizer, Path(folder), {**self.quantized, **self._base})
 
     def write_weights(self, folder: Path) -> None:
         """Write all weights, or with LoRA the adapter, under the names that transformers and PEFT give them."""

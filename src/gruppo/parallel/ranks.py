@@ -43,7 +43,7 @@ class Ranks:
     control: "ProcessGroup | None" = None
     """Of the same ranks, for messages."""
     store: "Store | None" = None
-    """Where a rank leaves the error that it ends with."""
+    """Store in which a rank leaves the error that it ends with."""
 
     @property
     def rank(self) -> int:
@@ -93,7 +93,7 @@ class Ranks:
         return own.cpu().numpy().tobytes().decode()
 
     def broadcast(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send a message from the first rank to all others, which `hear` it."""
+        """Send a message from the first rank to all others, which `receive` it."""
         blob = _blob(message, tensors or {})
         size = torch.tensor([len(blob)])
         for sent in [dist.isend(size, rank, group=self.control) for rank in range(1, self.world)]:
@@ -130,7 +130,7 @@ class Ranks:
                 self.store.set(f"error/{self.rank}", json.dumps({"code": code, "text": text}))
 
     def error_of_others(self) -> tuple[int, str] | None:
-        """Exit code and text of the first other rank that has left an error of its own: not that ranks were lost."""
+        """Exit code and text of the first other rank that failed by itself, rather than by losing others."""
         for rank in range(self.world):
             if self.store is not None and rank != self.rank and self.store.check([f"error/{rank}"]):
                 found = json.loads(self.store.get(f"error/{rank}"))
@@ -139,7 +139,8 @@ class Ranks:
         return None
 
     def missing(self) -> str:
-        """Which ranks do not answer, in words. Called by all that still do: each leaves a sign."""
+        """Names of the ranks that do not answer, in words. Every rank that still answers calls this and leaves a
+        sign."""
         assert self.store is not None
         self.store.set_timeout(timedelta(seconds=ANSWER_S))
         self.store.set(f"here/{self.rank}", "")
@@ -170,11 +171,11 @@ class Ranks:
 
 
 START = timedelta(minutes=10)
-"""How long the ranks have to find each other."""
+"""Timeout for the ranks to find each other."""
 ANSWER_S = 5.0
 """Seconds that a rank has to answer once another has waited for it in vain."""
 WAIT = timedelta(days=30)
-"""How long a listener waits for the next message: the first rank may sample for hours."""
+"""Timeout of a listener for the next message; long, because the first rank may sample for hours."""
 
 
 def world_of_launcher() -> int:
@@ -222,7 +223,7 @@ def join(deadline_s: float) -> Ranks:
 
 
 def _not_come(store: "Store | None", world: int) -> str:
-    """Which ranks have not begun, in words."""
+    """Names of the ranks that have not begun, in words."""
     with suppress(RuntimeError):  # the store is gone
         if store is not None:
             late = [str(rank) for rank in range(world) if not store.check([f"came/{rank}"])]
@@ -250,7 +251,7 @@ def _end(ranks: Ranks, code: int) -> None:
 
 
 def is_of_ranks(error: BaseException) -> bool:
-    """Whether an error is that of a collective: another process has ended, hangs or is late."""
+    """True if an error comes from a collective: another process ended, hangs or is late."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
@@ -279,7 +280,7 @@ def groups_of(device_mesh: "DeviceMesh | None", process_group: "ProcessGroup | N
 
 
 def reduction_device(groups: list["ProcessGroup"]) -> torch.device:
-    """Where a rank that has seen no data must put its zeros: NCCL reduces tensors on a GPU only."""
+    """Device for the zeros of a rank that has seen no data, because NCCL reduces only tensors on a GPU."""
     if any(dist.get_backend(group) == "nccl" for group in groups):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

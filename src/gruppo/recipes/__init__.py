@@ -1,6 +1,6 @@
 """Recipes: configurations from papers, stored in `book.yaml`.
 
-To add one, add it to `book.yaml`, as its header explains, and to the table of `docs/recipes.md`.
+To add one, add it to `book.yaml`, as its header explains, and to the table of `docs/training.md`.
 """
 
 from collections.abc import Collection, Mapping

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from gruppo.doctor import Table
+from gruppo.doctor import Finding, Table
 from gruppo.keys import find
 from gruppo.report.data import Points, is_ahead, metric_series, stage_seconds
 from gruppo.run.reader import RunReader
@@ -28,25 +28,6 @@ MOST_RUNS = 8
 """Most runs that can be told apart: the page has this many colours."""
 DASHES = ((1, 0), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (2, 5))
 """Dash patterns for the keys of a chart, in order."""
-
-
-class Finding(Protocol):
-    """Finding of the doctor: a mark at its step in the chart of its metric, and a sentence on the page."""
-
-    @property
-    def rule(self) -> str: ...
-    @property
-    def severity(self) -> str: ...
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def evidence(self) -> str: ...
-    @property
-    def remedy(self) -> str: ...
-    @property
-    def metric(self) -> str | None: ...
 
 
 @dataclass(frozen=True)

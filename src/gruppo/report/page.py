@@ -10,15 +10,16 @@ import hashlib
 import html
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 from gruppo import __version__
 from gruppo.codec import json_text
+from gruppo.doctor import Finding, State
 from gruppo.process.streams import shell_word
-from gruppo.report.charts import Finding, charts, ledger_chart, run_names
+from gruppo.report.charts import charts, ledger_chart, run_names
 from gruppo.report.data import (
     UNREADABLE,
     Limits,
@@ -43,21 +44,6 @@ NO_GAP = (
     "No gap was measured: completions were sampled with the trainer's own weights in its process. The token viewer "
     "shows the gap of each token whose log-probs were computed twice."
 )
-
-
-class State(Protocol):
-    """State of a run, in a word and in a sentence."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class _Status:
-    name: str
-    text: str
 
 
 def report_page(
@@ -140,9 +126,9 @@ def page_data(
     shown = []
     for i, run in enumerate(runs):
         facts = summary(run)
-        state = states[i] if states else _status_of(facts)
-        own = [_finding(each) for each in findings[i]] if findings else []
-        facts |= {"name": names[i], "state": {"name": state.name, "text": state.text}, "findings": own, "ledger": None}
+        state = asdict(states[i]) if states else _status_of(facts)
+        own = [asdict(finding) for finding in findings[i]] if findings else []
+        facts |= {"name": names[i], "state": state, "findings": own, "ledger": None}
         shown.append(facts | {"steps_here": facts["steps_recorded"]})
     title = f"{', '.join(names)} · gruppo"
     options = config_table(runs)
@@ -159,12 +145,7 @@ def chart_data(runs: Sequence[RunReader], *, findings: Sequence[Sequence[Finding
     return {"questions": questions}
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
-    names = ("rule", "severity", "step", "text", "evidence", "remedy", "metric")
-    return {name: getattr(finding, name) for name in names}
-
-
-def _status_of(facts: Mapping[str, Any]) -> _Status:
+def _status_of(facts: Mapping[str, Any]) -> dict[str, str]:
     """State of a run from its status file alone."""
     of = f" of {facts['steps']}" if facts["steps"] else ""
     where = f"step {facts['step']}{of}"
@@ -175,7 +156,7 @@ def _status_of(facts: Mapping[str, Any]) -> _Status:
         "failed": f"failed after {where}: {facts['error']}",
         "killed": f"its process ended after {where} without a word; gruppo resume goes on",
     }
-    return _Status(facts["status"], texts.get(facts["status"], f"at {where}"))
+    return {"name": facts["status"], "text": texts.get(facts["status"], f"at {where}")}
 
 
 def ledger_data(run: RunReader) -> dict[str, Any] | None:

@@ -14,9 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from gruppo.doctor import Finding, State
 from gruppo.errors import GruppoError, InputError
 from gruppo.report.data import TokenTexts, step_data, step_rows
-from gruppo.report.page import Finding, State, chart_data, ledger_data, live_page, page_data, to_json, vega_script
+from gruppo.report.page import chart_data, ledger_data, live_page, page_data, to_json, vega_script
 from gruppo.run.lock import is_owned
 from gruppo.run.reader import RunReader
 

@@ -59,12 +59,12 @@ const CLIPS = [["not clipped", 0], ["clipped high", 2], ["clipped low", 1]];
 
 /** Characters of a call or an answer above the tokens of its turn. */
 const BRIEF = 240;
-/** Characters of a message in full. */
-const WHOLE = 200000;
+/** Characters of a message in full, and those that a search looks through. */
+const WHOLE = 200000, SEARCHED = 20000;
 /** @param {string} stop */
 const ending = (stop) => /** @type {Record<string, string>} */ (DATA.stops)[stop] ?? visible(stop);
 /** @param {Message} m */
-const wordsOf = (m) => [m.text, ...m.calls.map((call) => call.text)].filter(Boolean).join("\n");
+const wordsOf = (m) => [m.text.slice(0, SEARCHED), ...m.calls.map((call) => call.text)].filter(Boolean).join("\n");
 /** All that was said after the prompt. @param {Rollout} r */
 const said = (r) => (r.messages === null ? r.text : r.messages.map(wordsOf).join("\n"));
 /** @param {Rollout} r */

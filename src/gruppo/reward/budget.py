@@ -11,10 +11,10 @@ _MAX_FAILED = 0.5
 _FREE_FAILURES = 16
 """Fewer failures than this are tolerated whatever their share, so that one bad group does not stop a run."""
 _WINDOW = 2 * _FREE_FAILURES
-"""Completions up to which a step too small for so many failures is counted together with those before it."""
+"""Small steps are counted together with earlier ones, up to this many completions."""
 _FIRST_TIMEOUTS = 8
-"""Timeouts without a single success that end the first step: a function that waits for a dead server would otherwise
-hold the run for the deadline times the number of completions."""
+"""Timeouts without a success that end the first step. Otherwise a function that waits for a dead server would hold the
+run for the deadline times the number of completions."""
 
 
 class Budget:
@@ -40,7 +40,7 @@ class Budget:
             raise _too_many(outcome, given, limit)
 
     def close_step(self, outcome: Outcome) -> None:
-        """Count a step that is over."""
+        """Count a finished step."""
         self._steps.append((len(outcome.reasons), len(outcome.values)))
 
 

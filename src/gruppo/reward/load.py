@@ -56,7 +56,7 @@ class Reward:
     source: str = ""
     """`module:function` that a worker imports it from; empty when only the object is known."""
     is_unnamed: bool = False
-    """The name is the function's own, not one that was given, so a scorer may number it: `name_2`."""
+    """True if the name is the function's own and not a given one, so that a scorer may number it: `name_2`."""
 
     parameters: Parameters = field(init=False, repr=False, compare=False)
     """Arguments that the function takes."""

@@ -32,7 +32,7 @@ _FORMULA = re.compile(r"\\(?!text|mathrm|mbox|circ|degree|left|right)[A-Za-z]|[+
 """Marks of a formula, unlike those of a unit: `\\sqrt{2}`, `2\\pi`, `x+3`, `2^x`."""
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\^(?:-?[0-9]+|\{-?[0-9]+\})")
 _MAX_DIGITS = 100
-"""Longest run of digits that is an answer; converting a longer one takes quadratic time."""
+"""Longest run of digits accepted as an answer, because conversion takes quadratic time."""
 _WINDOW = 400
 """Characters around a number that are looked at: the rest of a long text is skipped at the speed of `str.rfind`."""
 _ASCII_SIGNS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " "})
@@ -40,7 +40,8 @@ _ASCII_SIGNS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberMatch(Verifier):
-    """1 when the final number of the completion equals the gold number, else 0; a gold that is not one number abstains.
+    """1 if the final number of the completion equals the gold number, else 0; abstains if the gold is not exactly one
+    number.
 
     >>> NumberMatch()(completions=["It is $1,234.00."], answer=["6*200+34 = 1234\\n#### 1234"])
     [1.0]
@@ -104,7 +105,7 @@ def _after_marker(tail: str) -> Fraction | None:
 
 
 def _braced(text: str) -> str:
-    """Up to the brace that closes the one before `text`; all of it when that is missing."""
+    """The part up to the brace that closes the one before `text`; all of it if there is none."""
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace.group() == "{" else -1

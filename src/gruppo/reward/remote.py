@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from gruppo.errors import InputError, RewardError
 from gruppo.process.by_name import is_address
 from gruppo.process.streams import printable
+from gruppo.reward.call import log_parts
+from gruppo.reward.verifiers import completion_texts
 
 MAX_BYTES = 16 * 2**20
 """Of an answer."""
@@ -71,9 +73,6 @@ class RemoteReward:
         answer: Sequence[Any] | None = None,
         prompt_texts: Sequence[str] | None = None,
     ) -> list[float | None]:
-        from gruppo.reward.call import log_parts
-        from gruppo.reward.verifiers import completion_texts
-
         texts = list(map(_text, prompts)) if prompt_texts is None else prompt_texts
         queries = [text + completion for text, completion in zip(texts, completion_texts(completions), strict=True)]
         labels = [None] * len(queries) if answer is None else answer
@@ -207,7 +206,7 @@ def _rewards(address: str, answered: Any, num: int) -> list[float | None]:
 
 
 def _extra_logs(address: str, answered: Any, num: int) -> dict[str, list[Any]]:
-    """What OpenRLHF logs beside the rewards: one value per completion, or one for all of them."""
+    """OpenRLHF's logs beside the rewards: one value per completion, or one for all of them."""
     logs = (answered.get("extra_logs") if isinstance(answered, Mapping) else None) or {}
     if not isinstance(logs, Mapping):
         raise RewardError(f'{address} gave "extra_logs" that are no object; it must send {{"name": [...]}}')

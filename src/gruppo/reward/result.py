@@ -178,7 +178,7 @@ def weighted_totals(values: Mapping[str, Sequence[float | None]], weights: Mappi
 
 
 def statistics(values: Sequence[float | None]) -> dict[str, float]:
-    """Mean and population standard deviation of what is not None; empty when all is.
+    """Mean and population standard deviation of the values that are not None; empty if all are.
 
     >>> statistics([1.0, None, 3.0])
     {'mean': 2.0, 'std': 1.0}

@@ -1,4 +1,4 @@
-"""RewardScorer: scores of a step's completions by several reward functions, and what is tried again when a call fails.
+"""RewardScorer: scores a step's completions with several reward functions, and retries calls that fail.
 
 Functions marked `isolated` run in worker processes, several whole groups in one call; others run in this process. The
 completions of a call that fails are tried one at a time, which finds those that break it; the rest of each group is
@@ -113,7 +113,7 @@ class RewardScorer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the records of a run say of its rewards: which one decides what is right, and their weights."""
+        """Facts about the rewards for a run's records: which one decides what is right, and their weights."""
         return {"correct_by": self.correct_by, "weights": self.weights}
 
     @property
@@ -263,7 +263,7 @@ class RewardScorer:
         return call_reward(*given)
 
     def _warn_of_late(self, broken: Sequence[tuple[Call, CallResult]], outcomes: Mapping[str, Outcome]) -> None:
-        """Warn of functions that were late with several completions and with none alone."""
+        """Warn of functions that were late with several completions, but with none on its own."""
         late = {
             call.function: len(call.indices)
             for call, result in broken

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
 
 
 class HandOver:
     """The sampler of a run, and the weights on their way to it: none here, since it uses the trainer's own model."""
 
-    def __init__(self, model: "TransformersModel", sampler: Sampler) -> None:
+    def __init__(self, model: "Actor", sampler: Sampler) -> None:
         self.model, self.sampler = model, sampler
         self.reported: dict[str, float] = {}
         """Metrics of the last hand-over."""
@@ -48,7 +49,7 @@ class HandOver:
 class CopiedModel(HandOver):
     """A copy of the model in this process. What does not train is shared."""
 
-    def __init__(self, model: "TransformersModel", make: Callable[["TransformersModel"], Sampler]) -> None:
+    def __init__(self, model: "Actor", make: Callable[["TransformersModel"], Sampler]) -> None:
         self.twin = model.twin()
         super().__init__(model, make(self.twin))
 
@@ -71,7 +72,7 @@ class CopiedModel(HandOver):
 class PublishedWeights(HandOver):
     """Weights in a folder per version, for a sampler in another process."""
 
-    def __init__(self, model: "TransformersModel", sampler: Sampler, store: WeightStore) -> None:
+    def __init__(self, model: "Actor", sampler: Sampler, store: WeightStore) -> None:
         super().__init__(model, sampler)
         self.store = store
         self._last: Published | None = None

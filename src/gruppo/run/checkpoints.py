@@ -1,4 +1,5 @@
-"""Checkpoints of a run: which one to resume from, and which to prune. What is in one is the caller's."""
+"""Checkpoints of a run as folders: writes them whole, finds the newest to resume from, prunes the rest. The caller
+decides what is in them (`trainer/state.py`)."""
 
 import logging
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class Checkpoints:
     _has_warned: bool = False
 
     def save(self, step: int, write: Callable[[Path], Entries | None]) -> None:
-        """The state after `step`, unless it is there already; once it is safe, all but the newest `keep` go."""
+        """Write the state after `step`, unless it exists; then delete all but the newest `keep`."""
         folder = self.folder / f"step-{step:06d}"
         if step == self._current and _is_whole(folder, step):
             return
@@ -49,15 +50,15 @@ class Checkpoints:
         self._prune(step)
 
     def load_step(self, step: int, read: Callable[[Path], T]) -> T:
-        """What `read` makes of the checkpoint of one step, which must be whole."""
+        """Read the checkpoint of one step with `read`; it must be whole."""
         folder = self.folder / f"step-{step:06d}"
         _check(folder, step)
         return read(folder)
 
     def load(self, read: Callable[[Path], T]) -> T | None:
-        """What `read` makes of the newest folder that is whole; None if no checkpoint was ever written.
+        """Read the newest whole checkpoint with `read`; None if none was ever written.
 
-        One that is not whole, or that `read` refuses with a CheckpointError, is skipped with a warning.
+        A checkpoint that is not whole, or that `read` refuses with a CheckpointError, is skipped with a warning.
         """
         reasons = []
         for step, folder in sorted(self._folders().items(), reverse=True):
@@ -82,7 +83,7 @@ class Checkpoints:
         return {n: path for n, path in numbered(self.folder).items() if path.is_dir() and not path.suffix}
 
     def _prune(self, newest: int) -> None:
-        """Delete whole checkpoints that are older than the newest `keep`; one that cannot be deleted stays."""
+        """Delete whole checkpoints older than the newest `keep`; one that cannot be deleted stays."""
         # None after `newest`: a run that went back to an older one has not reached them again.
         older = [(n, path) for n, path in self._folders().items() if n < newest and not path.is_symlink()]
         older = sorted((n, path) for n, path in older if _is_whole(path, n, has_hashes=False))
@@ -105,7 +106,7 @@ class Checkpoints:
 
 
 def _check(folder: Path, step: int, *, has_hashes: bool = True) -> None:
-    """Raise CheckpointError for a folder that is not the whole checkpoint of the step."""
+    """Raise CheckpointError unless a folder is the complete checkpoint of the step."""
     facts = read_manifest(folder, has_hashes=has_hashes)
     if (facts.get("kind"), facts.get("step")) != ("training", step):
         raise CheckpointError(f"{folder} is not the checkpoint of step {step}: its manifest names another")
@@ -120,7 +121,7 @@ def _is_whole(folder: Path, step: int, *, has_hashes: bool = True) -> bool:
 
 
 def _move_away(path: Path) -> None:
-    """Rename what is in the way of a checkpoint: a damaged one of the same step, or a file that is not the run's."""
+    """Rename whatever blocks a checkpoint: a damaged one of the same step, or a file that is not the run's."""
     name = f"damaged-{path.name}{temporary(path).suffix.removeprefix('.tmp')}"
     try:
         path.rename(path.with_name(name))

@@ -1,5 +1,5 @@
-"""RunConsole: a bar with the stage and the time left, and lines of steps, on a terminal; a line that is replaced in a
-notebook; elsewhere a line per step. Model text is shown without control characters or markup."""
+"""RunConsole: on a terminal a progress bar and a line per step, in a notebook one line that is replaced, elsewhere a
+line per step. Model text is shown without control characters or markup."""
 
 import re
 import textwrap
@@ -24,7 +24,7 @@ from rich.text import Text
 
 from gruppo.keys import HELD_OUT_SCORES, KEYS, Key, held_out_key
 from gruppo.process.streams import printable
-from gruppo.run.transcript import STOPS, counted
+from gruppo.run.transcript import STOPS, call_text, calls_of, counted, speaker
 from gruppo.types import Group, Prompt, Trajectory
 
 ORDER = (
@@ -59,7 +59,7 @@ ALWAYS = ("reward/mean", "optim/grad_norm")
 
 
 class _Stage(ProgressColumn):
-    """What the run does now, and for how long when that takes a while."""
+    """Current stage of the run, with its duration if it takes a while."""
 
     def __init__(self, stage: Callable[[], str]) -> None:
         super().__init__()
@@ -270,6 +270,29 @@ def said(trajectory: Trajectory) -> Text:
         lost = f"; {STOPS[trajectory.stop_reason]}" if trajectory.is_lost else ""
         text.append(f"{' ' if text else ''}({numbers}{lost})", "dim")
     return text
+
+
+def spoken(trajectory: Trajectory, limit: int = 2_000) -> list[Text]:
+    """The lines of an episode: each text and call of the policy, each answer by who gave it, and how it ended."""
+    lines: list[Text] = []
+    turn = 0
+    for message in trajectory.messages or ():
+        said = visible(message["content"], limit)
+        if message["role"] == "assistant":
+            turn += 1
+            calls = [
+                Text(visible(call_text(call), limit).plain, "red" if call.get("error") else "")
+                for call in calls_of(message)
+            ]
+            parts = [*([Text(said.plain, "bold")] if said or not calls else []), *calls]
+            lines += [Text.assemble(f"  {turn if i == 0 else '':>2}  ", part) for i, part in enumerate(parts)]
+        else:
+            is_error = message.get("is_error", False)
+            who = f"{visible(speaker(message), 40)}{' failed' if is_error else ''}: "
+            lines.append(Text.assemble("      ", (f"{who}{said}", "red" if is_error else "dim")))
+    why = visible(trajectory.error.rstrip().rpartition("\n")[2].strip()) if trajectory.is_lost else ""
+    end = f"  {counted(trajectory.messages or ())}; {STOPS[trajectory.stop_reason]}{f': {why}' if why else ''}"
+    return [*lines, Text(end, "red" if trajectory.is_lost else "")]
 
 
 def visible(text: Any, limit: int = 200) -> Text:

@@ -33,7 +33,7 @@ FOLDERS = ("checkpoints", "completions", "model", "best", "tensorboard", "sync")
 
 
 class RunDirectory(RunReader):
-    """A run directory to write to. `create` makes a new one, `reopen` goes on in an old one; both take its lock.
+    """A run directory to write to. `create` makes a new one, `reopen` opens an existing one; both take its lock.
 
     As a context manager it gives the lock back, and takes a new run back that fails before it is `running`.
     """
@@ -116,7 +116,8 @@ class RunDirectory(RunReader):
                     folder.rmdir()
 
     def _check_kinds(self) -> None:
-        """Refuse what is no regular file, or no folder, in the place of one: a run could not keep its records."""
+        """Refuse anything but a regular file, or a folder, in the place of one, because the run could not keep its
+        records."""
         for name in (*FILES, *FOLDERS, NAME):
             path = self.path / name
             if path.exists() and not (path.is_dir() if name in FOLDERS else path.is_file()):
@@ -127,7 +128,7 @@ class RunDirectory(RunReader):
                 )
 
     def _is_ours(self) -> bool:
-        """Whether a run began here. A lone config.yaml may be the user's."""
+        """True if a run began here. A lone config.yaml may be the user's."""
         found = {name for name in ("env.json", "status.json", "metrics.jsonl") if (self.path / name).exists()}
         return (self.path / NAME).exists() or (bool(found) and (self.path / "config.yaml").exists())
 
@@ -226,7 +227,7 @@ class RunDirectory(RunReader):
         self._append("events.jsonl", {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
 
     def write_origin(self, origin: Mapping[str, Any]) -> None:
-        """What the run was made from, for `gruppo resume` to compare with."""
+        """Write what the run started from, for `gruppo resume` to compare with."""
         with self._needed():
             replace_file(self.path / "origin.json", json.dumps(origin, indent=1).encode(), flush=True)
 
@@ -321,7 +322,7 @@ def _step(line: Mapping[str, Any]) -> float:
 
 
 def _overwrite(path: Path, content: bytes) -> None:
-    """Write into a file that is there, in its place."""
+    """Overwrite an existing file in place."""
     with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b", buffering=0) as file:
         file.write(content)
         file.truncate()

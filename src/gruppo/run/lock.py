@@ -1,4 +1,4 @@
-"""RunLock: an flock on a file of the run directory. The kernel ends it with its process, however that ends."""
+"""RunLock: an flock on a file of the run directory. The kernel releases it when the process ends, however it ends."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "lock"
 WAIT_S = 1.0
-"""Seconds to wait for a lock: `is_owned` in another process, or the end of one that was killed, takes a moment."""
+"""Seconds to wait for a lock, because `is_owned` in another process, or the exit of a killed one, takes a moment."""
 
 
 class RunLock:
@@ -68,7 +68,7 @@ class RunLock:
     __del__ = _close
 
     def _is_in_place(self) -> bool:
-        """Whether the open file is the one that others find."""
+        """True if the open file is the one that others find."""
         return self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.lstat())
 
     def _owner(self) -> str:
@@ -80,7 +80,7 @@ class RunLock:
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether a process holds the lock of a run directory, as far as can be told."""
+    """True if a process holds the lock of a run directory, as far as this can be known."""
     try:
         file = os.open(folder / NAME, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -24,7 +24,7 @@ _NUMBERED = re.compile(r"step-(\d+)(\.parquet)?")
 
 
 FORMAT = 1
-"""Number of the format of a run directory. Raise it with any change by which older runs can no longer be resumed."""
+"""Number of the format of a run directory. Raise it with any change that keeps older runs from being resumed."""
 
 MAX_CONFIG_BYTES = 2**20
 MAX_CONFIG_VALUES = 10_000
@@ -49,7 +49,7 @@ class RunReader:
         self.held_out = self.path / "heldout.jsonl"
 
     def config(self) -> dict[str, Any]:
-        """The options of the run, with `output` where the directory now lies."""
+        """Options of the run, with the directory's current place as `output`."""
         self.check()
         return read_yaml(self.path / "config.yaml") | {"output": str(self.path)}
 
@@ -93,9 +93,9 @@ class RunReader:
 
     def status(self) -> dict[str, Any]:
         """`status` (running, done, stopped, failed or killed), `step`, the `error` of a run that failed, and what
-        `ended` one before its last step.
+        `ended` it before its last step.
 
-        killed: the file says running, and the process is gone.
+        killed: the file says running, but the process no longer exists.
         """
         from gruppo.run.lock import is_owned
 
@@ -104,7 +104,7 @@ class RunReader:
         return found | ({"status": "killed"} if is_killed else {})
 
     def origin(self) -> dict[str, Any]:
-        """What the run was made from: its options but for `steps` and `output`, and digests of prompts and weights."""
+        """Origin of the run: its options except `steps` and `output`, and digests of prompts and weights."""
         return read_json(self.path / "origin.json")
 
     def environment(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class RunReader:
         return sorted(step for step, folder in folders.items() if (folder / "manifest.json").is_file())
 
     def saved(self) -> str:
-        """What of the run is saved, and the command that goes on from it."""
+        """The saved state of the run in words, with the command that continues from it."""
         steps = self.checkpoint_steps()
         what = f"step {steps[-1]} is saved" if steps else "no step is saved, and it starts over"
         return f"{what}: gruppo resume {shell_word(self.path)}"
@@ -174,7 +174,7 @@ def at_home(path: str | Path) -> Path:
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """Entries of a folder by step: `step-000010`, `step-000010.parquet`; anything else in it is left alone."""
+    """Entries of a folder by step: `step-000010`, `step-000010.parquet`; anything else is ignored."""
     found = ((_NUMBERED.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
     return {int(name[1]): path for name, path in found if name is not None and name[1] == f"{int(name[1]):06d}"}
 
@@ -201,7 +201,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file; one that is not whole is left out.
+    """Records of a JSONL file, without incomplete ones.
 
     The last line may be cut: by a crash, or because it is just being written. Any other is a damage that is logged.
     """
@@ -257,8 +257,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _check_yaml(root: Any, path: Path) -> None:
-    """Refuse keys that come twice, numbers to base 60, and aliases that stand for more values than a config has: a few
-    hundred bytes of them can stand for billions."""
+    """Refuse duplicate keys, numbers to base 60, and aliases that expand to more values than a config has: a few
+    hundred bytes can expand to billions."""
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:

@@ -20,7 +20,7 @@ ADVICE_EVERY = 20
 """Steps between two looks at the numbers of the steps since the last."""
 
 MOST_UNWRITTEN = 2
-"""Most steps whose completions wait to be written while the run goes on."""
+"""Largest number of steps whose completions may wait to be written."""
 
 SPIKE = 100.0
 """Warn when the gradient norm exceeds this multiple of the recent median."""
@@ -37,7 +37,7 @@ class Recorder:
     `timed`.
 
     The record of a step is complete before its checkpoint: a run that resumes after the step will not write it again.
-    A thread writes the completions while the next step goes on; `flush` waits for it.
+    A thread writes the completions during the next step; `flush` waits for it.
     """
 
     run: RunDirectory
@@ -50,7 +50,7 @@ class Recorder:
     advise: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda recent: ()
     """Advice on the lines of the last steps in metrics.jsonl: `gruppo.doctor.advice`."""
     stage: Callable[[], str] = lambda: ""
-    """What the run does now: the bar shows it."""
+    """Current stage of the run, for the progress bar."""
     _console: RunConsole | None = None
     _recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ADVICE_EVERY))
     _kept: list[Group] = field(default_factory=list)
@@ -61,19 +61,19 @@ class Recorder:
     _warned: set[tuple[str, str]] = field(default_factory=set)
 
     def started(self, step: int, **facts: Any) -> None:
-        """The run begins, or goes on, after `step`; `facts` go to the event."""
+        """Record that the run starts or resumes after `step`; `facts` go to the event."""
         self.run.set_status("running", step)
         self.run.log_event("start", step=step, **facts)
         if not self.quiet:
             self._console = RunConsole(self.steps, first_step=step, stage=self.stage)
 
     def say(self, text: str) -> None:
-        """A sentence for the terminal alone."""
+        """Print a sentence on the terminal only."""
         if self._console is not None:
             self._console.say(text)
 
     def writes_completions(self, step: int) -> bool:
-        """Whether the completions of a step go to a file."""
+        """True if the completions of a step go to a file."""
         return bool(self.completions_every) and step % self.completions_every == 0
 
     def sampled(

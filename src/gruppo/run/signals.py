@@ -1,5 +1,5 @@
-"""StopFlag: on Ctrl-C, SIGTERM, SIGHUP (a terminal that is closed) or SIGUSR1 (a warning of Slurm) the run finishes the
-current critical section, saves and exits. Ctrl-C after another signal, and a second SIGTERM, exit at once."""
+"""StopFlag: on Ctrl-C, SIGTERM, SIGHUP (closed terminal) or SIGUSR1 (Slurm's warning), the run finishes its critical
+section, saves and exits. Ctrl-C after another signal, and a second SIGTERM, exit at once."""
 
 import os
 import select
@@ -31,9 +31,9 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.parting: Callable[[], str] = lambda: "left at once"
-        """What to say when a signal ends the process at once."""
+        """Text printed when a signal ends the process at once."""
         self._is_told = False
-        """Whether there was a signal by which somebody stops a run, not a warning."""
+        """True if a signal asked the run to stop, rather than warned it."""
 
     def poll(self) -> None:
         if self.signal is not None:
@@ -56,7 +56,7 @@ class StopFlag:
         self._is_told |= number in (signal.SIGINT, signal.SIGTERM)
 
     def _leave(self, code: int) -> None:
-        """End the process at once, with a line if standard error takes one without waiting."""
+        """Exit at once, with a message if standard error accepts one without blocking."""
         with suppress(Exception):
             if select.select([], [2], [], 0)[1]:
                 os.write(2, f"\n{printable(self.parting())}\n".encode())

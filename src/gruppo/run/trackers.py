@@ -1,5 +1,5 @@
-"""TensorBoard, W&B and trackio: views of the run directory. One that is absent when asked for is an error at the start;
-one that fails or blocks is dropped with a warning, and the run goes on."""
+"""Trackers: TensorBoard, W&B and trackio as views of the run directory. A missing one is an error at the start; one
+that fails or blocks later is dropped with a warning."""
 
 import logging
 import queue
@@ -34,7 +34,7 @@ class Trackers:
     """All boards of a run: `names` of tensorboard, wandb, trackio.
 
     Args:
-        deadline_s: time for one call of a board; one that takes longer is switched off.
+        deadline_s: time limit for one call of a board; a slower one is switched off.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any], *, deadline_s: float) -> None:
@@ -65,7 +65,7 @@ class Trackers:
 
 
 class _Board:
-    """A tracker in a thread of its own, since its calls may block or raise whatever they like."""
+    """A tracker in its own thread, because its calls may block or raise anything."""
 
     def __init__(self, name: str, make: Callable[[], Any], deadline_s: float) -> None:
         self._make = make
@@ -78,7 +78,7 @@ class _Board:
         self._thread.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> str:
-        """Hand a record over; the reason if the tracker is to be given up."""
+        """Pass on a record; returns the reason if the tracker must be dropped."""
         call = self._call
         if self._error:
             return self._error
@@ -118,7 +118,7 @@ class _Board:
 
 
 class _TensorBoard:
-    """A file of events, one for each step. TensorBoard's own writer has a thread of its own, which loses errors."""
+    """An event file with one event per step. TensorBoard's own writer uses a thread that loses errors."""
 
     def __init__(self, folder: Path) -> None:
         # Generated modules, whose names no type checker sees

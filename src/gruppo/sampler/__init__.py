@@ -1,4 +1,4 @@
-"""Rollouts: prompts become groups of sampled trajectories. Another engine is another subclass of Sampler."""
+"""Samplers: prompts become groups of sampled trajectories. To add an engine, subclass Sampler."""
 
 from gruppo.sampler.base import Sampler, SampleRequest, SamplingParams
 from gruppo.sampler.torch_sampler import TorchSampler

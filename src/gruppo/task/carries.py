@@ -33,7 +33,7 @@ def add(a: int, b: int) -> str:
 
 
 def add_without_carries(a: int, b: int) -> str:
-    """The demonstrator's usual answer: each digit summed alone, the carry dropped."""
+    """The demonstrator's usual answer: digits summed one by one, carries dropped."""
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 

@@ -10,24 +10,20 @@ A row has a `prompt`: a string, or a list of messages with `role` and `content`.
 text must be storable.
 """
 
-import inspect
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gruppo.errors import InputError
-from gruppo.task.reader import Record, load_hub, read_file, read_objects
+from gruppo.task.reader import open_source
+from gruppo.task.row_check import prompt_kind, prompt_problem, text_problem
 
 BadRowPolicy = Literal["fail", "drop"]
 """`fail`: the first bad row ends the reading with an error. `drop`: bad rows are left out and listed."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
-"""Names under which data sets keep the right answer; the first that is there counts. The last is verl's."""
+"""Column names for the right answer; the first that exists counts. The last is verl's."""
 
 LIKELY_PROMPTS = ("problem", "messages", "input", "instruction", "query")
 """Names under which data sets keep prompts, for errors: a column of such a name may also be something else."""
@@ -36,14 +32,14 @@ BAD_ROW_REMEDY = "fix it, or leave bad rows out with on_bad_row='drop' (--on-bad
 
 
 class DroppedRow(NamedTuple):
-    """A row that was left out: where it stands, and why."""
+    """A dropped row: its place, and the reason."""
 
     row: str
     reason: str
 
 
 class TooLongRow(DroppedRow):
-    """A row that was left out for its length alone; the data is not at fault."""
+    """A row dropped only for its length; the data is not at fault."""
 
     __slots__ = ()
 
@@ -85,7 +81,7 @@ class Rows:
         return tuple(dict.fromkeys(name for row in self.rows for name in row.values))
 
     def recognised(self) -> list[str]:
-        """A sentence for each column that is read under another name.
+        """A sentence for each column read under another name.
 
         >>> read_rows([{"question": "1+1=", "ground_truth": "2", "solution": "It is 2."}]).recognised()
         ['question is read as prompt', 'ground_truth is read as answer, not solution']
@@ -104,6 +100,7 @@ def read_rows(
     prompt_column: str = "prompt",
     column_map: Mapping[str, str] | None = None,
     label: str = "rows",
+    convert: Callable[[dict[str, Any]], dict[str, Any] | str] | None = None,
 ) -> Rows:
     """Reads and checks all rows of a source.
 
@@ -119,47 +116,44 @@ def read_rows(
             column, `question` is taken.
         column_map: other names for columns, old to new: `{"problem": "prompt", "solution": "answer"}`.
         label: how errors call a source that has no name of its own.
+        convert: makes the values of a usable row, or says why it cannot.
     """
     if on_bad_row not in ("fail", "drop"):
         raise InputError(f"on_bad_row must be 'fail' or 'drop', got {on_bad_row!r}")
-    label, opened = _open(source, label)
+    label, opened = open_source(source, label)
     records = list(opened)
     found = [read for _, read in records if not isinstance(read, str)]
-    names = dict.fromkeys(name for read in found for name in read)
-    asked = [name for name in (prompt_column, *(column_map or {}), *ANSWERS) if name not in names]
-    inner = _inner_names(found, asked)
-    renamed = _renames(names, inner, prompt_column, dict(column_map or {}), label) if names else {}
-    columns = {renamed.get(name, name) for name in names} | inner.keys()
-    answer_from = next((name for name in ANSWERS if name in columns), "answer")
-
+    columns = _Columns.of(found, prompt_column, dict(column_map or {}), label)
     rows: list[Row] = []
     dropped: list[DroppedRow] = []
+    kinds: set[str] = set()
     for index, (place, read) in enumerate(records):
-        if isinstance(read, str):
-            dropped.append(DroppedRow(place, read))
-            continue
-        values = {renamed.get(name, name): value for name, value in read.items()}
-        values |= {new: _inside(read, old) for old, new in renamed.items() if old in inner}
-        if answer_from in inner:
-            values["answer"] = _inside(read, answer_from)
-        elif answer_from != "answer" and answer_from in values:
-            values["answer"] = values[answer_from]
-        problem = prompt_problem(values) or text_problem(values)
-        if problem is None and rows:
-            kind, before = prompt_kind(values["prompt"]), prompt_kind(rows[0].values["prompt"])
-            if kind != before:
-                # Half of the prompts with a chat template and half without would be a silent mistake.
-                problem = f"prompt is a {kind}, those of the rows before are {before}s"
-        if problem is None:
-            rows.append(Row(values=values, index=index, place=place))
+        values = read if isinstance(read, str) else _checked(columns.values(read), kinds)
+        if convert is not None and not isinstance(values, str):
+            values = convert(values)
+        if isinstance(values, str):
+            dropped.append(DroppedRow(place, values))
         else:
-            dropped.append(DroppedRow(place, problem))
-    check_dropped(label, dropped, len(records), on_bad_row)
-    copied = None if answer_from == "answer" else answer_from
-    return Rows(rows=tuple(rows), dropped=tuple(dropped), source=label, renamed=renamed, answer_from=copied)
+            rows.append(Row(values=values, index=index, place=place))
+    _check_dropped(label, dropped, len(records), on_bad_row)
+    copied = None if columns.answer_from == "answer" else columns.answer_from
+    return Rows(rows=tuple(rows), dropped=tuple(dropped), source=label, renamed=columns.renamed, answer_from=copied)
 
 
-def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row: BadRowPolicy) -> None:
+def _checked(values: dict[str, Any], kinds: set[str]) -> dict[str, Any] | str:
+    """The values of a usable row, or why it is none. `kinds` has the kind of the prompts before."""
+    problem = prompt_problem(values) or text_problem(values)
+    if problem is not None:
+        return problem
+    kind = prompt_kind(values["prompt"])
+    for other in kinds - {kind}:
+        # Half of the prompts with a chat template and half without would be a silent mistake.
+        return f"prompt is a {kind}, those of the rows before are {other}s"
+    kinds.add(kind)
+    return values
+
+
+def _check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row: BadRowPolicy) -> None:
     """Raises when a source has bad rows that the policy does not allow, or no other."""
     if total == 0:
         raise InputError(
@@ -170,6 +164,38 @@ def check_dropped(label: str, dropped: list[DroppedRow], total: int, on_bad_row:
         raise InputError(f"{dropped[0].row}: {dropped[0].reason}{more}; {BAD_ROW_REMEDY}")
     if len(dropped) == total:
         raise InputError(f"{label} has no usable row; {dropped[0].row}: {dropped[0].reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """How the columns of a source are called."""
+
+    renamed: dict[str, str]
+    """Old to new names."""
+    inner: Mapping[str, None]
+    """Dotted names of what is inside of other columns."""
+    answer_from: str
+
+    @classmethod
+    def of(
+        cls, found: Sequence[Mapping[str, Any]], prompt_column: str, column_map: dict[str, str], label: str
+    ) -> "_Columns":
+        names = dict.fromkeys(name for read in found for name in read)
+        asked = [name for name in (prompt_column, *column_map, *ANSWERS) if name not in names]
+        inner = _inner_names(found, asked)
+        renamed = _renames(names, inner, prompt_column, column_map, label) if names else {}
+        after = {renamed.get(name, name) for name in names} | inner.keys()
+        return cls(renamed, inner, next((name for name in ANSWERS if name in after), "answer"))
+
+    def values(self, read: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a record under the names that rows have."""
+        values = {self.renamed.get(name, name): value for name, value in read.items()}
+        values |= {new: _inside(read, old) for old, new in self.renamed.items() if old in self.inner}
+        if self.answer_from in self.inner:
+            values["answer"] = _inside(read, self.answer_from)
+        elif self.answer_from in values:
+            values["answer"] = values[self.answer_from]
+        return values
 
 
 def _renames(
@@ -200,14 +226,14 @@ def _renames(
 
 
 def _inner_names(rows: Iterable[Mapping[str, Any]], asked: Iterable[str]) -> dict[str, None]:
-    """Dotted names of what is inside of the columns of which one is asked for by a dotted name."""
+    """Dotted names inside the columns that a dotted name refers to."""
     outers = {name.rpartition(".")[0] for name in asked if "." in name}
     found = [(outer, row) for row in rows for outer in outers if isinstance(_inside(row, outer), Mapping)]
     return dict.fromkeys(f"{outer}.{key}" for outer, row in found for key in _inside(row, outer))
 
 
 def _inside(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a dotted name: `reward_model.ground_truth`. None where there is none.
+    """The value of a dotted name: `reward_model.ground_truth`. None if it does not exist.
 
     >>> _inside({"reward_model": {"style": "rule", "ground_truth": "72"}}, "reward_model.ground_truth")
     '72'
@@ -216,134 +242,3 @@ def _inside(row: Mapping[str, Any], name: str) -> Any:
     for part in name.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
-
-
-def is_stream(source: Any) -> bool:
-    """True for rows without a length: of a generator, or a `datasets.IterableDataset`.
-
-    >>> is_stream({"prompt": str(n)} for n in range(3)), is_stream([{"prompt": "1"}])
-    (True, False)
-    """
-    return isinstance(source, Iterable) and not isinstance(source, str | os.PathLike) and not hasattr(source, "__len__")
-
-
-def first_rows(stream: Any, num: int) -> list[Any]:
-    """The first rows of a stream; no more are read. A generator that was read from before is refused."""
-    if inspect.isgenerator(stream) and inspect.getgeneratorstate(stream) != inspect.GEN_CREATED:
-        raise InputError("the generator of the data was read from before, and cannot start again; make a new one")
-    return list(islice(stream, num))
-
-
-def _open(source: Any, label: str) -> tuple[str, Iterable[Record]]:
-    """A name for error texts, and the records."""
-    if isinstance(source, str) and source.startswith("hf://"):
-        return source, read_objects(load_hub(source), source)
-    if isinstance(source, str | os.PathLike):
-        path = _check_path(source)
-        return str(path), read_file(path)
-    if isinstance(source, list | tuple):
-        if source and all(isinstance(row, str | os.PathLike) for row in source):
-            raise InputError(
-                f"the data is a list of {len(source)} texts, the first {str(source[0])[:80]!r}. If they name files: "
-                "data is one source, join the files into one. If they are prompts: write [{'prompt': text}, ...]"
-            )
-        return label, read_objects(source, label)
-    # `datasets` is an optional dependency: its objects are known by what they offer.
-    column_names = getattr(source, "column_names", None)
-    if isinstance(column_names, Mapping):
-        raise InputError(f"got a data set with splits {', '.join(column_names)}; pass one: data['train']")
-    if column_names is not None and hasattr(source, "__len__"):
-        return label, read_objects(source, label)
-    take = "; give a list of as many of its rows as you need" if is_stream(source) else ""
-    raise InputError(
-        f"rows must be a path, an hf:// name, a datasets.Dataset or a list of dicts, got {type(source).__name__}{take}"
-    )
-
-
-def _check_path(source: str | os.PathLike[str]) -> Path:
-    path = Path(os.path.expanduser(source))
-    if os.path.isfile(path):  # unlike path.is_file() it takes a name of any length, such as the text of a prompt
-        return path
-    if os.path.exists(path):
-        raise InputError(f"{path} is not a file; name a .jsonl, .csv or .parquet file")
-    raise InputError(f"no such file: {str(path)[:200]}")
-
-
-def prompt_kind(prompt: Any) -> Literal["string", "message list"]:
-    """The kind of a usable prompt."""
-    return "string" if isinstance(prompt, str) else "message list"
-
-
-def prompt_problem(row: Mapping[str, Any]) -> str | None:
-    """The reason why the prompt of a row cannot be used, or None."""
-    if "prompt" not in row:
-        return f"no 'prompt' column; the row has {', '.join(map(repr, row)) or 'no columns'}"
-    prompt = row["prompt"]
-    if prompt is None:
-        return "prompt is null"
-    if isinstance(prompt, str):
-        return None if prompt.strip() else "prompt is empty"
-    if not isinstance(prompt, Sequence):
-        return f"prompt must be a string or a list of messages, got {type(prompt).__name__}"
-    if not prompt:
-        return "prompt is an empty list of messages"
-    for number, message in enumerate(prompt):
-        problem = _message_problem(message)
-        if problem:
-            return f"message {number} of the prompt {problem}"
-    last = prompt[-1]
-    if last["role"] == "assistant":
-        if len(prompt) == 1:
-            return "the prompt is a turn of the assistant alone; put the user's before it"
-        if more := [key for key, value in last.items() if key not in ("role", "content") and value is not None]:
-            return f"the last message is the assistant's and has {more[0]!r}; only its content can be gone on with"
-    if not last["content"].strip():
-        return "prompt is empty: its last message has no content"
-    return None
-
-
-def text_problem(row: Mapping[str, Any]) -> str | None:
-    """The reason why the text inside a row cannot be saved with the completions of a run, or None."""
-    for column, whole in row.items():
-        # A stack and not recursion: JSON may nest deeper than Python's call stack.
-        stack = [column, whole]
-        while stack:
-            value = stack.pop()
-            if isinstance(value, str):
-                problem = _character_problem(value)
-                if problem:
-                    return f"column {column!a} contains {problem}"
-            elif isinstance(value, Mapping):
-                stack.extend(value.keys())
-                stack.extend(value.values())
-            elif isinstance(value, list | tuple):
-                stack.extend(value)
-    return None
-
-
-def _character_problem(text: str) -> str | None:
-    if "\x00" in text:
-        return "a NUL character"
-    if text.isascii():
-        return None
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        if 0xDC80 <= code <= 0xDCFF:  # where Python's surrogateescape puts bytes that it cannot decode
-            return f"the byte {code - 0xDC00:#04x}, which is not UTF-8"
-        return f"a lone surrogate, U+{code:04X}"
-    return None
-
-
-def _message_problem(message: Any) -> str | None:
-    if not isinstance(message, Mapping):
-        return f"must be an object with 'role' and 'content', got {type(message).__name__}"
-    for name in ("role", "content"):
-        if name not in message:
-            return f"has no {name!r}"
-    if message["role"] not in ROLES:
-        return f"has role {message['role']!r:.40}; roles are {', '.join(ROLES)}"
-    if not isinstance(message["content"], str):
-        return f"has content of type {type(message['content']).__name__}; only text is supported"
-    return None

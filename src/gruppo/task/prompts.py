@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import InputError
 from gruppo.reward.call import STANDARD
-from gruppo.task.dataset import BAD_ROW_REMEDY, BadRowPolicy, DroppedRow, Row, Rows, TooLongRow, prompt_kind
+from gruppo.task.dataset import BAD_ROW_REMEDY, BadRowPolicy, DroppedRow, Row, Rows, TooLongRow
 from gruppo.task.order import HOLDOUT_STREAM, shuffle
+from gruppo.task.row_check import prompt_kind
 from gruppo.task.sources import resolve_source
 from gruppo.task.template import Rendered, begun_turn, render_chats
 from gruppo.types import Prompt
@@ -199,7 +200,7 @@ def _render(
             part = list(same)
             prompts = [row.values["prompt"] for row in part]
             if not is_plain:
-                conversations = [_conversation(prompt, system) for prompt in prompts]
+                conversations = [conversation(prompt, system) for prompt in prompts]
                 yield from zip(part, render_chats(conversations, tokenizer, template_kwargs, tools), strict=True)
             elif tools:
                 raise InputError(
@@ -210,7 +211,7 @@ def _render(
                 yield from zip(part, zip(encode_texts(prompts, tokenizer), prompts, strict=True), strict=True)
 
 
-def _conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:
+def conversation(prompt: Any, system: str | None) -> list[dict[str, Any]]:
     """The messages of a prompt; text is the turn of a user."""
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     # Arrow gives every message the keys of all of them, None where there was none; templates would print it.

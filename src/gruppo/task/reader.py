@@ -5,11 +5,14 @@ drop it and go on. What cannot be read at all (no such file, not Parquet, no hea
 """
 
 import csv
+import inspect
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
@@ -20,7 +23,62 @@ Record = tuple[str, Mapping[str, Any] | str]
 `source[row]` for tables (from 0)."""
 
 
-def read_file(path: Path) -> Iterator[Record]:
+def open_source(source: Any, label: str) -> tuple[str, Iterable[Record]]:
+    """A name for error texts, and the records of a source.
+
+    Args:
+        label: the name of a source that has none.
+    """
+    if isinstance(source, str) and source.startswith("hf://"):
+        return source, _read_objects(load_hub(source), source)
+    if isinstance(source, str | os.PathLike):
+        path = _check_path(source)
+        return str(path), _read_file(path)
+    if isinstance(source, list | tuple):
+        if source and all(isinstance(row, str | os.PathLike) for row in source):
+            raise InputError(
+                f"the data is a list of {len(source)} texts, the first {str(source[0])[:80]!r}. If they name files: "
+                "data is one source, join the files into one. If they are prompts: write [{'prompt': text}, ...]"
+            )
+        return label, _read_objects(source, label)
+    # `datasets` is an optional dependency: its objects are known by what they offer.
+    column_names = getattr(source, "column_names", None)
+    if isinstance(column_names, Mapping):
+        raise InputError(f"got a data set with splits {', '.join(column_names)}; pass one: data['train']")
+    if column_names is not None and hasattr(source, "__len__"):
+        return label, _read_objects(source, label)
+    take = "; give a list of as many of its rows as you need" if is_stream(source) else ""
+    raise InputError(
+        f"rows must be a path, an hf:// name, a datasets.Dataset or a list of dicts, got {type(source).__name__}{take}"
+    )
+
+
+def _check_path(source: str | os.PathLike[str]) -> Path:
+    path = Path(os.path.expanduser(source))
+    if os.path.isfile(path):  # unlike path.is_file() it takes a name of any length, such as the text of a prompt
+        return path
+    if os.path.exists(path):
+        raise InputError(f"{path} is not a file; name a .jsonl, .csv or .parquet file")
+    raise InputError(f"no such file: {str(path)[:200]}")
+
+
+def is_stream(source: Any) -> bool:
+    """True for rows without a length: of a generator, or a `datasets.IterableDataset`.
+
+    >>> is_stream({"prompt": str(n)} for n in range(3)), is_stream([{"prompt": "1"}])
+    (True, False)
+    """
+    return isinstance(source, Iterable) and not isinstance(source, str | os.PathLike) and not hasattr(source, "__len__")
+
+
+def first_rows(stream: Any, num: int) -> list[Any]:
+    """The first rows of a stream; no more are read. A generator that was read from before is refused."""
+    if inspect.isgenerator(stream) and inspect.getgeneratorstate(stream) != inspect.GEN_CREATED:
+        raise InputError("the generator of the data was read from before, and cannot start again; make a new one")
+    return list(islice(stream, num))
+
+
+def _read_file(path: Path) -> Iterator[Record]:
     """Records of a file in the format that its suffix names."""
     readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
     reader = readers.get(path.suffix.lower())
@@ -30,7 +88,7 @@ def read_file(path: Path) -> Iterator[Record]:
     return reader(path)
 
 
-def read_objects(rows: Iterable[Any], label: str) -> Iterator[Record]:
+def _read_objects(rows: Iterable[Any], label: str) -> Iterator[Record]:
     """Records of a sequence in memory: a list of dicts or a `datasets.Dataset`."""
     for index, row in enumerate(rows):
         yield f"{label}[{index}]", _columns(row)

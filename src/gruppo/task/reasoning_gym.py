@@ -35,7 +35,7 @@ def score(
     reasoning_gym: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Reward: the data set's score of what stands in the last `<answer>...</answer>` of each completion, 0 to 1."""
+    """Reward: the data set's score, 0 to 1, of the last `<answer>...</answer>` of each completion."""
     scores = []
     rows = zip(completion_texts(completions), question, answer, metadata, reasoning_gym, strict=True)
     for text, q, a, m, spec in rows:

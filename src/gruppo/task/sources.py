@@ -1,14 +1,13 @@
 """Sources of prompts by name (docs/data.md lists them), and the rows that each name stands for."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from gruppo.errors import InputError
 from gruppo.task.calculator import calculator_rows
 from gruppo.task.carries import carries_rows, sums_rows
-from gruppo.task.dataset import BadRowPolicy, DroppedRow, Rows, check_dropped, read_rows
+from gruppo.task.dataset import BadRowPolicy, Rows, read_rows
 from gruppo.task.reasoning_gym import reasoning_gym_rows
 
 GSM8K_INSTRUCTION = "Solve the problem step by step. End with a line that holds only #### and the final number."
@@ -88,15 +87,13 @@ def gsm8k_prompt(question: str, style: Style = "chat") -> str | list[dict[str, s
 
 def gsm8k_rows(source: Any, *, style: Style = "chat", on_bad_row: BadRowPolicy = "fail") -> Rows:
     """Rows with `prompt` and whole `answer` from anything that `read_rows` reads and that has GSM8K's columns."""
-    raw = read_rows(source, prompt_column="question", on_bad_row=on_bad_row, label="gsm8k")
-    rows, dropped = [], list(raw.dropped)
-    for row in raw.rows:
-        question, answer = row.values["prompt"], row.values.get("answer")
+
+    def convert(values: dict[str, Any]) -> dict[str, Any] | str:
+        question, answer = values["prompt"], values.get("answer")
         if not isinstance(question, str):
-            dropped.append(DroppedRow(row.place, "question must be a string"))
-        elif not isinstance(answer, str) or "####" not in answer:
-            dropped.append(DroppedRow(row.place, "answer must be text with '#### number'"))
-        else:
-            rows.append(replace(row, values={**row.values, "prompt": gsm8k_prompt(question, style)}))
-    check_dropped(raw.source, dropped, len(rows) + len(dropped), on_bad_row)
-    return replace(raw, rows=tuple(rows), dropped=tuple(dropped))
+            return "question must be a string"
+        if not isinstance(answer, str) or "####" not in answer:
+            return "answer must be text with '#### number'"
+        return values | {"prompt": gsm8k_prompt(question, style)}
+
+    return read_rows(source, prompt_column="question", on_bad_row=on_bad_row, label="gsm8k", convert=convert)

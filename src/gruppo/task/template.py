@@ -60,7 +60,7 @@ def render_chats(
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Rendered | InputError]:
-    """The prompt of each conversation, or why there is none. It ends where the assistant's turn begins, or goes on.
+    """The prompt of each conversation, or why there is none. It ends where the assistant's turn begins, or continues.
 
     A last message of the assistant stands as it is where the template begins the assistant's turn: what the model would
     have written there itself. Not by `continue_final_message`, with which some templates put an empty thought before
@@ -109,7 +109,7 @@ def begun_turn(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _gone_on(text: str, start: str) -> str:
-    """The text with the start of the assistant's turn; a tag that both have, such as <think>, stands once.
+    """The text with the start of the assistant's turn; a tag that both have, such as <think>, appears once.
 
     >>> _gone_on("<assistant><think>", "<think>Well,"), _gone_on("<assistant>", "Well,")
     ('<assistant><think>Well,', '<assistant>Well,')

@@ -22,7 +22,7 @@ from gruppo.reward import RewardShape
 from gruppo.types import Group, Rollout
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
 
 FLOAT32_EPS = 2.0**-23
 
@@ -142,7 +142,7 @@ def kl_to_reference(rollout: Rollout) -> float:
     return 0.0 if abs(kl) <= rounding else kl
 
 
-def with_kl(groups: Sequence[Group], model: "TransformersModel") -> tuple[list[Group], dict[str, float]]:
+def with_kl(groups: Sequence[Group], model: "Actor") -> tuple[list[Group], dict[str, float]]:
     """The groups with the log-probs of policy and reference, both by the code that trains, and the mean KL.
 
     Equal completions of a group get the same numbers, whichever forward they came from.

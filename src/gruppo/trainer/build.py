@@ -16,6 +16,8 @@ from gruppo.advantage import ADVANTAGES, Advantage
 from gruppo.errors import GruppoError, InputError
 from gruppo.loss import CORRECTIONS, LOSSES, PolicyLoss
 from gruppo.metric import Metric, metric_for
+from gruppo.model import LoraSpec, TransformersModel
+from gruppo.model.lora import lora_of
 from gruppo.options import DataOptions, ModelOptions, read_pair, read_sampler
 from gruppo.parallel.ranks import Ranks, world_of_launcher
 from gruppo.process.by_name import import_object
@@ -29,7 +31,7 @@ from gruppo.sampler import TorchSampler, vLLMSampler
 from gruppo.sampler.base import SamplingParams, check_ids, sampler_class
 from gruppo.sampler.vllm.placed import servers_of_launcher
 from gruppo.task import PromptSet, load_prompts
-from gruppo.task.dataset import first_rows, is_stream
+from gruppo.task.reader import first_rows, is_stream
 from gruppo.trainer.advantages import AdvantageAssigner
 from gruppo.trainer.config import TrainConfig
 from gruppo.trainer.estimate import replicates
@@ -52,7 +54,7 @@ from gruppo.weights.source import (
 )
 
 if TYPE_CHECKING:
-    from gruppo.model import LoraSpec, TransformersModel
+    from gruppo.model.ranked import Actor, RankedModel
 
 
 def check_ranks(config: TrainConfig, inputs: Inputs, ranks: Ranks | None) -> None:
@@ -115,7 +117,7 @@ def build_player(
         turn_deadline=more.turn_deadline,
         episode_deadline=more.episode_deadline,
     )
-    return Player(environments, codecs, limits, poll=poll)
+    return Player(environments, codecs, limits, system=config.system, poll=poll)
 
 
 def count_steps(config: TrainConfig, prompts: "Prompts") -> "tuple[TrainConfig, Prompts]":
@@ -379,7 +381,7 @@ def sampler_of(config: TrainConfig) -> type[Any]:
 
 
 def build_hand_over(
-    config: TrainConfig, model: "TransformersModel", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
+    config: TrainConfig, model: "Actor", prompts: Prompts, sync_folder: Path, poll: Callable[[], None]
 ) -> HandOver:
     """The sampler that the config names, with the way on which it gets the weights."""
     kind, servers = read_sampler(config.sampler)
@@ -444,51 +446,72 @@ def build_schedule(
     return Streamed(source, weights, updates=updates, report=report, **bounds)
 
 
-def build_model(
-    config: TrainConfig, inputs: Inputs, loss: PolicyLoss, tokenizer: Any, ranks: Ranks | None = None
-) -> "TransformersModel":
-    """The actor with loss, optimizer, schedule and metric; with `ranks` this rank's part of it."""
-    from gruppo.model import TransformersModel
+def build_model(config: TrainConfig, inputs: Inputs, loss: PolicyLoss, tokenizer: Any) -> TransformersModel:
+    """The actor with loss, optimizer, schedule and metrics."""
+    model = TransformersModel(inputs.model, **_model_options(config, inputs, tokenizer))
+    _set_loss(model, config, loss)
+    _set_optimizer(model, config, inputs)
+    return model
 
-    make = TransformersModel
-    if ranks is not None:
-        from gruppo.model.ranked import RankedModel
 
-        own = {"ranks": ranks, "exact": config.advanced.ranks_exact, "deadline_s": config.advanced.rank_deadline}
-        make = partial(RankedModel, **own, replicated=replicates(config, inputs.model, ranks))
-    model = make(
-        inputs.model,
-        lora=_new_adapter(config, inputs, config.seed),
-        dtype=config.dtype,
-        quantize=config.quantize,
-        tokens_per_microbatch=config.tokens_per_microbatch,
-        temperature=config.temperature,
-        gradient_checkpointing=config.gradient_checkpointing,
-        offload=config.advanced.offload,
-        keep_activations=config.advanced.keep_activations,
-        compile=config.advanced.compile,
-        layout=config.layout,
-        tokenizer=tokenizer,
-    )
+def build_ranked(
+    config: TrainConfig,
+    inputs: Inputs,
+    loss: PolicyLoss,
+    tokenizer: Any,
+    ranks: Ranks,
+    share_signal: Callable[[int], int],
+) -> "RankedModel":
+    """The same over several ranks; `share_signal` as in `RankedModel`."""
+    from gruppo.model.rank_part import ReplicatedModel, ShardedModel
+    from gruppo.model.ranked import RankedModel
+
+    kind = ReplicatedModel if replicates(config, inputs.model, ranks) else ShardedModel
+    options = _model_options(config, inputs, tokenizer)
+    part = kind(inputs.model, ranks=ranks, exact=config.advanced.ranks_exact, **options)
+    _set_loss(part, config, loss)
+    part.spread(keeps_copy=not sampler_of(config).reads_files)
+    _set_optimizer(part, config, inputs)
+    return RankedModel(part, deadline_s=config.advanced.rank_deadline, share_signal=share_signal)
+
+
+def _model_options(config: TrainConfig, inputs: Inputs, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "lora": _new_adapter(config, inputs, config.seed),
+        "dtype": config.dtype,
+        "quantize": config.quantize,
+        "tokens_per_microbatch": config.tokens_per_microbatch,
+        "temperature": config.temperature,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "offload": config.advanced.offload,
+        "keep_activations": config.advanced.keep_activations,
+        "compile": config.advanced.compile,
+        "layout": config.layout,
+        "tokenizer": tokenizer,
+    }
+
+
+def _set_loss(model: TransformersModel, config: TrainConfig, loss: PolicyLoss) -> None:
     if model.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
     model.set_loss(loss)
     if config.kl_in_reward:
         model.reference()  # frozen now: the weights at the start
+
+
+def _set_optimizer(model: TransformersModel, config: TrainConfig, inputs: Inputs) -> None:
+    """Optimizer, schedule and metrics."""
     more = config.advanced
     options: dict[str, Any] = {"betas": (more.adam_beta1, more.adam_beta2), "eps": more.adam_epsilon}
     options |= {} if config.lr is None else {"lr": config.lr}
-    if ranks is not None:
-        model.spread(keeps_copy=not sampler_of(config).reads_files)  # type: ignore[attr-defined]  # a RankedModel's
-    if config.advanced.ranks_exact:
+    if more.ranks_exact:
         model.weights.by_rows = True
         # On a CPU the fused kernel rounds otherwise at the end of a tensor, and shards end elsewhere.
         options |= {"fused": model.device.type == "cuda"}
     model.set_optimizer("AdamW", weight_decay=config.weight_decay, **options)
     model.set_lr_scheduler(config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.optimizer_steps)
-    for metric in (metric_for(loss), *build_metrics(inputs.metrics)):
+    for metric in (metric_for(model.loss), *build_metrics(inputs.metrics)):
         model.add_metric(metric)
-    return model
 
 
 def build_digests(inputs: Inputs, prompts: Prompts) -> dict[str, Any]:
@@ -515,11 +538,8 @@ def build_metrics(given: Iterable[Any]) -> list[Metric]:
     return made
 
 
-def _new_adapter(options: ModelOptions, inputs: Inputs, seed: int) -> "LoraSpec | None":
+def _new_adapter(options: ModelOptions, inputs: Inputs, seed: int) -> LoraSpec | None:
     """The adapter to put on the model; None for full weights, and for a model that brings its own."""
-    from gruppo.model import LoraSpec
-    from gruppo.model.lora import lora_of
-
     names = ("rank", "alpha", "targets", "modules_to_save")
     given = {name: value for name in names if (value := getattr(options, f"lora_{name}")) is not None}
     if holds_adapter(inputs.model) if isinstance(inputs.model, str) else lora_of(inputs.model):
@@ -594,6 +614,13 @@ def build_assigner(config: TrainConfig, estimate: Advantage, scorer: RewardScore
     """The estimator with the penalties that come before it."""
     if scorer.correct_by is None and len(scorer.rewards) > 1 and hasattr(estimate, "correct_at"):
         raise InputError(f"advantage={config.advantage!r} compares right answers with wrong ones, and {scorer.verdict}")
+    return assigner_of(config, estimate, {reward.name: reward.weight for reward in scorer.rewards}, scorer.correct_by)
+
+
+def assigner_of(
+    config: TrainConfig, estimate: Advantage, weights: dict[str, float], correct_by: str | None
+) -> AdvantageAssigner:
+    """The same for rewards of these weights, of which one says what is right."""
     return AdvantageAssigner(
         estimate=estimate,
         shape=RewardShape(
@@ -601,14 +628,14 @@ def build_assigner(config: TrainConfig, estimate: Advantage, scorer: RewardScore
             overlong_cache=config.overlong_cache,
             truncated_factor=config.advanced.truncated_factor,
         ),
-        weights={reward.name: reward.weight for reward in scorer.rewards},
-        correct_by=scorer.correct_by,
+        weights=weights,
+        correct_by=correct_by,
         scale=config.scale,
         mask_truncated=config.mask_truncated,
     )
 
 
-def build_state(config: TrainConfig, model: "TransformersModel", num_prompts: int) -> RunState:
+def build_state(config: TrainConfig, model: "Actor", num_prompts: int) -> RunState:
     """The state of a run besides the model, as it is before the first step."""
     more = config.advanced
     return RunState(

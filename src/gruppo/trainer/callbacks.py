@@ -26,7 +26,7 @@ class Callback:
     """
 
     def on_start(self, trainer: "GRPOTrainer") -> None:
-        """`train` begins; in a resumed run too, with `trainer.step_number` at the step it goes on from."""
+        """`train` begins; also in a resumed run, with `trainer.step_number` at the step it continues from."""
 
     def on_step(self, trainer: "GRPOTrainer", step: int, metrics: dict[str, float]) -> bool | None:
         """A step was taken; True ends the run after it."""
@@ -199,7 +199,7 @@ _NAMES = {theirs: own for theirs, own in TRL.items() if isinstance(own, str) and
 
 
 class _Arguments:
-    """What a callback of transformers gets for its TrainingArguments: the options of the run by transformers' names."""
+    """Stand-in for transformers' TrainingArguments: the options of the run under transformers' names."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config

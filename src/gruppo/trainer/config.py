@@ -138,7 +138,7 @@ class TrainConfig(
 
     @classmethod
     def of_run(cls, directory: str | Path, overrides: dict[str, Any] | None = None) -> "TrainConfig":
-        """The config of a run, with the directory where it now lies; `overrides` win."""
+        """The config of a run, with the directory's current place; `overrides` win."""
         run = RunReader(directory)
         try:
             return cls.read(options.merged(run.config(), overrides or {}), where=str(Path(directory) / "config.yaml"))
@@ -171,7 +171,7 @@ def refuse_arguments(names: Iterable[str]) -> NoReturn:
 
 
 def explain(error: ValidationError, where: str, known: list[str]) -> str:
-    """A pydantic error as one line per field: name, value, what is wrong, what to do."""
+    """A pydantic error with one line per field: name, value, problem, remedy."""
     lines = []
     for item in error.errors():
         inner = [str(p) for p in item["loc"][1:] if not str(p).startswith(("function-", "float", "tuple", "int"))]

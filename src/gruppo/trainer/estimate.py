@@ -1,10 +1,8 @@
 """Estimate of a run: what it will do, in numbers, before it does it."""
 
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +10,6 @@ from torch import nn
 
 from gruppo.batch import pack, pack_shared
 from gruppo.batch.packed import usual_width
-from gruppo.errors import InputError
 from gruppo.kernel.head import memory_estimate
 from gruppo.model.attention_hook import refusal
 from gruppo.model.logp_model import SMALL_LOGITS
@@ -24,7 +21,7 @@ from gruppo.types import InputFeature, Prompt
 from gruppo.weights.source import holds_adapter, outline
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
 
 MiB = 2**20
 ADAPTER_SHARE = 100
@@ -33,8 +30,6 @@ COMFORT = 3
 """A rank has room for all weights when its memory is this many times what they take: activations need the rest."""
 TRIAL_TOKENS = (1024, 3072)
 """Tokens of the two trial forwards from which a GPU's memory per token is found."""
-FILE_BYTES, TOKEN_BYTES = 2**14, 20
-"""Bytes of a file of completions without its tokens, and of each token in it: id, text and four numbers, compressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +90,10 @@ class RunEstimate:
 
 def estimate_run(
     config: TrainConfig,
-    model: "TransformersModel",
+    model: "Actor",
     prompts: Sequence[Prompt],
-    reading: tuple[str, ...] = (),
-    held_out: int = 0,
-    verdict: str = "",
 ) -> RunEstimate:
-    """The plan of a run that trains a model on these prompts."""
+    """The estimate of a run that trains a model on these prompts."""
     mean_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
     hidden_size = _shape(model.model)[0]
     sequences = config.prompts_per_step * config.group_size
@@ -113,9 +105,8 @@ def estimate_run(
     if model.device.type == "cuda" and ranks == 1:  # measuring would be a step of all ranks
         shares = copies < config.group_size and refusal(model.logp_model.base) is None
         activations = int(micro * bytes_per_token(model, shares=shares))
-    holders = 1 if getattr(model, "replicated", False) else ranks  # each rank of a RankedModel may keep all weights
     memory = training_memory(
-        config, model.model, tokens=micro, dtype=model.dtype, ranks=holders, activations=activations
+        config, model.model, tokens=micro, dtype=model.dtype, ranks=model.num_shards, activations=activations
     )
     parameters, trainable = _sizes(model.model.parameters())
     return RunEstimate(
@@ -129,18 +120,15 @@ def estimate_run(
         memory=memory.total + _kept_cache(config, model, prompts),
         prompt_copies=copies,
         computed_tokens=computed,
-        reading=reading,
-        held_out=held_out,
-        verdict=verdict,
         ranks=ranks,
-        copy=getattr(model, "copy_bytes", 0),
+        copy=model.copy_bytes,
     )
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _kept_cache(config: TrainConfig, model: "TransformersModel", prompts: Sequence[Prompt]) -> int:
+def _kept_cache(config: TrainConfig, model: "Actor", prompts: Sequence[Prompt]) -> int:
     """Bytes of the cache that the sampler keeps on a GPU from one step to the next."""
     if model.device.type != "cuda" or config.sampler != "torch" or model.ranks.world > 1:
         return 0
@@ -272,7 +260,7 @@ def replicates(config: TrainConfig, model_id: Any, ranks: Ranks) -> bool:
     return not ranks.highest(int(needed.total > room / COMFORT))
 
 
-def bytes_per_token(model: "TransformersModel", *, shares: bool) -> float:
+def bytes_per_token(model: "Actor", *, shares: bool) -> float:
     """Bytes of a GPU that a token more takes in the forward and backward of the model's body.
 
     Measured on two small forwards, which also compile what the run will use. Gradients are dropped as they come.
@@ -310,67 +298,3 @@ def _prompt_copies(config: TrainConfig, mean_prompt_tokens: float, hidden_size: 
     # A group that exceeds a micro-batch, or a row, is split; each part computes the prompt.
     rooms = [limit - prompt for limit in (config.tokens_per_microbatch, rows.row_slots) if limit is not None]
     return min(max([1, *(-(-group // max(room // max(own, 1), 1)) for room in rooms)]), group)
-
-
-# --- disk ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskNeeds:
-    """Bytes that a run will write into its directory, at most."""
-
-    checkpoint: int
-    """One checkpoint."""
-    num_checkpoints: int
-    """Checkpoints that are there at a time, beside those that there are already."""
-    models: int
-    """The model at the end, the best one, and weights on their way to vLLM."""
-    completions: int
-    """Files of completions, each at its limit."""
-
-    @property
-    def total(self) -> int:
-        return self.checkpoint * self.num_checkpoints + self.models + self.completions
-
-    def check(self, config: TrainConfig, folder: Path) -> None:
-        """Raise InputError if the disk of a folder has less room."""
-        disk = shutil.disk_usage(folder)
-        if self.total <= disk.free or not disk.total:  # some network file systems report no size
-            return
-        raise InputError(
-            f"output={config.output!r} is on a disk with {_size(disk.free)} free, and the run writes up to "
-            f"{_size(self.total)} there: {self.num_checkpoints} checkpoint(s) of {_size(self.checkpoint)} "
-            f"(keep_checkpoints={config.keep_checkpoints}, and a new one before an old one goes), {_size(self.models)} "
-            f"of models, {_size(self.completions)} of completions (completions_every={config.completions_every}, "
-            f"max_new_tokens={config.max_new_tokens}). Free some space, choose another output, lower keep_checkpoints "
-            "or raise completions_every"
-        )
-
-
-def disk_needs(config: TrainConfig, model: "TransformersModel", *, step: int = 0, num_saved: int = 0) -> DiskNeeds:
-    """What a run that is at `step`, with `num_saved` checkpoints, has still to write."""
-    trained = sum(parameter.nbytes for parameter in model.weights.parameters)
-    whole = sum(parameter.nbytes for parameter in model.model.parameters())
-    saved = whole if model.lora is None else trained
-    to_come = config.steps // config.save_every - step // config.save_every + (config.steps % config.save_every > 0)
-    num_models = 1 + 2 * config.keep_best  # the best one before is there until the new one is
-    if config.sampler != "torch":
-        num_models += 2 + config.max_staleness
-    every, rows = config.completions_every, config.prompts_per_step * config.group_size
-    rows = min(rows * max(config.dynamic_sampling, 1), config.advanced.completions_limit)
-    num_files = config.steps // every - step // every if every else 0
-    return DiskNeeds(
-        checkpoint=3 * trained + (saved if config.ref_every else 0),  # weights, and two moments of Adam
-        num_checkpoints=min(to_come, config.steps - step, max(config.keep_checkpoints + 1 - num_saved, 1)),
-        models=saved * num_models if step < config.steps else 0,
-        completions=num_files * (FILE_BYTES + rows * config.max_new_tokens * TOKEN_BYTES),
-    )
-
-
-def _size(num_bytes: int) -> str:
-    """Bytes in the unit that leaves few digits.
-
-    >>> _size(3 * 2**19), _size(5 * 2**40)
-    ('1.5 MiB', '5,120.0 GiB')
-    """
-    return f"{num_bytes / MiB:,.1f} MiB" if num_bytes < 1024 * MiB else f"{num_bytes / MiB / 1024:,.1f} GiB"

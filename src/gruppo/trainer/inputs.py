@@ -14,7 +14,7 @@ from gruppo.errors import InputError
 from gruppo.peer_names import DROPOUT
 from gruppo.reward import Reward, load_reward
 from gruppo.reward.load import is_under_guard, sendable
-from gruppo.task.dataset import is_stream
+from gruppo.task.reader import is_stream
 from gruppo.task.sources import default_reward
 from gruppo.trainer.config import TrainConfig
 from gruppo.turns.adapters import environments_of

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
     from gruppo.model.transformers_model import Record
 
 MAX_SKIPPED = 3
@@ -25,7 +25,7 @@ MAX_SKIPPED = 3
 class Learner:
     """Trains a model on groups of rollouts: `epochs` passes of `minibatches` optimizer steps."""
 
-    model: "TransformersModel"
+    model: "Actor"
     epochs: int = 1
     minibatches: int = 1
     max_grad_norm: float = 1.0
@@ -41,7 +41,7 @@ class Learner:
         trains.
 
         Args:
-            tokens: takes what each update saw of each token: log-probs, entropies, which the loss left out.
+            tokens: collects what each update saw of each token: log-probs, entropies, whether the loss left it out.
         """
         model, version = self.model, self.model.version
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -98,14 +98,14 @@ class Learner:
 
 
 class TokenRecord:
-    """What the updates of a step saw of each token of its rollouts."""
+    """Record of what the updates of a step saw of each token."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], Sequence[int], dict[str, Tensor]]] = []
-        """Of each micro-batch the numbers of its rollouts, their lengths, and columns of their tokens."""
+        """For each micro-batch: the numbers of its rollouts, their lengths, and columns of their tokens."""
 
     def of(self, first: int) -> "Record":
-        """A record for `TransformersModel.run` over rollouts that are numbered from `first`."""
+        """A record for `TransformersModel.run`, for rollouts numbered from `first`."""
 
         def note(indices: tuple[int, ...], lengths: Sequence[int], columns: "dict[str, Tensor]") -> None:
             self.seen.append(([first + i for i in indices], lengths, columns))
@@ -113,8 +113,9 @@ class TokenRecord:
         return note
 
     def given_to(self, groups: Sequence[Group]) -> "Callable[[], list[Group]]":
-        """What gives the groups of the step with what the last update of each rollout saw. The numbers are on the host
-        when this returns; the rest can be done in a thread. What was not scored stays as it is."""
+        """A function that returns the groups of the step with what the last update of each rollout saw. The numbers are
+        on the host when this returns, so the function can run in a thread. Rollouts that were not scored stay
+        unchanged."""
         done, last = set[int](), []
         for indices, lengths, columns in reversed(self.seen):
             if not done.issuperset(indices):  # else later updates have seen all of them
@@ -141,7 +142,7 @@ def _on_host(column: "Tensor") -> "np.ndarray":
 
 
 def minibatch_parts(groups: Sequence[Group], minibatches: int) -> list[slice]:
-    """The rollouts of each minibatch: whole groups, as many in each as there can be, none when there are too few."""
+    """Rollouts of each minibatch: whole groups, spread evenly; some are empty if there are too few groups."""
     ends = [0]
     for group in groups:
         ends.append(ends[-1] + len(group.rollouts))

@@ -1,7 +1,6 @@
-"""Parts of a run, put together in the one order in which they can be.
+"""Assembly of a run: `assemble` makes its parts in the order in which they need each other, for `GRPOTrainer`.
 
-What is cheap and can be wrong comes before the model is loaded. A run that cannot begin closes what it has opened, and
-leaves nothing behind.
+Cheap checks come before the model is loaded. A run that cannot begin closes what it opened and leaves nothing behind.
 """
 
 from contextlib import ExitStack, closing
@@ -26,14 +25,14 @@ from gruppo.run.trackers import Trackers, check_installed
 from gruppo.trainer import build, resume
 from gruppo.trainer.advantages import AdvantageAssigner
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.estimate import disk_needs
+from gruppo.trainer.disk import disk_needs
 from gruppo.trainer.inputs import Inputs
 from gruppo.trainer.learner import Learner
 from gruppo.trainer.state import Position, RunState, Snapshots
 from gruppo.weights.source import load_tokenizer
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +44,18 @@ class Parts:
     prompts: build.Prompts
     scorer: RewardScorer
     run: RunDirectory
-    model: "TransformersModel"
+    model: "Actor"
     state: RunState
     snapshots: Snapshots
     place: Position
-    """Where the run begins."""
+    """The step that the run begins after, and what its checkpoint says of the loop."""
     weights: HandOver
     advantages: AdvantageAssigner
     schedule: Schedule
     learner: Learner
     recorder: Recorder
     opened: ExitStack
-    """Closes what was opened, the last first."""
+    """Closes what was opened, in reverse order."""
 
 
 def assemble(
@@ -105,11 +104,11 @@ def assemble(
         changes = resume.check_origin(run, made_from, accept=accept_changes) if resumes else []
         scorer.start()
 
-        if ranks is not None:
+        if ranks is None:
+            model = build.build_model(config, inputs, loss, tokenizer)
+        else:
             ranks.broadcast({"call": "begin", "config": config.model_dump(mode="json", exclude_unset=True)})
-        model = build.build_model(config, inputs, loss, tokenizer, ranks)
-        if ranks is not None:
-            model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
+            model = build.build_ranked(config, inputs, loss, tokenizer, ranks, stop.share)
         state = build.build_state(config, model, len(prompts.train))
         snapshots = Snapshots(Checkpoints(run.checkpoints, keep=config.keep_checkpoints), model, state)
         place = Position()

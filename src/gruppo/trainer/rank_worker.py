@@ -22,9 +22,8 @@ def follow(ranks: Ranks) -> int:
         torch.set_num_threads(config.threads)
     # The first rank waits no longer than this for the others. A signal ends a rank that has nothing to save yet.
     faulthandler.dump_traceback_later(config.advanced.rank_deadline + GRACE_S, exit=True)
-    model = build.build_model(config, inputs, build.build_loss(config, inputs.loss), None, ranks)
-    faulthandler.cancel_dump_traceback_later()
     stop = StopFlag()
-    model.shares_signal = stop.share  # type: ignore[attr-defined]  # a RankedModel's
+    model = build.build_ranked(config, inputs, build.build_loss(config, inputs.loss), None, ranks, stop.share)
+    faulthandler.cancel_dump_traceback_later()
     with stop.listening():
-        return model.follow()  # type: ignore[attr-defined]
+        return model.follow()

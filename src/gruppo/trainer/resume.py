@@ -1,4 +1,4 @@
-"""Resume: a run goes on from its newest checkpoint, if it is still made from the same.
+"""Resume: continues a run from its newest checkpoint, if its options, prompts and base weights are unchanged.
 
 The origin of a run is its options, with digests of its prompts and base weights.
 """
@@ -16,21 +16,21 @@ from gruppo.process.streams import shell_word
 from gruppo.run.directory import RunDirectory
 from gruppo.run.reader import RunReader, numbered
 from gruppo.trainer.config import TrainConfig
-from gruppo.trainer.estimate import disk_needs
+from gruppo.trainer.disk import disk_needs
 from gruppo.trainer.state import Ending, Position, Snapshots
 from gruppo.types import Prompt
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
 
 logger = logging.getLogger(__name__)
 
 FREE = {"steps", "epochs", "output"}
-"""Options that a run may change: its last step, and the place of its directory."""
+"""Options that may change between start and resume: the last step, and the directory."""
 
 
 def options_of(config: TrainConfig) -> dict[str, Any]:
-    """Options that stay as they are for all of a run."""
+    """Options that must not change within a run."""
     found = config.model_dump(mode="json", exclude=FREE)
     return found | found.pop("advanced")
 
@@ -53,7 +53,7 @@ def _name_of_type(value: Any) -> str:
 
 
 def check_origin(run: RunReader, now: Mapping[str, Any], *, accept: bool) -> list[str]:
-    """Differences between what a run was made from and what it is given now; an error unless they are accepted."""
+    """Differences between what a run started from and what it gets now; an error unless accepted."""
     run.check_format()
     # Any of them shows that it began: a full disk may have dropped the others.
     has_record = any((run.path / name).exists() for name in ("status.json", "metrics.jsonl"))
@@ -78,9 +78,9 @@ def check_origin(run: RunReader, now: Mapping[str, Any], *, accept: bool) -> lis
 
 
 def go_on(
-    run: RunDirectory, config: TrainConfig, model: "TransformersModel", snapshots: Snapshots, changes: Sequence[str]
+    run: RunDirectory, config: TrainConfig, model: "Actor", snapshots: Snapshots, changes: Sequence[str]
 ) -> Position:
-    """Put model and state back as the newest checkpoint has them, and drop the records of later steps."""
+    """Restore model and state from the newest checkpoint, and drop the records of later steps."""
     place = snapshots.load_newest() or Position()
     is_done, ended = _was_done(run, place.step)
     ended = place.ended or ended
@@ -106,7 +106,7 @@ def go_on(
 
 
 def _was_done(run: RunReader, step: int) -> tuple[bool, Ending | None]:
-    """Whether the run was done at this step, and how it ended then."""
+    """True if the run was done at this step, and how it ended."""
     try:
         status = run.status()
         is_done = (status.get("status"), status.get("step")) == ("done", step)

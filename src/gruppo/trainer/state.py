@@ -17,7 +17,7 @@ from gruppo.run.checkpoints import Checkpoints
 from gruppo.weights.files import Entries
 
 if TYPE_CHECKING:
-    from gruppo.model import TransformersModel
+    from gruppo.model.ranked import Actor
     from gruppo.model.reference import Reference
     from gruppo.rollout.schedule import Schedule
     from gruppo.trainer.config import TrainConfig
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FILE = "trainer.json"
 REFERENCE = "reference.safetensors"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, SafetensorError)
-"""What a file that is not one of ours raises when it is read."""
+"""Errors from reading a file that is not ours."""
 
 
 @dataclass(slots=True)
@@ -93,21 +93,21 @@ class AdaptiveEntropy:
 
 @dataclass(slots=True)
 class RunState:
-    """What later steps depend on besides the weights."""
+    """State that later steps depend on besides the weights."""
 
     solved: SolvedPrompts = field(default_factory=SolvedPrompts)
     kl: AdaptiveKL = field(default_factory=AdaptiveKL)
     entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
     reference: "Reference | None" = None
-    """Only one that the run moves; else it is the model at the start and needs no saving."""
+    """Only if the run moves it; otherwise it is the model at the start and needs no saving."""
     schedule: "Schedule | None" = None
     """Rollouts of the steps to come are part of the state, with `max_staleness`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Early end of a run, and the options that it ended under. It holds until they allow more: a run that is done is
-    not trained on by a `resume` that asks for nothing new."""
+    """Early end of a run, with the options that caused it. It holds until they allow more steps, so that `resume`
+    without changes does not train a finished run further."""
 
     by: str
     """patience, score (`stop_at_score`) or callback."""
@@ -118,7 +118,7 @@ class Ending:
 
     @classmethod
     def read(cls, facts: Any) -> "Ending | None":
-        """From JSON; a ValueError for what is none."""
+        """Read from JSON; raises ValueError for anything else."""
         if facts is None:
             return None
         found = cls(str(facts["by"]), number_of(facts["steps"]), facts["limit"])
@@ -127,7 +127,7 @@ class Ending:
         return found
 
     def holds(self, config: "TrainConfig") -> bool:
-        """Whether a run with these options is still over."""
+        """True if a run with these options is still over."""
         limits = {"patience": config.advanced.patience or inf, "score": config.advanced.stop_at_score}
         limit = limits.get(self.by, self.limit)
         is_as_strict = self.limit is None or (limit is not None and limit <= self.limit)
@@ -139,12 +139,12 @@ class Ending:
 
 
 ENDED_BY = {"patience": "by patience", "score": "by stop_at_score", "callback": "by a callback"}
-"""What ends a run early, in words."""
+"""Reason for an early end, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run goes on: what its checkpoint says of the loop."""
+    """Position of a run in its loop, as a checkpoint has it."""
 
     step: int = 0
     unfinished: dict[str, float] | None = None
@@ -161,7 +161,7 @@ class Snapshots:
     """Checkpoints of everything that later steps depend on."""
 
     checkpoints: Checkpoints
-    model: "TransformersModel"
+    model: "Actor"
     state: RunState
 
     def save(self, step: int, unfinished: Mapping[str, float] | None = None, ended: Ending | None = None) -> None:

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_UNREWARDED = 10
-"""Steps in a row without any reward before the run stops. More than `MAX_SKIPPED`: steps of one or two prompts may well
-have none that a reward can judge."""
+"""Steps in a row without any reward before the run stops. More than `MAX_SKIPPED`, because with one or two prompts per
+step a step without any reward is normal."""
 
 
 @dataclass(slots=True, repr=False)
 class TrainResult:
-    """How a run ended.
+    """Outcome of a run.
 
     >>> TrainResult(step=50, status="done")
     TrainResult(done after step 50)
@@ -159,7 +159,7 @@ class GRPOTrainer:
         self.groups: list[Group] = []
         """The groups of the last step."""
         self._tokens: TokenRecord | None = None
-        """What the updates of the last step saw of each token."""
+        """Record of what the updates of the last step saw of each token."""
         self.step_number = parts.place.step
         self.unfinished = parts.place.unfinished
         """Metrics of a step that was taken and not yet recorded: its evaluation is still to be made."""
@@ -168,7 +168,7 @@ class GRPOTrainer:
         self._finished_version = self.model.version
         """Version of the weights after the last whole step."""
         self._saved = self.model.version if parts.place.is_done else None
-        """Version of the weights that `model/` holds, where that is known."""
+        """Version of the weights in `model/`, if known."""
         self._unrewarded = 0
         """Steps in a row without any reward."""
 
@@ -179,7 +179,7 @@ class GRPOTrainer:
 
     @property
     def source(self) -> RolloutSource:
-        """Where the rollouts of a step come from."""
+        """Source of the rollouts of a step."""
         return self.schedule.source
 
     # --- one step: the algorithm ----------------------------------------------------------------------------------
@@ -313,11 +313,11 @@ class GRPOTrainer:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the run has steps left to take: not one that is done."""
+        """True if the run has steps left to take."""
         return self.unfinished is not None or (self.ended is None and self.step_number < self.config.steps)
 
     def _over(self) -> str:
-        """What to say of a run that is resumed and has nothing left to do; "" where it goes on."""
+        """Message for a resumed run that has nothing left to do; "" if it continues."""
         if self.has_steps:
             return ""
         most = self.config.steps
@@ -427,11 +427,10 @@ class GRPOTrainer:
         return upload(self.save_model(), repo_id, private=private, token=token, revision=revision, message=message)
 
     def plan(self) -> RunEstimate:
-        """What the run will do, in numbers."""
-        train = self.prompts.train
-        return estimate_run(
-            self.config, self.model, train.prompts, train.reading, len(self.prompts.held_out), self.scorer.verdict
-        )
+        """Plan of the run, in numbers."""
+        train, held_out = self.prompts.train, len(self.prompts.held_out)
+        estimate = estimate_run(self.config, self.model, train.prompts)
+        return replace(estimate, reading=train.reading, held_out=held_out, verdict=self.scorer.verdict)
 
     def _show_plan(self) -> None:
         """Print the plan. On a GPU it measures memory on a few tokens, for which the decoder blocks are compiled."""
@@ -495,7 +494,8 @@ class GRPOTrainer:
             logger.warning("the callbacks were not told of the end: %s: %s", type(problem).__name__, problem)
 
     def _conclude(self) -> None:
-        """Print the state of the run and what is likely wrong with it. Whatever fails in it, the run is over."""
+        """Print the state of the run and its likely problems. An error in here is only logged, since the run is
+        over."""
         if self.recorder.quiet:
             return
         try:

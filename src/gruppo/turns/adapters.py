@@ -136,6 +136,10 @@ class OwnEnvironment(Adapter):
                 )
         return tuple(instance.tools)
 
+    @staticmethod
+    def gives_reward(instance: Environment) -> bool:
+        return instance.gives_reward
+
     async def reset(self, row: Mapping[str, Any], seed: int) -> list[Message] | None:
         messages = await self.ask((await self.open()).reset, row, seed)
         if messages is None:
@@ -148,14 +152,18 @@ class OwnEnvironment(Adapter):
         answer = await self.ask(self.instance.step, message)
         if not isinstance(answer, Answer):
             raise InputError(f"step of {self._name} returned {_shown(answer)}; return gruppo.turns.Answer(...)")
-        return Answer(
-            messages=_cut(answer.messages),
-            reward=_number(answer.reward, f"step of {self._name}"),
-            is_over=answer.is_over,
-        )
+        reward = self._declared(answer.reward, "step")
+        return Answer(messages=_cut(answer.messages), reward=reward, is_over=answer.is_over)
 
     async def reward(self) -> float | None:
-        return _number(await self.ask(self.instance.reward), f"reward of {self._name}")
+        return self._declared(await self.ask(self.instance.reward), "reward")
+
+    def _declared(self, value: Any, method: str) -> float | None:
+        """A reward, which the class must have said it gives: else no reward of the run would read it."""
+        reward = _number(value, f"{method} of {self._name}")
+        if reward is not None and not self.instance.gives_reward:
+            raise InputError(f"{method} of {self._name} gave a reward; set gives_reward = True in {self._name}")
+        return reward
 
     @property
     def _name(self) -> str:
@@ -316,6 +324,8 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
 def _with_text(row: Mapping[str, Any], text: str, between: str) -> list[Message]:
     """A row's prompt with more text in its last message, or in a user's message of its own."""
     messages = _messages(row)
+    if messages and not text:
+        return messages
     if not messages or messages[-1]["role"] != "user":
         return [*messages, Message(role="user", content=text)]
     before = messages[-1]["content"]

@@ -38,6 +38,8 @@ class Environment:
 
     tools: Sequence[ToolSchema] = ()
     """Tools that the chat template tells the model of."""
+    gives_reward: bool = False
+    """True if `Answer.reward` or `reward` rewards the episode; a run then reads it as the reward `environment`."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         """Begin an episode.

@@ -23,6 +23,7 @@ from gruppo.errors import GruppoError, InputError, RewardError
 from gruppo.random import row_keys
 from gruppo.reward.call import short_traceback
 from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
+from gruppo.task.prompts import conversation
 from gruppo.turns.ask import ask
 from gruppo.turns.chat import ChatCodec
 from gruppo.turns.environment import Answer, Environment, Environments
@@ -134,6 +135,7 @@ class Player:
 
     Args:
         codecs: how the conversations of each environment become tokens, by its name.
+        system: a system message for prompts of environments that have none.
         poll: cancellation hook, called while environments are awaited; raises to stop.
     """
 
@@ -143,10 +145,11 @@ class Player:
         codecs: Mapping[str, ChatCodec],
         limits: TurnLimits | None = None,
         *,
+        system: str | None = None,
         poll: Poll = lambda: None,
     ) -> None:
         self.environments, self.codecs = environments, codecs
-        self.limits, self.poll = limits or TurnLimits(), poll
+        self.limits, self.system, self.poll = limits or TurnLimits(), system, poll
         self._idle: dict[str, list[Environment]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._played = self._lost = 0
@@ -294,7 +297,7 @@ class Player:
             raise InputError(
                 f"reset of {type(episode.env).__name__} must return a list of messages or None, got {messages!r:.80}"
             )
-        ids, text = self.codecs[episode.key].first(messages)
+        ids, text = self.codecs[episode.key].first(conversation(messages, self.system))
         episode.prompt = replace(episode.prompt, token_ids=ids, text=text, source=list(messages))
 
     def _ask_all(

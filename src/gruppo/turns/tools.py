@@ -78,7 +78,7 @@ class Toolbox:
 
     async def answer(self, message: Message, ask: Ask = ask) -> Answer:
         """Answers to all calls of a turn, in order; without a call there is none, and the episode is over."""
-        answers = [await self._answer(call, ask) for call in message.get("tool_calls", ())]
+        answers = [await self._answer(call, ask) for call in message.get("tool_calls") or ()]
         return Answer(messages=tuple(answers))
 
     async def _answer(self, call: Mapping[str, Any], ask: Ask) -> Message:

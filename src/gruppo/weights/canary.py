@@ -25,10 +25,13 @@ class TrainedModel(Protocol):
 
     model: Any
     """A causal language model of transformers, or of PEFT: it has `state_dict`."""
-    version: int
-    """Optimizer steps that the weights have seen."""
     lora: Any
     """The adapter that trains; None: all weights."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the weights have seen."""
+        ...
 
     def write_weights(self, folder: Path) -> None: ...
 

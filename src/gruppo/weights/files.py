@@ -34,7 +34,7 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def commit_folder(folder: Path, write: Callable[[Path], Entries | None], facts: dict[str, Any]) -> None:
-    """Let `write` fill a new folder, then make it appear under its name at once, with a manifest.
+    """Let `write` fill a new folder, then move it to its name atomically, with a manifest.
 
     Args:
         write: may return entries of the manifest that it has already: of files that other processes wrote and hashed.
@@ -71,7 +71,7 @@ def flushed(path: Path) -> dict[str, Any]:
 
 
 def temporary(path: Path) -> Path:
-    """A new name beside a path, for what is being written or removed there."""
+    """A temporary name next to a path, for writing or removing it."""
     return path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
@@ -166,7 +166,7 @@ def replacing(folder: Path) -> Iterator[None]:
 
 
 def set_usual_mode(folder: Path) -> None:
-    """Give safetensors files the mode that the umask gives other new files; they are created for their owner alone."""
+    """Give safetensors files the mode of the umask, because they are created readable only by their owner."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

@@ -1,6 +1,6 @@
-"""GGUF: a model in one file, as llama.cpp has it. It becomes a model folder once, which is used from then on.
+"""GGUF: a model in one file, as llama.cpp has it. It is converted once to a model folder, which is used from then on.
 
-Weights in 4 or 8 bits are made whole (float32): a run trains the numbers that they stand for.
+Weights in 4 or 8 bits become float32: a run trains the numbers that they encode.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def cache() -> Path:
-    """The folder of the user's cache for GGUF files and what is made of them."""
+    """Cache folder of the user for GGUF files and the folders made from them."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(home).expanduser() / "gruppo" / "gguf"
@@ -96,7 +96,7 @@ def cache() -> Path:
 
 
 def _convert(file: Path, folder: Path, digest: str) -> None:
-    """Write the folder of a file. The file is read whole first: one that is damaged leaves nothing behind."""
+    """Write the model folder of a GGUF file. The whole file is read first, so a damaged one leaves nothing behind."""
     try:
         import gguf  # pyright: ignore[reportMissingImports]  # optional
     except ImportError:

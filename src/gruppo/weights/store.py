@@ -127,7 +127,7 @@ class WeightStore:
         )
 
     def release(self, in_use: Published) -> None:
-        """Delete what is not needed once a version is in use: older versions, and what a killed run left."""
+        """Delete what a version in use makes obsolete: older versions, and leftovers of a killed run."""
         self._in_use = in_use
         self._newer = [p for p in self._newer if p.version > in_use.version]
         needed = {in_use.folder, *(p.folder for p in self._newer)}

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,31 @@ def test_a_completion_is_one_line_however_long(
     assert run(["sample", "12+34=", "--max-new-tokens", "50"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert len(line) > 40
+
+
+def test_an_episode_prints_its_turns() -> None:
+    from gruppo.cli.models import episode_numbers, sample_lines
+    from gruppo.types import Prompt, Trajectory
+
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": 6}}}
+    talk: Any = (
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "7\x1b[2J", "name": "add"},
+        {"role": "assistant", "content": "7"},
+    )
+    facts: dict[str, Any] = {"sampled": (True, False, True), "logps": (-0.5, -0.25), "text": "7"}
+    made = Trajectory(prompt=Prompt(token_ids=(1,), text="1+6="), tokens=(3, 4, 5), messages=talk, **facts)
+    assert sample_lines(made).plain.splitlines() == [
+        "1+6= ->",
+        "   1  add(a=1, b=6)",
+        "      add: 7\\x1b[2J",
+        "   2  7",
+        "  2 turns, 1 call; the model ended it",
+        "   log-prob -0.75, 2 tokens of the policy",
+    ]
+    cut = replace(made, messages=talk[:1], stop_reason="turns")
+    assert episode_numbers([made, cut]) == "greedy episodes: 1.5 turns and 1.0 calls on average; of 2, 1 cut and 0 lost"
+    assert episode_numbers([replace(made, messages=None)]) == ""
 
 
 def test_eval_as_json_is_the_librarys_accuracy(capsys: pytest.CaptureFixture[str]) -> None:

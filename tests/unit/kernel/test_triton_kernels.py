@@ -1,6 +1,6 @@
 """Triton kernels against `chunk_ops.py`, through Triton's interpreter where there is no GPU.
 
-Vocabularies: 5, 37 and 300 (one partial block), 5000 (several blocks, several stretches). The shapes cover plain
+Vocabularies: 5 and 300 (one partial block), 5000 (several blocks, several stretches). The shapes cover plain
 logits, temperature, and scale with soft cap. The interpreter holds bf16 as integers and cannot multiply it, so the
 product's kernel runs in float32 here and in bf16 in tests/gpu.
 """
@@ -28,7 +28,7 @@ def logits_pass(hidden, weight, labels, shape, stats, out):
     triton_logits.logits_pass(hidden, weight, labels, shape.temperature, shape.scale, shape.soft_cap, *numbers, out)
 
 
-VOCABULARIES = [5, 37, 300, 5000]
+VOCABULARIES = [5, 300, 5000]
 SHAPES = {
     "plain": {},
     "temperature": {"temperature": 0.7},

@@ -4,6 +4,8 @@ The compiler's front end runs for real; `aot_eager` runs its graphs without gene
 """
 
 import logging
+from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,6 +38,29 @@ def shared_features(seed: int, groups: int = 3, size: int = 4) -> list[InputFeat
     return [InputFeature(prompt_ids=p, completion_ids=tokens(3, 30)) for p in prompts for _ in range(size)]
 
 
+class Compared(NamedTuple):
+    losses: list[tuple[float, float]]
+    gradients: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+    num_graphs: int
+
+
+@cache
+def compared(layout: str, recomputed: bool, lora: LoraSpec | None, num: int) -> Compared:
+    """Eager and compiled blocks on batches of random lengths."""
+    options = {"layout": layout, "gradient_checkpointing": recomputed, "lora": lora}
+    eager, compiled = (actor("qwen3", **options) for _ in range(2))
+    torch._dynamo.reset()
+    counters.clear()
+    CompiledBlocks(compiled.logp_model.base, backend="aot_eager")
+    losses = []
+    for seed in range(num):
+        features = shared_features(seed)
+        advantages = [(-1.0) ** i * (1 + i / 7) for i in range(len(features))]
+        one, other = (model.forward_backward(features, advantages=advantages).loss for model in (eager, compiled))
+        losses.append((float(one), float(other)))
+    return Compared(losses, (gradients(eager.model), gradients(compiled.model)), counters["stats"]["unique_graphs"])
+
+
 @pytest.mark.parametrize(
     ("layout", "recomputed", "lora"),
     [
@@ -46,31 +71,17 @@ def shared_features(seed: int, groups: int = 3, size: int = 4) -> list[InputFeat
     ids=["plain", "recomputed adapter", "shared, recomputed adapter"],
 )
 def test_compiled_blocks_give_the_loss_and_gradient_of_eager_ones(layout: str, recomputed: bool, lora) -> None:
-    options = {"layout": layout, "gradient_checkpointing": recomputed, "lora": lora}
-    eager, compiled = (actor("qwen3", **options) for _ in range(2))
-    torch._dynamo.reset()
-    counters.clear()
-    CompiledBlocks(compiled.logp_model.base, backend="aot_eager")
-    for seed in range(1 if lora else 2):
-        features = shared_features(seed)
-        advantages = [(-1.0) ** i * (1 + i / 7) for i in range(len(features))]
-        losses = [model.forward_backward(features, advantages=advantages).loss for model in (eager, compiled)]
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
-    assert counters["stats"]["unique_graphs"] >= 1  # on shared prompts: of the comparison with padded rows
-    theirs = gradients(compiled.model)
-    for name, gradient in gradients(eager.model).items():
+    found = compared(layout, recomputed, lora, 1 if lora else 8)
+    for one, other in found.losses:
+        assert other == pytest.approx(one, rel=1e-6, abs=1e-6)
+    assert found.num_graphs >= 1  # on shared prompts: of the comparison with padded rows
+    ours, theirs = found.gradients
+    for name, gradient in ours.items():
         torch.testing.assert_close(theirs[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_random_lengths_compile_few_graphs() -> None:
-    model = actor("qwen3", layout="padded")
-    torch._dynamo.reset()
-    counters.clear()
-    CompiledBlocks(model.logp_model.base, backend="aot_eager")
-    for seed in range(8):
-        features = random_features(num=6, seed=seed)
-        model.forward_backward(features, advantages=[1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
-    assert 1 <= counters["stats"]["unique_graphs"] <= 3
+    assert 1 <= compared("padded", False, None, 8).num_graphs <= 3
 
 
 def test_decoding_with_a_cache_is_left_as_it_is() -> None:

@@ -172,7 +172,7 @@ def one_value(completions, **kwargs):
 
 
 def leaves_an_alarm(completions, step, **kwargs):
-    """Raise ValueError half a second after a call with "leave"; a call with "slow" takes a second and a half."""
+    """Raise ValueError half a second after a call with "leave"; a call with "slow" takes a second."""
 
     def late(*_):
         raise ValueError("too late")
@@ -180,7 +180,7 @@ def leaves_an_alarm(completions, step, **kwargs):
     if "leave" in completions:
         signal.signal(signal.SIGALRM, late)
         signal.setitimer(signal.ITIMER_REAL, 0.5)
-    time.sleep(1.5 if "slow" in completions else 0.2)
+    time.sleep(1.0 if "slow" in completions else 0.2)
     return [1.0] * len(completions)
 
 
@@ -195,7 +195,7 @@ def leaves_an_exception(completions, **kwargs):
 
     if "leave" in completions:
         threading.Thread(target=raise_there, daemon=True).start()
-    time.sleep(1.5 if "slow" in completions else 0.2)
+    time.sleep(1.0 if "slow" in completions else 0.2)
     return [1.0] * len(completions)
 
 

@@ -128,11 +128,11 @@ def timed(function, **options):
 
 @pytest.mark.parametrize("function", [loops, sleeps, awaits])
 def test_a_call_in_this_process_is_given_up_at_its_deadline(function):
-    with timed(function, deadline_s=0.8, failure_score=-1.0) as rewards:
+    with timed(function, deadline_s=0.5, failure_score=-1.0) as rewards:
         result = rewards.score(["p"] * 4, ["good", "bad", "good", "good"], step=1)
         assert result.totals == [1.0, -1.0, 1.0, 1.0]
         assert result.metrics[f"reward/{function.__name__}/timeout_frac"] == 0.25
-        assert "no answer within 0.8 s; the call was given up (reward_deadline)" in result.tracebacks[function.__name__]
+        assert "no answer within 0.5 s; the call was given up (reward_deadline)" in result.tracebacks[function.__name__]
         assert rewards.score(["p"] * 2, ["good"] * 2, step=2).totals == [1.0, 1.0]
 
 
@@ -147,14 +147,14 @@ def test_what_is_late_as_a_whole_is_called_again_by_group_with_the_deadline_for_
 
     def slow(completions):
         sizes.append(len(completions))
-        time.sleep(0.3 * len(completions))
+        time.sleep(0.15 * len(completions))
         return [1.0] * len(completions)
 
-    with timed(slow, deadline_s=1.0) as rewards:
+    with timed(slow, deadline_s=0.5) as rewards:
         for _ in range(2):
             assert rewards.score(["p", "p", "q", "q"], ["a"] * 4, step=1).totals == [1.0] * 4
     assert sizes == [4, 1, 1, 1, 1, 2, 2] * 2
-    assert "reward 'slow' took longer than reward_deadline=1 s for a call of 4 completions" in caplog.text
+    assert "reward 'slow' took longer than reward_deadline=0.5 s for a call of 4 completions" in caplog.text
 
 
 def test_async_calls_share_one_event_loop_also_after_one_was_given_up():
@@ -165,7 +165,7 @@ def test_async_calls_share_one_event_loop_also_after_one_was_given_up():
         loops.append(asyncio.get_running_loop())
         return await awaits(completions)
 
-    with timed(judge, deadline_s=0.8) as rewards:
+    with timed(judge, deadline_s=0.5) as rewards:
         for step, texts in enumerate((["good"], ["good", "bad"], ["good"])):
             rewards.score(["p"] * len(texts), texts, step=step)
     assert len(loops) == 5 and len(set(loops)) == 1

@@ -84,7 +84,7 @@ def test_a_class_with_options_runs_in_this_process() -> None:
 
 
 def test_a_completion_that_hangs_or_raises_costs_itself_alone() -> None:
-    late = score("verl_rewards:hangs_on_hang", ["2", "hang", "2", "3"], deadline_s=1.0)
+    late = score("verl_rewards:hangs_on_hang", ["2", "hang", "2", "3"], deadline_s=0.5)
     assert late.values["hangs_on_hang"] == [1.0, 0.0, 1.0, 0.0] and list(late.failures["hangs_on_hang"]) == [1]
     bad = score("verl_rewards:raises_on_bad", ["2", "bad", "2", "3"])
     assert bad.values["raises_on_bad"] == [1.0, None, 1.0, 0.0]

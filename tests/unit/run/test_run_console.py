@@ -2,15 +2,16 @@
 
 import io
 import re
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from rich.console import Console
 
 from gruppo.keys import KEYS
 from gruppo.process.streams import printable
-from gruppo.run.console import SHOWN, RunConsole, readable_time, step_line, visible
-from gruppo.types import Group, Prompt, Rollout, Trajectory
+from gruppo.run.console import SHOWN, RunConsole, readable_time, spoken, step_line, visible
+from gruppo.run.transcript import STOPS, call_text
+from gruppo.types import CUT, LOST, Group, Prompt, Rollout, StopReason, Trajectory
 
 METRICS = {
     "reward/mean": 0.4375,
@@ -133,6 +134,94 @@ def shown_prompts(*prompts: Prompt) -> list[str]:
     RunConsole(10, console).completions("t", groups)
     rows = [line.split("│")[1].strip() for line in raw.getvalue().decode().splitlines() if "│" in line]
     return [row for row in rows if row]
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+MULTIPLY = {"function": {"name": "multiply", "arguments": '{"a": 37, "b": "x"}'}}
+TALK: Any = (
+    {"role": "assistant", "content": "Let me\nsee.", "tool_calls": [MULTIPLY, {"error": "it is no JSON"}]},
+    {"role": "tool", "content": "TypeError: no", "name": "multiply", "is_error": True},
+    {"role": "user", "content": "go on"},
+    {"role": "assistant", "content": "1776"},
+)
+
+
+def talked(**facts: Any) -> Trajectory:
+    prompt = Prompt(token_ids=(1,), text="37*48?")
+    return Trajectory(prompt=prompt, tokens=(3,), **({"text": "1776", "messages": TALK} | facts))
+
+
+def test_a_row_with_turns_has_the_last_text_and_the_numbers() -> None:
+    console, raw = printed(width=100)
+    made = [
+        talked(),
+        talked(text="", messages=TALK[:1], stop_reason="env_error", error="KeyError: 1"),
+    ]
+    rollouts = tuple(Rollout(trajectory=t, reward=r, advantage=1.0) for t, r in zip(made, (1.0, None), strict=True))
+    RunConsole(10, console).completions("t", [Group(prompt=made[0].prompt, rollouts=rollouts)])
+    text = raw.getvalue().decode()
+    assert "1776 (2 turns, 2 calls) " in text
+    cells = [line.split("│")[2].strip() for line in text.splitlines() if line.count("│") > 3]
+    assert " ".join(cells[1:]) == "(1 turn, 2 calls; lost: the environment failed)"
+    assert "\x1b" not in text
+
+
+def test_an_episode_is_printed_turn_by_turn() -> None:
+    assert [line.plain for line in spoken(talked(stop_reason="turns"))] == [
+        "   1  Let me\u21b5see.",
+        '      multiply(a=37, b="x")',
+        "      unreadable call: it is no JSON",
+        "      multiply failed: TypeError: no",
+        "      user: go on",
+        "   2  1776",
+        "  2 turns, 2 calls; cut at the limit of turns",
+    ]
+    lost = talked(messages=TALK[:1], stop_reason="deadline", error="Traceback\n  no answer within 30 s\n")
+    assert spoken(lost)[-1].plain == (
+        "  1 turn, 2 calls; lost: the environment did not answer in time: no answer within 30 s"
+    )
+
+
+def test_nothing_that_a_tool_says_reaches_the_terminal() -> None:
+    call = {"function": {"name": HOSTILE, "arguments": {HOSTILE: HOSTILE}}}
+    talk: Any = (
+        {"role": "assistant", "content": HOSTILE, "tool_calls": [call, {"error": HOSTILE}]},
+        {"role": "tool", "content": HOSTILE * 100_000, "name": HOSTILE, "is_error": True},
+    )
+    console, raw = printed(force_terminal=True, color_system=None, width=100)
+    made = talked(text=HOSTILE, messages=talk, stop_reason="env_error", error=HOSTILE)
+    for line in spoken(made):
+        console.print(line, soft_wrap=True)
+    rollout = Rollout(trajectory=made, advantage=1.0)
+    report = RunConsole(10, console)
+    report.completions("t", [Group(prompt=made.prompt, rollouts=(rollout,))])
+    report.close()
+    text = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", raw.getvalue().decode())
+    assert not any(mark in text for mark in FORBIDDEN)
+    assert len(text) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ({"function": {"name": "f", "arguments": {}}}, "f()"),
+        ({"function": {"name": "f", "arguments": {"a": [1, None], "b": {"c": 1.5}}}}, 'f(a=[1, null], b={"c": 1.5})'),
+        ({"function": {"name": "f", "arguments": "not JSON"}}, "f(not JSON)"),
+        ({"function": {"name": "f", "arguments": "[1, 2]"}}, "f([1, 2])"),
+        ({"function": {"name": "f", "arguments": None}}, "f()"),
+        ({"function": 3}, "None()"),
+        ({"error": "no name", "function": {"name": "f"}}, "unreadable call: no name"),
+    ],
+)
+def test_a_call_is_written_as_one_writes_it(call: dict[str, Any], text: str) -> None:
+    assert call_text(call) == text
+
+
+def test_every_stop_reason_has_its_words_which_begin_with_its_kind() -> None:
+    assert list(STOPS) == list(get_args(StopReason))
+    assert {stop for stop, words in STOPS.items() if words.startswith("cut ")} == CUT
+    assert {stop for stop, words in STOPS.items() if words.startswith("lost: ")} == LOST
 
 
 SYSTEM = "Respond in the following format: <reasoning> ... </reasoning> <answer> ... </answer>"

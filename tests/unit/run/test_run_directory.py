@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gruppo.errors import InputError
+from gruppo.run import lock
 from gruppo.run.directory import RunDirectory
 from gruppo.run.lock import RunLock, is_owned
 from gruppo.types import Group, Prompt, Rollout, Trajectory
@@ -92,7 +93,13 @@ def test_a_run_that_was_saved_is_overwritten_on_request_alone(saved: str, tmp_pa
     assert {p.name for p in folder.iterdir()} == {"config.yaml", "env.json", "lock", "notes.txt"}
 
 
-def test_a_living_run_is_not_overwritten(run: RunDirectory) -> None:
+@pytest.fixture
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a lock that is not given back."""
+    monkeypatch.setattr(lock, "WAIT_S", 0.1)
+
+
+def test_a_living_run_is_not_overwritten(run: RunDirectory, short_wait: None) -> None:
     with pytest.raises(InputError, match=rf"is in use by process {os.getpid()}"):
         RunDirectory.create(str(run.path), "steps: 1\n", overwrite=True)
     assert (run.path / "config.yaml").read_text() == CONFIG
@@ -127,7 +134,7 @@ def test_a_name_that_cannot_be_a_directory_is_an_input_error(name: str, tmp_path
         RunDirectory.create(f"{tmp_path}/{name}", CONFIG)
 
 
-def test_a_second_owner_is_refused_while_the_first_lives(run: RunDirectory) -> None:
+def test_a_second_owner_is_refused_while_the_first_lives(run: RunDirectory, short_wait: None) -> None:
     with pytest.raises(InputError, match=rf"is in use by process {os.getpid()} on {socket.gethostname()}"):
         RunDirectory.reopen(run.path)
 
@@ -154,7 +161,7 @@ def test_a_lock_that_nobody_holds_is_taken_whatever_it_says(content: str, run: R
 
 
 @pytest.mark.row("R-55", "flock of a process that says nothing")
-def test_a_lock_whose_owner_is_not_known_is_respected(run: RunDirectory) -> None:
+def test_a_lock_whose_owner_is_not_known_is_respected(run: RunDirectory, short_wait: None) -> None:
     with run:
         pass
     with open(run.path / "lock", "w") as file:

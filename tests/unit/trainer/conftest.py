@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def small_config(tmp_path: Path, sums: Path) -> Callable[..., TrainConfig]:
-    def make(**changes: Any) -> TrainConfig:
-        return TrainConfig(**(SMALL | {"output": str(tmp_path / "run"), "data": str(sums)} | changes))
+@pytest.fixture(scope="session")
+def small_config_in(sums: Path) -> Callable[..., TrainConfig]:
+    def make(folder: Path, **changes: Any) -> TrainConfig:
+        return TrainConfig(**(SMALL | {"output": str(folder / "run"), "data": str(sums)} | changes))
 
     return make
+
+
+@pytest.fixture
+def small_config(tmp_path: Path, small_config_in: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
+    return partial(small_config_in, tmp_path)
 
 
 @pytest.fixture

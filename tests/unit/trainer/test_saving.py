@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from warm_process import run_python
 
 from gruppo.errors import InputError
 from gruppo.sampler import SamplingParams, TorchSampler
@@ -191,16 +192,29 @@ except GruppoError as error:
 """
 
 
+LATE = """
+from os import environ
+from huggingface_hub import constants
+constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = environ["HF_ENDPOINT"], False, True
+"""
+"""For a process that has imported the client already: what this would have read from the environment."""
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    every = {"HF_HOME": str(folder / "cache"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    return os.environ | every | {"NO_PROXY": "*", "no_proxy": "*"}
+
+
 def pushed(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    every = os.environ | {"HF_HOME": str(folder / "cache"), "NO_PROXY": "*", "no_proxy": "*"}
-    every |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"} | environment
+    every = environment_of(folder) | environment
     command = [sys.executable, "-c", SCRIPT]
     return subprocess.run(command, cwd=folder, env=every, capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.slow
 def test_the_saved_model_is_uploaded_by_the_hubs_own_client(hub: Hub, tmp_path: Path) -> None:
-    done = pushed(tmp_path, HF_ENDPOINT=hub.address)
+    environment = environment_of(tmp_path) | {"HF_ENDPOINT": hub.address}
+    done = run_python(["-c", LATE + SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{hub.address}/you/name"
     assert hub.files == {path.name: path.read_bytes() for path in (tmp_path / "run" / "model").iterdir()}

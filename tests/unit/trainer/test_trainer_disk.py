@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gruppo.trainer import GRPOTrainer
-from gruppo.trainer.estimate import disk_needs
+from gruppo.trainer.disk import disk_needs
 
 pytestmark = pytest.mark.slow
 

@@ -235,7 +235,13 @@ def plan_of(config: TrainConfig, **sizes: Any) -> RunEstimate:
     device = SimpleNamespace(type="cuda" if sizes.get("is_cuda") else "cpu")
     prompt = Prompt(token_ids=(0,) * int(sizes["mean_prompt_tokens"]))
     dtype = SimpleNamespace(itemsize=sizes.get("bytes_per", 4))
-    parts = {"model": inner, "logp_model": SimpleNamespace(base=inner), "ranks": Ranks()}
+    parts = {
+        "model": inner,
+        "logp_model": SimpleNamespace(base=inner),
+        "ranks": Ranks(),
+        "num_shards": 1,
+        "copy_bytes": 0,
+    }
     model: Any = SimpleNamespace(**parts, device=device, dtype=dtype)
     return estimate_run(config, model, [prompt] * sizes["num_prompts"])
 

@@ -655,10 +655,13 @@ def record(trainer: GRPOTrainer) -> tuple[bytes, dict[str, torch.Tensor]]:
     return (trainer.run.path / "metrics.jsonl").read_bytes(), weights(trainer)
 
 
-@pytest.fixture
-def uninterrupted(make_trainer: Make, tmp_path: Path) -> tuple[bytes, dict[str, torch.Tensor]]:
-    trainer = make_trainer(**RUN, output=str(tmp_path / "whole"))
+@pytest.fixture(scope="module")
+def uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory, small_config_in: Callable[..., TrainConfig]
+) -> tuple[bytes, dict[str, torch.Tensor]]:
+    trainer = GRPOTrainer(small_config_in(tmp_path_factory.mktemp("whole"), **RUN), quiet=True)
     trainer.train()
+    trainer.close()
     return record(trainer)
 
 

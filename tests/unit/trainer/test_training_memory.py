@@ -140,5 +140,5 @@ def test_the_copy_that_samples_by_hand(
     llama().save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(resolve("builtin")).save_pretrained(tmp_path)
     config, objects = resolve_inputs(TrainConfig(model=str(tmp_path), rewards=("exact_match",), **options))
-    model = build.build_model(config, objects, build.build_loss(config), None, Ranks(group_of(2)))
+    model = build.build_ranked(config, objects, build.build_loss(config), None, Ranks(group_of(2)), lambda seen: seen)
     assert estimate_run(config, model, [Prompt(token_ids=(1, 2))]).copy == copied

@@ -316,6 +316,15 @@ def test_what_reset_says_is_a_user_s_message(prompt, expected):
     assert asyncio.run(environment.reset({"prompt": prompt}, seed=1)) == expected
 
 
+def test_a_reset_that_says_nothing_leaves_the_prompt():
+    class Silent(Guess):
+        def reset(self, *, seed=None):
+            return "", {}
+
+    environment = environments_of(Silent).factories[""]()
+    assert asyncio.run(environment.reset(ROW, seed=1)) == ROW["prompt"]
+
+
 def test_a_large_seed_is_one_that_numpy_takes():
     class Seeded(Guess):
         def reset(self, *, seed=None):
@@ -376,6 +385,7 @@ def test_skyrl_s_init_and_step_are_played():
 class Echo(Environment):
     """gruppo's own kind."""
 
+    gives_reward = True
     tools = (tool_schema(multiply),)
 
     def reset(self, row, seed):
@@ -441,6 +451,7 @@ def returning(**methods):
         (returning(reset=("go", {}), step=("a", 1e999, 0, 0, {})), "gave the reward float inf; give a finite number"),
         (returning(reset=(5, {}), step=None), "reset of Odd returned int 5; return .text, info."),
         (returning(own=True, reset="hello"), "reset of Odd returned str 'hello'; return a list of messages, or None"),
+        (returning(own=True, reset=None, step=Answer(reward=0.0)), "step of Odd gave a reward; set gives_reward = Tr"),
         (returning(own=True, reset=None, step="hello"), "step of Odd returned str 'hello'; return gruppo.turns.Answer"),
     ],
 )

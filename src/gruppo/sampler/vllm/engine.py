@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A completion as an engine reports it. Its text is made here: the tokens are what is trained on."""
+    """A completion as an engine reports it, without text: gruppo decodes the tokens, since it trains on those."""
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
@@ -61,7 +61,7 @@ class Completion:
 
 
 Received = dict[str, int]
-"""What an engine read from a folder of weights, by its own count: `tensors` and `bytes`."""
+"""Receipt of an engine for a folder of weights: `tensors` and `bytes`, by its own count."""
 
 
 class Engine(Protocol):
@@ -69,7 +69,7 @@ class Engine(Protocol):
 
     name: str
     is_remote: bool
-    """Whether it works in another process. One in this process works in the thread that calls it."""
+    """True if it runs in another process. An engine in this process runs in the thread that calls it."""
     poll: Poll
     """Cancellation hook, called while the engine works or is waited for; raise to abort."""
     deadline_s: float = 600.0
@@ -77,7 +77,7 @@ class Engine(Protocol):
     stop_ids: Sequence[int] = ()
     """Tokens that end a completion."""
     has_other_requests: bool = False
-    """Whether requests run while weights are loaded."""
+    """True if requests keep running while weights are loaded."""
 
     def wait_until_ready(self) -> None:
         """Return once it answers. One in this process is ready as soon as it is made."""

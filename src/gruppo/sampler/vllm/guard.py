@@ -1,6 +1,6 @@
-"""Guard of a vLLM server: runs it in a process group of its own, and kills the group once the trainer's pipe ends.
+"""Guard of a vLLM server: runs it in its own process group, and kills the group when the trainer's pipe closes.
 
-It is run as a file and imports the standard library alone: it starts at once and weighs nothing beside the server.
+It runs as a file and imports only the standard library, so it starts at once and uses little memory.
 """
 
 import os

@@ -65,10 +65,10 @@ class HttpEngine(Engine):
         self.process = process
         self.poll: Poll = lambda: None
         self.model = ""
-        """The name of what is sampled from: the model, or the adapter once one is loaded."""
+        """Name of the model to sample from, or of the adapter once one is loaded."""
         self.gives_receipts = True
         self._quiet_until = 0.0
-        """When the log may say again that the server is busy."""
+        """Earliest time to log again that the server is busy."""
 
     def _call(self, address: str) -> None:
         """Send requests to this address."""
@@ -157,7 +157,7 @@ class HttpEngine(Engine):
 
     @contextmanager
     def _requests_halted(self) -> Iterator[None]:
-        """Requests that run stand still, where there may be some."""
+        """Pause running requests, if there may be any."""
         if not self.has_other_requests:
             yield
             return
@@ -168,7 +168,7 @@ class HttpEngine(Engine):
             self._command("/resume", {}, DEV_MODE)
 
     def _reset_cache(self) -> None:
-        """Drop keys and values of other weights. Those of requests that run are computed anew."""
+        """Drop keys and values of other weights; those of running requests are recomputed."""
         of_requests = "?reset_running_requests=true" if self.has_other_requests else ""
         self._command(f"/reset_prefix_cache{of_requests}", {}, DEV_MODE)
 
@@ -349,7 +349,7 @@ class HttpEngine(Engine):
         return response.status, content
 
     def _read(self, path: str, status: int, text: str, body: dict[str, Any] | None, remedy: str) -> Any:
-        """What an answer holds; raises what its status means."""
+        """Content of an answer; raises the error that its status stands for."""
         if status == 200:
             try:
                 return json.loads(text or "{}")

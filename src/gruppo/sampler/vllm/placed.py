@@ -50,7 +50,7 @@ class PlacedServer:
         self.address, self.key = self._ask("serve", arguments, False)
 
     def start(self) -> None:
-        """Start the server anew, maybe on another node, and so at another address."""
+        """Restart the server, maybe on another node and so at another address."""
         self.address, self.key = self._ask("serve", self.arguments, True)
 
     def check_alive(self) -> None:

@@ -27,7 +27,8 @@ SETTINGS = {
 
 
 class ServerProcess:
-    """A server on a socket in a folder that this user alone can open, started when it is made with `engine_arguments`.
+    """A server on a socket in a folder that only this user can open; created with `engine_arguments`, it starts at
+    once.
 
     Whoever reaches it can load other weights: a port is open to every user of the machine and every web page.
 
@@ -45,7 +46,7 @@ class ServerProcess:
         port = 0 if host is None else _free_port(host)
         self.address = f"http://{host}:{port}" if port else f"unix://{self.folder / SOCKET}"
         self.key = secrets.token_hex(16)
-        """Sent with every request. vLLM wants it for what is under /v1."""
+        """Key sent with every request; vLLM requires it below /v1."""
         self.listens: dict[str, Any] = {"host": host, "port": port} if port else {"uds": self.folder / SOCKET}
         self.process: subprocess.Popen[bytes] | None = None
         self._has_failed = False
@@ -99,7 +100,7 @@ class ServerProcess:
 
 
 def _private_folder() -> Path:
-    """A temporary folder for this user alone. A socket's path has at most 107 bytes."""
+    """A temporary folder for this user only. A socket's path has at most 107 bytes."""
     folder = tempfile.mkdtemp(prefix="gruppo-vllm-")
     if len(os.fsencode(folder)) + len(SOCKET) > 100:
         os.rmdir(folder)

@@ -1,4 +1,4 @@
-"""Supervisor: one engine that is restarted when it is lost, given its weights again, and proven after each batch."""
+"""Supervisor: restarts an engine that is lost, loads its weights again, and proves them after each batch."""
 
 import logging
 import threading
@@ -44,7 +44,7 @@ class Supervisor:
     ) -> None:
         self.engine = engine
         self._reading = {"tokenizer": tokenizer, "end_ids": engine.stop_ids, "vocabulary": vocabulary}
-        """What answers are read with."""
+        """Tokenizer and limits for reading answers."""
         self.loaded: Published | None = None
         """The weights that the engine is to have; None: those of its start."""
         self._check = CanaryCheck(bound)
@@ -74,7 +74,7 @@ class Supervisor:
         return future
 
     def close(self) -> None:
-        """Abort what is running and end the engine, if it was started here."""
+        """Abort running requests, and stop the engine if it was started here."""
         self._is_closed = True
         if self._thread is not None:
             self._thread.shutdown()
@@ -123,7 +123,7 @@ class Supervisor:
     def load(self, published: Published) -> Verdict:
         """Load weights and prove that they arrived, else raise NotTaken.
 
-        The caller sets `loaded` when all engines have them. Batches that run meanwhile need it at once.
+        The caller sets `loaded` when all engines have them. Batches that run meanwhile need it immediately.
         """
         with self._weights:
             verdict = self._load_proven(published)

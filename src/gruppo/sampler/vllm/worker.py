@@ -10,7 +10,7 @@ EXTENSION = "gruppo.sampler.vllm.worker.SyncWorker"
 
 
 class SyncWorker:
-    """Mixed into vLLM's worker class, in this process or in a server that is started with EXTENSION."""
+    """Mixin for vLLM's worker class, in this process or in a server started with EXTENSION."""
 
     def gruppo_load_weights(self, folder: str) -> dict[str, int]:
         counted = {"tensors": 0, "bytes": 0}
