@@ -41,6 +41,7 @@ walks](#three-walks).
 | package | what it does |
 |---|---|
 | `gruppo.types` | the records that travel: Prompt, Trajectory, Rollout, Group |
+| `gruppo.process` | streams that never end a run, child processes, objects by name |
 | `gruppo.task` | turns rows of a file or hub into tokenised prompts |
 | `gruppo.sampler` | turns prompts into groups of sampled completions |
 | `gruppo.weights` | finds a model's weights, and hands trained ones to the sampler |
