@@ -84,7 +84,7 @@ class Adapter(Environment):
         return ()
 
     @staticmethod
-    def gives_reward(instance: Any) -> bool:
+    def rewards(instance: Any) -> bool:
         """Whether such an object rewards its episodes."""
         return True
 
@@ -137,7 +137,7 @@ class OwnEnvironment(Adapter):
         return tuple(instance.tools)
 
     @staticmethod
-    def gives_reward(instance: Environment) -> bool:
+    def rewards(instance: Environment) -> bool:
         return instance.gives_reward
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> list[Message] | None:
@@ -180,7 +180,7 @@ class TRLEnvironment(Adapter):
         return Toolbox([*toolbox.functions.values(), *_methods(instance)]).schemas
 
     @staticmethod
-    def gives_reward(instance: Any) -> bool:
+    def rewards(instance: Any) -> bool:
         return hasattr(instance, "get_reward")
 
     async def open(self) -> Any:
@@ -200,7 +200,7 @@ class TRLEnvironment(Adapter):
         return await self._toolbox.answer(message, self.ask)
 
     async def reward(self) -> float | None:
-        if not self.gives_reward(self.instance):
+        if not self.rewards(self.instance):
             return None
         return _number(await self.ask(self.instance.get_reward), f"get_reward of {type(self.instance).__name__}")
 
@@ -268,7 +268,7 @@ def _try(
             raise InputError(f"environment {name} cannot be made: {_last_line(error)}") from error
         kind = _kind(instance, name, is_of_trl)
         try:
-            schemas, gives_reward = kind.schemas(instance, toolbox), kind.gives_reward(instance)
+            schemas, gives_reward = kind.schemas(instance, toolbox), kind.rewards(instance)
         finally:
             if (close := getattr(instance, kind.closer, None)) is not None:
                 await thread.ask(close)

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -191,10 +191,11 @@ class Player:
                     for episode, answer in answers.items():
                         self._answer(episode, answer, params, is_last=turn == self.limits.max_turns)
                 going = [episode for episode in going if episode.stop_reason is None]
-            with watch("env"):
-                for episode, reward in self._ask_all([e for e in episodes if not e.is_lost], _reward).items():
-                    if reward is not None:
-                        episode.rewards.append(_number(episode, "reward", reward))
+            if self.environments.gives_reward:
+                with watch("env"):
+                    for episode, reward in self._ask_all([e for e in episodes if not e.is_lost], _reward).items():
+                        if reward is not None:
+                            episode.rewards.append(_number(episode, "reward", reward))
         finally:
             self._put_back(episodes)
         self._check_losses(episodes, is_first=params.step in (None, 0, 1))
@@ -283,11 +284,11 @@ class Player:
     async def _reset(self, episode: Episode) -> Any:
         """Give an episode an environment and begin it."""
         idle = self._idle.get(episode.key)
-        episode.env = idle.pop() if idle else await ask(self.environments.factories[episode.key])
+        env = episode.env = idle.pop() if idle else await ask(self.environments.factories[episode.key])
         request = episode.request
         (key,) = row_keys(request.seed, request.step, np.array([request.number]), np.array([0])).tolist()
         prompt = episode.prompt
-        return await ask(episode.env.reset, {"prompt": prompt.source, **prompt.columns}, key >> 33)
+        return await ask(env.reset, {"prompt": prompt.source, **prompt.columns}, key >> 33)
 
     def _begin(self, episode: Episode, messages: Any) -> None:
         """The prompt of an episode whose environment gives one of its own."""
@@ -331,24 +332,23 @@ class Player:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_run, args=(self._loop,), name="environments", daemon=True).start()
-        futures = [
-            asyncio.run_coroutine_threadsafe(_outcome(question, limit), self._loop)
-            for question, limit in zip(questions, seconds, strict=True)
-        ]
-        ends = time.monotonic() + max(seconds, default=0.0) + GRACE
+        outcomes: list[Any] = [LATE] * len(questions)
+        answered = asyncio.run_coroutine_threadsafe(_answer_all(questions, seconds, outcomes), self._loop)
+        ends = time.monotonic() + max(seconds, default=0.0) + 2 * GRACE
         try:
-            while any(not future.done() for future in futures) and time.monotonic() < ends:
+            while not answered.done() and time.monotonic() < ends:
                 poll()
-                wait(futures, timeout=WAIT)
+                wait([answered], timeout=WAIT)
         except BaseException:
-            for future in futures:
-                future.cancel()
+            answered.cancel()
             raise
-        if any(not future.done() for future in futures):
+        if answered.done():
+            answered.result()
+        else:
             # An `async` method that never awaits holds the loop: what is bound to that loop is given up with it.
             self._leave_loop()
             self._idle = {}
-        return [_result(future) for future in futures]
+        return list(outcomes)
 
     def _leave_loop(self) -> None:
         """Let the event loop end once it is free. The next question begins another."""
@@ -363,7 +363,9 @@ class Player:
                 self._idle.setdefault(episode.key, []).append(episode.env)
             elif episode.env is not None and self._loop is not None:
                 closing = partial(ask, episode.env.close)
-                asyncio.run_coroutine_threadsafe(_outcome(closing, self.limits.turn_deadline), self._loop)
+                asyncio.run_coroutine_threadsafe(
+                    _answer_all([closing], [self.limits.turn_deadline], [LATE]), self._loop
+                )
             episode.env = None
 
     def _check_losses(self, episodes: Sequence[Episode], *, is_first: bool) -> None:
@@ -395,27 +397,30 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-async def _outcome(question: Question, seconds: float) -> Any:
+async def _answer_all(questions: Sequence[Question], seconds: Sequence[float], outcomes: list[Any]) -> None:
+    """Ask all questions at once and put what each gives, or raises, into its place; late ones are cancelled."""
+    started = time.monotonic()
+    tasks = [asyncio.ensure_future(_settle(question, outcomes, i)) for i, question in enumerate(questions)]
     try:
-        return await asyncio.wait_for(_settled(question), seconds)
-    except TimeoutError:
-        return LATE
+        for limit in sorted(set(seconds)):  # as a rule one
+            due = [task for task, own in zip(tasks, seconds, strict=True) if own == limit]
+            _, late = await asyncio.wait(due, timeout=max(started + limit - time.monotonic(), 0.0))
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=GRACE)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
-async def _settled(question: Question) -> Any:
+async def _settle(question: Question, outcomes: list[Any], place: int) -> None:
     try:
-        return await question()
+        outcomes[place] = await question()
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit would end the loop
-        return error
-
-
-def _result(future: Future[Any]) -> Any:
-    if future.done():
-        return future.result()
-    future.cancel()
-    return LATE
+        outcomes[place] = error
 
 
 async def _timed(question: Callable[[Episode], Coroutine[Any, Any, Any]], episode: Episode) -> Any:

@@ -94,7 +94,7 @@ def closed_players():
 
 
 def play(script, make=Echo, num_samples=1, *, player=None, params=None, **limits):
-    environments = Environments({"": make}, {"": ()})
+    environments = Environments({"": make}, {"": ()}, gives_reward=True)
     player = player or Player(environments, {"": LetterCodec()}, TurnLimits(**limits))
     PLAYERS.append(player)
     prompts = [Prompt(token_ids=ids("p"), text="p", source="p", index=i) for i in range(len(script))]
