@@ -169,5 +169,5 @@ def test_the_example_of_convert_is_what_it_prints():
 
 def test_the_page_denies_nothing_that_the_program_has():
     rows = dict(re.findall(r"^\| ([\w, ]+) \| .*? \| (.*) \|$", PAGE.split("### TRL: what is different")[1], re.M))
-    assert "`torchrun -m gruppo train`" in rows["several GPUs"] and rows["tools, turns, images"].startswith("[no]")
+    assert "`torchrun -m gruppo train`" in rows["several GPUs"] and rows["images"].startswith("[no]")
     assert "longer than `reward_deadline` is abandoned" in " ".join(PAGE.split())
