@@ -216,6 +216,7 @@ WITHOUT_TARGET = {
     "benchmarks/sample.py": "needs a GPU",
     "benchmarks/train.py": "needs a GPU",
     "benchmarks/real_learning.py": "needs a GPU",
+    "benchmarks/real_tools.py": "needs a GPU",
     "benchmarks/communication.py": "tests/distributed/test_communication.py runs it",
 }
 """Scripts of a page that no target runs, and why."""
