@@ -201,6 +201,30 @@ def test_a_chat_template_gives_the_tokens_that_transformers_gives() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("words", [["sample", "1+1=", "--run"], ["eval", "--rewards", "exact_match"]])
+def test_tools_of_another_users_run_are_not_imported_unless_told(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "evil_tools.py").write_text("import pathlib\npathlib.Path('canary').touch()\ntool = 1\n")
+    sys.modules.pop("evil_tools", None)
+    copy_model(run / "model")
+    (run / "config.yaml").write_text(yaml.safe_dump({"tools": ["evil_tools:tool"], "output": str(run)}))
+    (run / "heldout.jsonl").write_text(GOOD_ROWS)
+    monkeypatch.chdir(tmp_path)
+    os.chown(run, 12345, 12345)
+    with pytest.raises(SystemExit) as ended:
+        main([*words, str(run)])
+    assert ended.value.code == 2
+    assert f"{run} belongs to another user (uid 12345)" in capsys.readouterr().err
+    assert not (tmp_path / "canary").exists()
+    with pytest.raises(SystemExit):
+        main([*words, str(run), "--trust"])
+    assert (tmp_path / "canary").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 @pytest.mark.parametrize("words", [["resume"], ["eval"]])
 def test_a_run_of_another_user_is_not_resumed_unless_told(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

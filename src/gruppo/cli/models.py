@@ -143,7 +143,7 @@ def eval_config(given: EvalArguments, options: dict[str, Any]) -> TrainConfig:
     """The options of the run, if there is one, with those that are given."""
     values: dict[str, Any] = {"model": "builtin", "data": BUILTIN_HELD_OUT}
     if given.run is not None:
-        if "rewards" not in options:  # those of the run are imported
+        if "rewards" not in options or has_turns(given.run):  # what the run names is imported
             RunReader(given.run).check_owner(given.trust)
         values = of_run(given.run, options) | {"eval_data": None} | ({} if "data" in options else _held_out(given.run))
     if given.num_samples is not None:
@@ -162,6 +162,12 @@ def of_run(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a run for the model that it has trained, with sampler=torch unless another is given."""
     values = RunReader(directory).config() | {"model": str(directory), "tokenizer": None, "revision": None}
     return values if "vllm" in options.get("sampler", "") else values | {"sampler": "torch", "vllm_options": {}}
+
+
+def has_turns(run: Path) -> bool:
+    """Whether a run names tools or an environment, which are imported with its options."""
+    values = RunReader(run).config()
+    return bool(values.get("tools") or values.get("environment"))
 
 
 def _held_out(run: Path) -> dict[str, Any]:
@@ -267,6 +273,8 @@ class SampleArguments(Arguments):
     """Seed of sampling."""
     output: HomePath | None = None
     """New Parquet file for the completions."""
+    trust: bool = False
+    """Import the tools that the run names although another user owns its directory or can write it."""
 
 
 SAMPLE_OPTIONS = (
@@ -357,6 +365,8 @@ def sample_config(given: SampleArguments, options: dict[str, Any]) -> TrainConfi
     """The options of the run, if there is one, with those that are given."""
     values: dict[str, Any] = {"model": "builtin", "max_new_tokens": 64}
     if given.run is not None:
+        if has_turns(given.run):
+            RunReader(given.run).check_owner(given.trust)
         values = of_run(given.run, options)
         # A list of messages goes through the template whether the run was told so or not.
         rows = read_lines(RunReader(given.run).held_out)[:1]

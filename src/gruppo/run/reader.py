@@ -63,7 +63,7 @@ class RunReader:
             raise InputError(f"{self.path} is not a run directory: it has no config.yaml")
 
     def check_owner(self, is_trusted: bool) -> None:
-        """Raise where another user could have written what this run names: rewards and losses of it are imported."""
+        """Raise where another user could have written what this run names: rewards, losses and tools are imported."""
         self.check()
         for path in (self.path, self.path / "config.yaml"):
             found = path.stat()
@@ -73,7 +73,7 @@ class RunReader:
                 mode = f"can be written by every user (mode {stat.S_IMODE(found.st_mode):o}; chmod o-w)"
                 raise InputError(
                     f"{path} {mode if is_open else whose}, and code that its config names would be run: "
-                    "rewards, loss, metrics. Read it first; --trust goes on all the same"
+                    "rewards, loss, metrics, tools, environment. Read it first; --trust goes on all the same"
                 )
 
     def check_format(self) -> None:
