@@ -114,22 +114,9 @@ class TransformersModel:
         trains: bool = True,
         process_group: "ProcessGroup | None" = None,
     ) -> None:
-        if dtype not in ("auto", *DTYPES):
-            raise InputError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
-        if layout not in get_args(Layout):
-            raise InputError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if offload and not (gradient_checkpointing and self.device.type == "cuda"):
-            raise InputError(
-                "offload=True moves what gradient_checkpointing=True keeps on a GPU to the host, and here there is "
-                + (f"no GPU, device={self.device}" if gradient_checkpointing else "gradient_checkpointing=False")
-            )
         compiles = self.device.type == "cuda" if compile is None else compile
-        if keep_activations is not None and not (0 < keep_activations <= 1 and compiles):
-            raise InputError(
-                f"keep_activations must be above 0 and at most 1, and needs compiled blocks (compile=True), got "
-                f"{keep_activations!r} with compile={compiles}; gradient_checkpointing=True recomputes without them"
-            )
+        _check_options(dtype, layout, self.device, gradient_checkpointing, offload, keep_activations, compiles)
         has_bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         # Weights that are sharded over ranks get their precision from what shards them.
         is_auto = dtype == "auto" and has_bf16 and process_group is None
@@ -142,29 +129,19 @@ class TransformersModel:
         self.quantized = {} if quantize is None else {"quantize": quantize, "dtype": str(loaded).removeprefix("torch.")}
         """How the base was quantised here, and from which dtype: a folder with its adapter notes it. {}: not at all."""
         self._base: dict[str, str] = {}
+        """Digest of the base of an adapter."""
+        self.tokenizer = tokenizer
         if isinstance(model_id, str):
             _check_quantize(model_id, quantize, lora, process_group)
-            self.quantized = source.quantization_of(model_id) or self.quantized
-            model: nn.Module = self._load(
-                model_id,
-                dtype=loaded,
-                attn_implementation=attn_implementation,
-                revision=revision,
-                quantize=quantize,
-                device=self.device,
+            options = {"dtype": loaded, "attn_implementation": attn_implementation, "revision": revision}
+            model = self._open(model_id, lora, options | {"quantize": quantize, "device": self.device})
+        elif quantize is not None:
+            raise InputError(
+                f"quantize={quantize!r} is for a model that is loaded by its name; load the object in 4 bits: "
+                "from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))"
             )
-            if lora is not None or source.holds_adapter(model_id):
-                pinned = model_id if revision is None else f"{model_id}@{revision}"
-                digest = source.weights_digest(source.base_of(pinned))
-                self._base = {} if digest is None else {"base": digest}  # now: the files may change while it trains
-            self.tokenizer = tokenizer or source.load_tokenizer(model_id, revision)
         else:
-            if quantize is not None:
-                raise InputError(
-                    f"quantize={quantize!r} is for a model that is loaded by its name; load the object in 4 bits: "
-                    "from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))"
-                )
-            model, self.tokenizer = model_id, tokenizer
+            model = model_id
         if getattr(model, "is_quantized", False) and lora is None and lora_of(model) is None:
             raise InputError(
                 "the weights of the model are quantised, and such weights do not train; give lora=LoraSpec()"
@@ -212,6 +189,18 @@ class TransformersModel:
         self._schedule: tuple[Schedule, int, int | None] = ("constant", 0, None)
 
     # --- set-up ---------------------------------------------------------------------------------------------------
+
+    def _open(self, model_id: str, lora: LoraSpec | None, options: dict[str, Any]) -> nn.Module:
+        """The model of a name, with its tokenizer and the digest of what an adapter stands on."""
+        revision = options["revision"]
+        self.quantized = source.quantization_of(model_id) or self.quantized
+        model = self._load(model_id, **options)
+        if lora is not None or source.holds_adapter(model_id):
+            pinned = model_id if revision is None else f"{model_id}@{revision}"
+            digest = source.weights_digest(source.base_of(pinned))
+            self._base = {} if digest is None else {"base": digest}  # now: the files may change while it trains
+        self.tokenizer = self.tokenizer or source.load_tokenizer(model_id, revision)
+        return model
 
     def _load(self, model_id: str, **options: Any) -> "PreTrainedModel":
         """The model of a name."""
@@ -547,6 +536,31 @@ class TransformersModel:
             logps_N = self.logp_model(batch)[0]
         if len(batch.scored) and logps_N is not None:
             self.mismatch.add(LossInputs.of(batch, logps_N, None, plan.totals))
+
+
+def _check_options(
+    dtype: str,
+    layout: str,
+    device: torch.device,
+    gradient_checkpointing: bool,
+    offload: bool,
+    keep_activations: float | None,
+    compiles: bool,
+) -> None:
+    if dtype not in ("auto", *DTYPES):
+        raise InputError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+    if layout not in get_args(Layout):
+        raise InputError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
+    if offload and not (gradient_checkpointing and device.type == "cuda"):
+        raise InputError(
+            "offload=True moves what gradient_checkpointing=True keeps on a GPU to the host, and here there is "
+            + (f"no GPU, device={device}" if gradient_checkpointing else "gradient_checkpointing=False")
+        )
+    if keep_activations is not None and not (0 < keep_activations <= 1 and compiles):
+        raise InputError(
+            f"keep_activations must be above 0 and at most 1, and needs compiled blocks (compile=True), got "
+            f"{keep_activations!r} with compile={compiles}; gradient_checkpointing=True recomputes without them"
+        )
 
 
 def _check_quantize(model_id: str, quantize: Any, lora: LoraSpec | None, process_group: Any) -> None:
