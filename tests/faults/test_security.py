@@ -201,7 +201,7 @@ def test_a_chat_template_gives_the_tokens_that_transformers_gives() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-@pytest.mark.parametrize("words", [["sample", "1+1=", "--run"], ["eval", "--rewards", "exact_match"]])
+@pytest.mark.parametrize("words", [["sample", "1+1=", "--run", "RUN"], ["eval", "RUN", "--rewards", "exact_match"]])
 def test_tools_of_another_users_run_are_not_imported_unless_told(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,13 +214,14 @@ def test_tools_of_another_users_run_are_not_imported_unless_told(
     (run / "heldout.jsonl").write_text(GOOD_ROWS)
     monkeypatch.chdir(tmp_path)
     os.chown(run, 12345, 12345)
+    words = [str(run) if word == "RUN" else word for word in words]
     with pytest.raises(SystemExit) as ended:
-        main([*words, str(run)])
+        main(words)
     assert ended.value.code == 2
     assert f"{run} belongs to another user (uid 12345)" in capsys.readouterr().err
     assert not (tmp_path / "canary").exists()
     with pytest.raises(SystemExit):
-        main([*words, str(run), "--trust"])
+        main([*words, "--trust"])
     assert (tmp_path / "canary").exists()
 
 
