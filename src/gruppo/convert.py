@@ -59,6 +59,7 @@ NEUTRAL = {
     "lora_target_modules": ("all-linear", ["all-linear"]),
     "multi_objective_aggregation": ("sum_then_normalize",),
     "loss_denominator": ("token",),
+    "env_max_steps": (50,),
 }
 """Values that change nothing."""
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gruppo import faults
 from gruppo.reward import RewardResult, RewardScorer
@@ -84,16 +85,18 @@ class Driver:
             return groups, RewardResult(totals=[], values={}, correct=[], metrics={})
         drawn = [(i, t) for i, trajectories in enumerate(samples) for t in trajectories]
         played = [(i, t) for i, t in drawn if not t.is_lost]
+        # An environment may have given the prompt; a sampler's own note of it need not be whole.
+        owners = [prompts[i] if self.player is None else t.prompt for i, t in played]
         names = sorted({name for prompt in prompts for name in prompt.columns})
-        columns = {name: [t.prompt.columns.get(name) for _, t in played] for name in names}
+        columns: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in owners] for name in names}
         if self.player is not None:
             columns[ENVIRONMENT_REWARD] = [t.env_reward for _, t in played]
         with self.watch("reward"):
             result = self.scorer.score(
-                [t.prompt.source for _, t in played],
+                [prompt.source for prompt in owners],
                 [t.text for _, t in played],
                 completion_ids=[t.sampled_tokens for _, t in played],
-                prompt_texts=[t.prompt.text for _, t in played],
+                prompt_texts=[prompt.text for prompt in owners],
                 columns=columns,
                 step=step,
                 rng_seed=seed,

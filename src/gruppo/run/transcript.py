@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gruppo.codec import json_text
 from gruppo.types import Message, StopReason
 
 STOPS: Mapping[StopReason, str] = {
@@ -48,7 +47,9 @@ def call_text(call: Mapping[str, Any]) -> str:
             arguments = json.loads(arguments)
     if not isinstance(arguments, Mapping):
         return f"{function.get('name')}({arguments})"
-    given = ", ".join(f"{name}={json_text(value)}" for name, value in arguments.items())
+    given = ", ".join(
+        f"{name}={json.dumps(value, ensure_ascii=False, default=str)}" for name, value in arguments.items()
+    )
     return f"{function.get('name')}({given})"
 
 

@@ -415,6 +415,6 @@ loaded = {name.split(".")[1] for name in sys.modules if name.startswith("gruppo.
 print(sorted({"torch", "transformers", "vllm"} & {*sys.modules}), sorted(loaded), file=sys.stderr)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    small = "child cli convert errors imports keys options output peer_names run trainer"  # of trainer, its config
+    small = "cli convert errors keys options peer_names process run trainer"  # of trainer, its config
     torch, _, loaded = ran.stderr.partition("] ")
     assert torch == "[" and {*ast.literal_eval(loaded)} <= {*small.split()}

@@ -57,7 +57,7 @@ UNSLOTH = """
 SAME = {
     "temperature", "chat_template_kwargs", "beta", "reward_weights", "entropy_coef", "entropy_target", "dtype",
     "lora_alpha", "lora_modules_to_save", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm",
-    "warmup_steps", "gradient_checkpointing", "seed",
+    "warmup_steps", "gradient_checkpointing", "seed", "tools",
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_an_answer_of_the_table_goes_before_a_similar_name(name: str) -> None:
 
 TRAINS_WITHOUT: dict[str, tuple[Any, str]] = {
     "log_completions": (True, "every completion is on disk already, in Parquet files of the run; leave it out"),
-    "tools": ([], "a completion has one turn, without tools or an environment; leave it out"),
+    "tool_parser_type": ("hermes", "calls are read as the chat template writes them; leave it out"),
     "repetition_penalty": (1.1, "it would draw from another distribution than the one that is scored; leave it out"),
 }
 
@@ -208,7 +208,7 @@ def test_no_reason_denies_an_option_that_a_run_has() -> None:
 
 
 def test_a_reason_that_an_option_has_made_false_is_found() -> None:
-    options = {*OPTIONS, "optimizer", "max_turns", "correction_cap"}
+    options = {*OPTIONS, "optimizer", "parser", "correction_cap"}
     assert len(false_ones(reasons(), options)) >= 3
     assert false_ones({"a run is one process on one GPU": "num_ranks shard"}, options) == [
         "a run is one process on one GPU (shard)"

@@ -26,6 +26,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "corrected": {"correction": "mask", **LIVE},
     "ahead": {"max_staleness": 1},
     "streaming": {"max_staleness": 1, "streaming": True},
+    "turns": {
+        "model": "builtin-chat",
+        "data": "builtin:calculator",
+        "tools": ("gruppo.task.calculator:multiply",),
+        "rewards": ("exact_match",),
+        "max_new_tokens": 40,
+    },
 }
 
 
