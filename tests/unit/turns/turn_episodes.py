@@ -78,4 +78,3 @@ def turns_of(trajectory: Trajectory) -> list[tuple[int, int]]:
     marks = (False, *(trajectory.sampled or ()), False)
     edges = [i for i, (one, other) in enumerate(zip(marks, marks[1:], strict=False)) if one != other]
     return list(zip(edges[::2], edges[1::2], strict=True))
-
