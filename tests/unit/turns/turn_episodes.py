@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
+from itertools import pairwise
 from typing import Any
 
 from gruppo.model import TransformersModel
@@ -76,5 +77,5 @@ def flat(groups: Any) -> list[Trajectory]:
 def turns_of(trajectory: Trajectory) -> list[tuple[int, int]]:
     """Where each run of sampled tokens begins and ends."""
     marks = (False, *(trajectory.sampled or ()), False)
-    edges = [i for i, (one, other) in enumerate(zip(marks, marks[1:], strict=False)) if one != other]
+    edges = [i for i, (one, other) in enumerate(pairwise(marks)) if one != other]
     return list(zip(edges[::2], edges[1::2], strict=True))
