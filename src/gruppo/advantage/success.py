@@ -137,8 +137,9 @@ class PassAtKAdvantage(Estimator, name="pass_at_k", uses=("correct",), judges_an
     def estimate(self, groups: Groups, correct: Tensor | None) -> Tensor:
         groups, right = groups.judged(correct, self.correct_at)
         n, wrong = groups.count(), groups.count() - groups.sum(right)
-        if len(n) and n.max() < self.k:
-            raise InputError(f"k={self.k} is more than the {int(n.max())} rewards of the largest group; lower k")
+        largest = int(groups.group.bincount().max()) if len(n) else self.k  # also those without a reward
+        if largest < self.k:
+            raise InputError(f"k={self.k} is more than the {largest} rewards of the largest group; lower k")
         fails = _share_of_subsets(wrong, n, self.k)  # of all subsets of k
         fails_with_me = _share_of_subsets(wrong - 1, n - 1, self.k - 1)  # of those with a given wrong completion
         std = (fails * (1 - fails)).sqrt()

@@ -96,7 +96,7 @@ class RolloutSource:
             params = replace(self.params, step=number)
             drawn, result = self.driver.play(prompts, self.group_size, params, step=number - 1)
             if self.needs_greedy:
-                alone, _ = self.driver.play(prompts, 1, greedy(self.params), step=number - 1)
+                alone, _ = self.driver.play(prompts, 1, greedy(params), step=number - 1)
                 drawn = [replace(g, greedy=a.rollouts[0]) for g, a in zip(drawn, alone, strict=True)]
             results.append(result)
             teaches = self.has_signal(drawn) if self.max_batches else [True] * len(drawn)

@@ -165,12 +165,13 @@ class Recorder:
         for name, first in failed.items():
             share = f"{sum(name in rollout.errors for rollout in rollouts)} of {len(rollouts)}"
             reason = first.errors[name].rstrip().rpartition("\n")[2][:_MAX_REASON]
-            text = (
-                f"reward {name!r} failed on {share} completions: {reason} (traceback in events.jsonl; later failures "
-                f"are only counted, in reward/{name}/error_frac and timeout_frac)"
-            )
+            kind, what = "reward_failed", f"reward {name!r} failed on {share} completions"
+            counted = f"reward/{name}/error_frac and timeout_frac"
+            if first.trajectory.is_lost:
+                kind, what, counted = "episodes_lost", f"the environment failed in {share} episodes", "turns/lost_frac"
+            text = f"{what}: {reason} (traceback in events.jsonl; later failures are only counted, in {counted})"
             facts = {"completion": first.trajectory.text[:_MAX_REASON], "traceback": first.errors[name]}
-            self.warned(step, "reward_failed", text, about=name, **facts)
+            self.warned(step, kind, text, about=name, **facts)
         if all(rollout.reward is None for rollout in rollouts):
             return  # the whole step is without a reward, which has a warning of its own
         for name in rollouts[0].rewards:

@@ -372,7 +372,7 @@ class Player:
         """End the run where too many episodes are lost."""
         lost = [episode for episode in episodes if episode.is_lost]
         self._played, self._lost = self._played + len(episodes), self._lost + len(lost)
-        if is_first and episodes and len(lost) == len(episodes):
+        if is_first and lost and self._lost == self._played:
             reason = "none of the first step was played to its end"
         elif len(lost) >= FREE_LOSSES and len(lost) > MAX_LOST_OF_STEP * len(episodes):
             reason = f"the step may lose {MAX_LOST_OF_STEP:.0%}"
