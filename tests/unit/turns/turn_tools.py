@@ -4,8 +4,8 @@ import os
 import time
 from collections.abc import Sequence
 
-SIGNAL_AT: dict[int, int] = {}
-"""The signal that call number n of this process sends to it."""
+SIGNAL_AFTER: dict[str, int] = {}
+"""The signal that the first call after this folder is there sends to its process."""
 calls = 0
 
 
@@ -18,8 +18,8 @@ def multiply(a: int, b: int) -> int:
     """
     global calls
     calls += 1
-    if number := SIGNAL_AT.get(calls):
-        os.kill(os.getpid(), number)
+    for folder in [folder for folder in SIGNAL_AFTER if os.path.exists(folder)]:
+        os.kill(os.getpid(), SIGNAL_AFTER.pop(folder))
         time.sleep(5)  # a signal that ends the run finds it waiting for this call
     return a * b
 
@@ -28,9 +28,9 @@ def no_text(a: int) -> int:
     return a
 
 
-def gruppo_with_signal(words: Sequence[str], call: int, number: int) -> None:
-    """`gruppo WORDS`, which gets a signal while the tool is called for the n-th time."""
+def gruppo_with_signal(words: Sequence[str], folder: str, number: int) -> None:
+    """`gruppo WORDS`, which gets a signal while the tool is called for the first time after the folder is there."""
     from gruppo.cli.main import main
 
-    SIGNAL_AT[call] = number
+    SIGNAL_AFTER[folder] = number
     main(list(words))
