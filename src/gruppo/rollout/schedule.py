@@ -64,8 +64,8 @@ class Schedule:
     def close(self) -> None:
         """Drop what has not begun, and wait for the rest."""
 
-    def save(self, folder: Path) -> None:
-        """Write what is sampled and not yet trained on."""
+    def save(self, folder: Path, step: int) -> None:
+        """Write what is sampled and not yet trained on, when so many steps are complete."""
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote. A run may have been saved under another schedule, whose rollouts are left out."""
@@ -120,6 +120,7 @@ class Ahead(Background):
         self.staleness = staleness
         self._pending: deque[tuple[int, Future[StepRollouts], Any]] = deque()
         """Steps that are sampled or to be, each with its weights."""
+        self._taken: tuple[int, StepRollouts] | None = None
 
     def take(self, number: int) -> StepRollouts:
         """The rollouts of the next step; what is due is launched from the weights as they are."""
@@ -132,6 +133,7 @@ class Ahead(Background):
         assert taken == number, f"step {taken} is next, not {number}"
         rollouts = self.wait_for(future)
         self._pending.popleft()
+        self._taken = taken, rollouts
         if published is not None:
             self.weights.release(published)
         return rollouts
@@ -154,10 +156,11 @@ class Ahead(Background):
         groups, metrics = replace(self.source, driver=driver, solved=solved).next(number)
         return StepRollouts(groups, self.weights.reported | metrics, watch.seconds)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, step: int) -> None:
         """Write what is sampled and not yet trained on. Waits for what is being sampled."""
         self.drain()
-        sampled = []
+        # A step that failed after its rollouts were taken is taken again.
+        sampled = [self._taken] if self._taken is not None and self._taken[0] > step else []
         for number, future, _ in self._pending:
             if future.exception() is not None:  # raised when its step is taken
                 break

@@ -271,7 +271,7 @@ class Streamed(Background):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, step: int) -> None:
         """Write the groups that are complete, and the prompts of those that are not."""
         self._collect()
         ready = [flight for flight in self._ready if flight.group is not None and flight.result is not None]

@@ -183,7 +183,7 @@ class Snapshots:
             if state.reference is not None:
                 save_file(state.reference.state(), folder / REFERENCE)
             if state.schedule is not None:
-                state.schedule.save(folder)
+                state.schedule.save(folder, step)
             return entries
 
         self.checkpoints.save(step, write)

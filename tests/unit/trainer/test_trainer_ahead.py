@@ -101,7 +101,7 @@ def test_what_waits_is_read_back_as_it_was(tmp_path: Path) -> None:
     trainer.step()
     ahead = trainer.schedule
     assert isinstance(ahead, Ahead)
-    ahead.save(tmp_path)
+    ahead.save(tmp_path, 1)
     again = Ahead(trainer.source, ahead.weights, staleness=2, last=6, poll=lambda: None)
     again.load(tmp_path)
     assert [number for number, _, _ in again._pending] == [2, 3]
