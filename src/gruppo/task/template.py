@@ -67,9 +67,12 @@ def render_chats(
     that turn, or strip it.
     """
     if not getattr(tokenizer, "chat_template", None):
+        remedy = "or set tokenizer.chat_template"
+        if not tools:
+            remedy = "set tokenizer.chat_template, or give the prompts as strings without chat=true"
         raise InputError(
-            "the prompts are conversations, but this tokenizer has no chat template; use the tokenizer of an "
-            "instruction-tuned model, set tokenizer.chat_template, or give the prompts as strings without chat=true"
+            f"the prompts are conversations{' with tools' if tools else ''}, but this tokenizer has no chat template; "
+            f"use the tokenizer of an instruction-tuned model, {remedy}"
         )
     clash = sorted((template_kwargs or {}).keys() & (_FIXED | {"tools"} if tools else _FIXED))
     if clash:

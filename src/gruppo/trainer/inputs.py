@@ -149,7 +149,7 @@ def environments_by_name(config: TrainConfig) -> Environments | None:
     if not config.has_turns:
         return None
     names = [*config.tools, *([] if config.environment is None else [config.environment])]
-    if objects := [name for name in names if name.startswith(MARK)]:
+    if objects := [name.removeprefix(MARK) for name in names if name.startswith(MARK)]:
         raise InputError(
             f"the tools or the environment of this run were Python objects, which its directory cannot hold: "
             f"{', '.join(objects)}; name them: --tools module:function, --environment module:Class"
