@@ -34,6 +34,15 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "bnpo": {"loss": "bnpo"},
     "not exact": {"ranks_exact": False},
+    "tools": {
+        "model": "builtin-chat",
+        "data": "builtin:calculator",
+        "tools": ["gruppo.task.calculator:multiply"],
+        "max_new_tokens": 40,
+        "max_turns": 3,
+        "beta": 0.05,
+        "completions_every": 1,
+    },
 }
 
 

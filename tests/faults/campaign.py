@@ -49,6 +49,13 @@ OPTIONS: dict[str, Any] = {
     "tensorboard": False,
     "threads": 1,
 }
+TURNS: dict[str, Any] = {
+    "model": "builtin-chat",
+    "data": "builtin:calculator",
+    "tools": "gruppo.task.calculator:multiply",
+    "max_new_tokens": 30,
+    "max_turns": 3,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full weights": {},
     "LoRA": {"lora": True, "lora_rank": 4, "beta": 0.01},
@@ -67,6 +74,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "best": {"keep_best": True, "patience": 9},
     "ahead by 1": {"max_staleness": 1, "dynamic_sampling": 2, "retire_solved": 1},
     "ahead by 2": {"max_staleness": 2, "epochs_per_batch": 2, "minibatches": 2},
+    "turns": TURNS,
+    "turns ahead": TURNS | {"max_staleness": 1, "dynamic_sampling": 2},
 }
 
 
