@@ -104,18 +104,14 @@ def words(run, variant):
     return found
 
 
-@pytest.mark.parametrize(
-    ("variant", "call", "number"), [("rounds", 9, "SIGKILL"), ("rounds", 9, "SIGTERM"), ("ahead", 20, "SIGKILL")]
-)
-def test_a_run_that_is_ended_amid_a_call_of_its_tool_is_resumed_to_the_same_bits(
-    variant, call, number, whole, tmp_path
-):
+@pytest.mark.parametrize(("variant", "number"), [("rounds", "SIGKILL"), ("rounds", "SIGTERM"), ("ahead", "SIGKILL")])
+def test_a_run_that_is_ended_amid_a_call_of_its_tool_is_resumed_to_the_same_bits(variant, number, whole, tmp_path):
     run, ended = tmp_path / "run", getattr(signal, number)
-    life = WarmProcess(tmp_path / "log", turn_tools.gruppo_with_signal, words(run, variant), call, ended)
+    third = run / "checkpoints" / "step-000003"
+    life = WarmProcess(tmp_path / "log", turn_tools.gruppo_with_signal, words(run, variant), third, ended)
     assert life.wait() == (-9 if ended == signal.SIGKILL else 75), life.output
     life.close()
-    saved = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert saved[0] == "step-000003" and len((run / "metrics.jsonl").read_text().splitlines()) < 7
+    assert third.exists() and len((run / "metrics.jsonl").read_text().splitlines()) < 7
     before = turn_tools.calls
     with pytest.raises(SystemExit, match="0"):
         main(["resume", str(run)])

@@ -3,9 +3,10 @@
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-SIGNAL_AT: dict[int, int] = {}
-"""The signal that call number n of this process sends to it."""
+SIGNALS: dict[Path, int] = {}
+"""The signal that the next call sends to this process once a path is there."""
 calls = 0
 
 
@@ -18,8 +19,8 @@ def multiply(a: int, b: int) -> int:
     """
     global calls
     calls += 1
-    if number := SIGNAL_AT.get(calls):
-        os.kill(os.getpid(), number)
+    for path in [path for path in SIGNALS if path.exists()]:
+        os.kill(os.getpid(), SIGNALS.pop(path))
         time.sleep(5)  # a signal that ends the run finds it waiting for this call
     return a * b
 
@@ -28,9 +29,9 @@ def no_text(a: int) -> int:
     return a
 
 
-def gruppo_with_signal(words: Sequence[str], call: int, number: int) -> None:
-    """`gruppo WORDS`, which gets a signal while the tool is called for the n-th time."""
+def gruppo_with_signal(words: Sequence[str], path: Path, number: int) -> None:
+    """`gruppo WORDS`, which gets a signal amid a call of the tool, the first one after the path is there."""
     from gruppo.cli.main import main
 
-    SIGNAL_AT[call] = number
+    SIGNALS[path] = number
     main(list(words))
