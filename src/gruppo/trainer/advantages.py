@@ -157,7 +157,7 @@ def with_kl(groups: Sequence[Group], model: "Actor") -> tuple[list[Group], dict[
         found = [logps[_content(rollout)] for rollout in group.rollouts]
         members = zip(group.rollouts, found, strict=True)
         scored.append(replace(group, rollouts=tuple(replace(r, old_logps=o, ref_logps=f) for r, (o, f) in members)))
-    kls = [kl_to_reference(rollout) for group in scored for rollout in group.rollouts]
+    kls = [kl_to_reference(r) for group in scored for r in group.rollouts if not r.trajectory.is_lost]
     return scored, {"reward/kl": fsum(kls) / max(len(kls), 1)}
 
 

@@ -73,10 +73,6 @@ def test_the_turns_of_an_episode_follow_one_another_in_its_draws(model, episodes
     assert num_moved == 12
 
 
-def test_the_first_two_turns_draw_at_literal_places(episodes):
-    assert turns_of(episodes[0][0])[:2] == [(0, 5), (20, 25)]
-
-
 def test_an_episode_alone_draws_what_it_draws_in_a_batch(model, episodes):
     prompt = prompts_of(model)[1]
     ((alone,),) = play(model, prompts=[prompt], num_samples=1)
