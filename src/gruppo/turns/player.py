@@ -27,7 +27,7 @@ from gruppo.task.prompts import conversation
 from gruppo.turns.ask import ask
 from gruppo.turns.chat import ChatCodec
 from gruppo.turns.environment import Answer, Environment, Environments
-from gruppo.types import Message, Prompt, StopReason, Trajectory
+from gruppo.types import LOST, Message, Prompt, StopReason, Trajectory
 
 WAIT = 0.2
 """Seconds between two looks at the stop flag while environments are awaited."""
@@ -85,7 +85,7 @@ class Episode:
 
     @property
     def is_lost(self) -> bool:
-        return self.stop_reason in ("deadline", "env_error")
+        return self.stop_reason in LOST
 
     def limit(self, params: SamplingParams, limits: TurnLimits, given: int = 0) -> tuple[int, StopReason]:
         """Tokens that the next turn may have, after so many given ones, and what it is if that is too few."""
