@@ -243,6 +243,7 @@ def test_the_conversation_is_there_in_full(open_page, address):
     page = chosen(open_page, address)
     card = page.locator(".rollout").nth(1)
     card.locator("summary").filter(has_text="conversation").click()
+    card.locator(".message > b").nth(4).wait_for()  # it is written once the fold has opened
     assert card.locator(".message > b").all_text_contents() == [
         *("policy", "multiply, failed", "policy", "multiply", "policy")
     ]
