@@ -296,7 +296,7 @@ def test_what_a_hostile_tool_says_is_shown_and_never_run(open_page, tmp_path):
     for i, name in enumerate(ATTACKS):
         page.locator(".group").nth(i).click()
         page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
-        page.wait_for_timeout(30)
+        page.locator(".rollout .message pre").nth(3).wait_for(state="attached")
         shown = page.locator(".rollout .message pre").all_text_contents()
         if name in ("script", "comment", "image", "style", "markup"):
             assert shown[0] == ATTACKS[name] and shown[3] == ATTACKS[name]
@@ -304,8 +304,9 @@ def test_what_a_hostile_tool_says_is_shown_and_never_run(open_page, tmp_path):
         assert not any(mark in text for mark in "\x1b\x07\u202e\u2066\u200f\u061c\x00\x08")
     page.locator(".group").nth(len(ATTACKS)).click()
     page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
-    page.wait_for_timeout(100)
-    (note,) = page.locator(".message > b").filter(has_text="characters").all_text_contents()
+    notes = page.locator(".message > b").filter(has_text="characters")
+    notes.first.wait_for(state="attached")
+    (note,) = notes.all_text_contents()
     assert note.startswith("multiply (the first 6,666 of ")
     page.fill("#v-text", "hacked")
     page.click("#v-all")
