@@ -292,7 +292,7 @@ class Player:
         (key,) = row_keys(request.seed, request.step, np.array([request.number]), np.array([0])).tolist()
         prompt = episode.prompt
         row = {"prompt": prompt.source, **prompt.columns}
-        return await ask(env.reset, deepcopy(row), key >> 33)  # rewards and other episodes read the row too
+        return await ask(env.reset, _copied(row), key >> 33)  # rewards and other episodes read the row too
 
     def _begin(self, episode: Episode, messages: Any) -> None:
         """The prompt of an episode whose environment gives one of its own."""
@@ -447,6 +447,13 @@ async def _timed(question: Callable[[Episode], Coroutine[Any, Any, Any]], episod
 async def _step(episode: Episode) -> Any:
     assert episode.env is not None, "an episode that goes on has its environment"
     return await ask(episode.env.step, deepcopy(episode.messages[-1]))  # rewards read what the policy said
+
+
+def _copied(value: Any) -> Any:
+    """A copy of the lists and dicts of a row. Other objects, which need not have copies, are the row's own."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 async def _reward(episode: Episode) -> Any:

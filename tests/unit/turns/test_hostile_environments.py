@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing, nullcontext
 
@@ -65,10 +66,11 @@ def test_an_environment_that_changes_its_row_changes_no_other_episode_and_no_rew
             row["prompt"][0]["content"] = "easy"
             row["cards"].pop()
 
-    given = prompt(cards=[1, 2])
+    lock = threading.Lock()  # has no copy
+    given = prompt(cards=[1, 2], lock=lock)
     play(Changes, num_samples=2, given=given)
     assert seen == [("p", [1, 2])] * 2
-    assert (given.source, given.columns) == ([{"role": "user", "content": "p"}], {"cards": [1, 2]})
+    assert (given.source, given.columns) == ([{"role": "user", "content": "p"}], {"cards": [1, 2], "lock": lock})
 
 
 def test_what_the_policy_said_stays_when_its_environment_changes_the_message():
