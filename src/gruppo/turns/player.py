@@ -37,6 +37,8 @@ GRACE = 1.0
 """Seconds after a deadline at which an event loop that has not seen it counts as blocked."""
 MAX_LOST_OF_STEP, MAX_LOST_OF_RUN = 0.5, 0.2
 """Shares of lost episodes above which the run ends."""
+MAX_TOKEN_CHARS = 128
+"""A prompt of more characters for each token of the context is not tokenised: that could take all of the memory."""
 LATE = object()
 """In the place of an answer that did not come in time."""
 FREE_LOSSES = 16
@@ -302,6 +304,11 @@ class Player:
             raise InputError(
                 f"reset of {type(episode.env).__name__} must return a list of messages or None, got {messages!r:.80}"
             )
+        length, context = sum(len(m.get("content") or "") for m in messages), self.limits.max_context
+        if context is not None and length > MAX_TOKEN_CHARS * context:
+            episode.stop_reason = "env_error"
+            episode.error = f"reset gave a prompt of {length} characters for a context of {context} tokens; give less"
+            return
         ids, text = self.codecs[episode.key].first(conversation(messages, self.system))
         episode.prompt = replace(episode.prompt, token_ids=ids, text=text, source=deepcopy(list(messages)))
 

@@ -33,10 +33,10 @@ def prompt(**columns):
     return Prompt(token_ids=ids("p"), text="p", source=[{"role": "user", "content": "p"}], columns=columns)
 
 
-def play(make, turns=("a",), *, num_samples=1, rounds=1, given=None, codec=None, tools=()):
+def play(make, turns=("a",), *, num_samples=1, rounds=1, given=None, codec=None, **limits):
     """The episodes of as many steps, each of the same turns."""
-    environments = environments_of(make, tools)
-    player = Player(environments, {"": codec or LetterCodec()}, TurnLimits(turn_deadline=0.3))
+    environments = environments_of(make)
+    player = Player(environments, {"": codec or LetterCodec()}, TurnLimits(turn_deadline=0.3, **limits))
     sampler = ScriptedSampler([[list(turns)] * num_samples])
     with closing(player):
         played = [
@@ -161,6 +161,19 @@ def test_one_answer_object_may_be_returned_again_and_again():
 def test_an_answer_of_50_mb_is_cut():
     (episode,) = play(answering({"role": "user", "content": "B" * 50_000_000}), ["a"] * 10)
     assert len(episode.messages[1]["content"]) == 20_058
+
+
+def test_a_prompt_of_50_mb_loses_its_episode_and_is_not_tokenised():
+    class Never(LetterCodec):
+        def first(self, messages):
+            raise AssertionError
+
+    flood = beginning([{"role": "user", "content": "B" * 50_000_000}])
+    (episode,) = play(flood, codec=Never(), max_context=1000)
+    assert episode.stop_reason == "env_error"
+    assert episode.error == "reset gave a prompt of 50000000 characters for a context of 1000 tokens; give less"
+    (episode,) = play(beginning([{"role": "user", "content": "B" * 900}]), max_context=1000)
+    assert episode.stop_reason == "done"
 
 
 def test_an_id_that_the_template_would_refuse_is_replaced():
