@@ -110,7 +110,7 @@ def render_chat(
 
 def begun_turn(messages: Sequence[Mapping[str, Any]]) -> str:
     """The beginning of the assistant's turn that ends a conversation; empty if another turn does."""
-    return messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    return messages[-1].get("content") or "" if messages[-1]["role"] == "assistant" else ""
 
 
 def _gone_on(text: str, start: str) -> str:

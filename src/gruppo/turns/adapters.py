@@ -8,13 +8,14 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from gruppo.errors import GruppoError, InputError
 from gruppo.process.by_name import import_object
 from gruppo.process.streams import printable
 from gruppo.turns.ask import CallThread, is_async
 from gruppo.turns.environment import COLUMN, Answer, Environment, Environments, ToolSchema
-from gruppo.turns.tools import Toolbox, ToolEnvironment, cut
+from gruppo.turns.tools import Toolbox, ToolEnvironment, cut, encodable
 from gruppo.types import Message
 
 _KINDS = (
@@ -62,6 +63,8 @@ class Adapter(Environment):
 
     closer: ClassVar[str] = "close"
     """Method of the object that releases what it holds, if it has one."""
+    _owners: ClassVar[WeakValueDictionary[int, "Adapter"]] = WeakValueDictionary()
+    """The adapter of each object, by the object's id."""
 
     def __init__(
         self, make: Callable[[], Any], toolbox: Toolbox, schemas: Sequence[ToolSchema], is_chosen: bool
@@ -98,7 +101,14 @@ class Adapter(Environment):
     async def open(self) -> Any:
         """The user's object, made if there is none."""
         if self._instance is None:
-            self._instance = await self.ask(self._make)
+            instance = await self.ask(self._make)
+            other = self._owners.get(id(instance))
+            if other is not None and other is not self and other._instance is instance:
+                raise InputError(
+                    f"environment {type(instance).__name__}: the same object was made for two episodes, which play at "
+                    "a time; let the function make a new one at each call"
+                )
+            self._owners[id(instance)], self._instance = self, instance
         return self._instance
 
     async def ask(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -144,16 +154,15 @@ class OwnEnvironment(Adapter):
         messages = await self.ask((await self.open()).reset, row, seed)
         if messages is None:
             return None
-        if not isinstance(messages, list | tuple) or not all(isinstance(each, Mapping) for each in messages):
-            raise InputError(f"reset of {self._name} returned {_shown(messages)}; return a list of messages, or None")
-        return list(messages)
+        return _prompt(messages, f"reset of {self._name}")
 
     async def step(self, message: Message) -> Answer:
         answer = await self.ask(self.instance.step, message)
         if not isinstance(answer, Answer):
             raise InputError(f"step of {self._name} returned {_shown(answer)}; return gruppo.turns.Answer(...)")
         reward = self._declared(answer.reward, "step")
-        return Answer(messages=_cut(answer.messages), reward=reward, is_over=answer.is_over)
+        messages = _answers(answer.messages, f"step of {self._name}")
+        return Answer(messages=messages, reward=reward, is_over=answer.is_over)
 
     async def reward(self) -> float | None:
         return self._declared(await self.ask(self.instance.reward), "reward")
@@ -216,7 +225,7 @@ class GymEnvironment(Adapter):
         instance = await self.open()
         if not hasattr(instance, "reset"):
             messages, _ = await self.ask(instance.init, _messages(row))
-            return list(messages)
+            return _prompt(messages, f"init of {type(instance).__name__}")
         takes_row = "options" in inspect.signature(instance.reset).parameters
         seed &= 0x7FFFFFFF  # NumPy takes no more
         returned = await self.ask(instance.reset, seed=seed, **({"options": dict(row)} if takes_row else {}))
@@ -236,7 +245,7 @@ class GymEnvironment(Adapter):
         if is_over:
             return Answer(reward=reward, is_over=True)
         if isinstance(observed, list):
-            return Answer(messages=_cut(observed), reward=reward)
+            return Answer(messages=_answers(observed, where), reward=reward)
         text = _text(observed, where, "text as its first value")
         return Answer(messages=(Message(role="user", content=cut(text)),), reward=reward)
 
@@ -271,7 +280,10 @@ def _try(
             schemas, gives_reward = kind.schemas(instance, toolbox), kind.rewards(instance)
         finally:
             if (close := getattr(instance, kind.closer, None)) is not None:
-                await thread.ask(close)
+                try:
+                    await thread.ask(close)
+                except Exception as error:  # of the user's code
+                    raise InputError(f"environment {name} cannot be closed: {_last_line(error)}") from error
         return partial(kind, make, toolbox, schemas, is_chosen), schemas, gives_reward
 
     return _wait(trial())
@@ -332,14 +344,37 @@ def _with_text(row: Mapping[str, Any], text: str, between: str) -> list[Message]
     return [*messages[:-1], {**messages[-1], "content": f"{before}{between}{text}" if before else text}]
 
 
-def _cut(messages: Sequence[Message]) -> tuple[Message, ...]:
-    return tuple(Message(**{**each, "content": cut(each["content"])}) for each in messages)
+def _answers(messages: Any, where: str) -> tuple[Message, ...]:
+    """The messages of an answer, none longer than one may be."""
+    if not isinstance(messages, list | tuple):
+        raise InputError(f"{where} answered with {_shown(messages)}; give a list of messages")
+    for each in messages:
+        if not isinstance(each, Mapping) or not all(isinstance(each.get(key), str) for key in ("role", "content")):
+            raise InputError(f"{where} answered with {_shown(each)}; a message has a role and content, which are text")
+        if each["role"] == "assistant":  # a reward would take it for what the policy said
+            raise InputError(f"{where} answered with a message of the role 'assistant', the policy's own; give 'user'")
+    return tuple(_with_texts(each, cut) for each in messages)
+
+
+def _prompt(messages: Any, where: str) -> list[Message]:
+    """The messages of a prompt, whose text can be encoded."""
+    is_list = isinstance(messages, list | tuple) and bool(messages)
+    if not is_list or not all(isinstance(each, Mapping) for each in messages):
+        raise InputError(f"{where} returned {_shown(messages)}; return a list of messages, or None")
+    for each in messages:
+        if not isinstance(each.get("role"), str) or not (each.get("content") is not None or each.get("tool_calls")):
+            raise InputError(f"{where} returned a message without a role or content: {_shown(each)}; give it both")
+    return [_with_texts(each, encodable) for each in messages]
+
+
+def _with_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> Any:
+    return {key: change(value) if isinstance(value, str) else value for key, value in message.items()}
 
 
 def _text(value: Any, where: str, wanted: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{where} returned {_shown(value)}; return {wanted}")
-    return value
+    return encodable(value)
 
 
 def _number(value: Any, where: str) -> float | None:

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import inspect
+import os
 import queue
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -48,16 +50,38 @@ class CallThread:
         self._calls.put(call)
 
 
+class CallExecutor(ThreadPoolExecutor):
+    """Executor for an event loop, with a thread for each call.
+
+    The process can end while one of `asyncio.to_thread` hangs, which it cannot with asyncio's own executor.
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        CallThread().leave(partial(_fill, future, partial(fn, *args, **kwargs)))
+        return future
+
+
 async def ask(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """What a function of the user's returns: awaited if it is async, else called in a thread of its own."""
     return await CallThread().ask(function, *args, **kwargs)
 
 
 def _run(calls: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
+    process = os.getpid()
     while (call := calls.get()) is not None:
         with contextlib.suppress(BaseException):  # of a call that nobody waits for; others tell their future
             call()
+        _end_of_fork(process)
         del call  # it would keep the environment alive until the next one
+
+
+def _fill(future: "Future[Any]", call: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(_as_error(error))
 
 
 def _call(loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[Any]", call: Callable[[], Any]) -> None:
@@ -80,12 +104,21 @@ def _settle(answer: "asyncio.Future[Any]", returned: Any, error: Exception | Non
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    process = os.getpid()
     try:
         return await awaitable
     except SystemExit as error:
         if isinstance(error, Terminated):
             raise
         raise _as_error(error) from error
+    finally:
+        _end_of_fork(process)
+
+
+def _end_of_fork(process: int) -> None:
+    """End the copy of the run that the user's code has forked and let return: it would answer beside its parent."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def _as_error(error: BaseException) -> Exception:

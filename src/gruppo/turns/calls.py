@@ -20,6 +20,7 @@ Form = Callable[[str, Sequence[ToolSchema]], tuple[str, list[Call]]]
 
 _WORDS = {"True": True, "False": False, "None": None}
 _JSON = json.JSONDecoder()
+_MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
 _TAGGED_NAME = re.compile(r"\s*(?:<function=([^>\n]+)>|([^\s<>{}]+))")
@@ -88,6 +89,10 @@ def mistral(text: str, tools: Sequence[ToolSchema] = ()) -> tuple[str, list[Call
             calls += [call_of({"name": name, "arguments": each} | given if named else each) for each in found]
         except ValueError as error:
             calls.append(_unread(body, error, name))
+    # The chat templates refuse a conversation with any other id, and the policy may write one.
+    calls = [
+        {key: value for key, value in call.items() if key != "id" or _MISTRAL_ID.fullmatch(value)} for call in calls
+    ]
     return _numbered(text, said, calls)
 
 

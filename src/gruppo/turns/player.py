@@ -7,11 +7,13 @@ A failing environment costs its episode and never the step: the episode is lost,
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -24,7 +26,7 @@ from gruppo.random import row_keys
 from gruppo.reward.call import short_traceback
 from gruppo.sampler.base import Poll, Sampler, SampleRequest, Samples, SamplingParams
 from gruppo.task.prompts import conversation
-from gruppo.turns.ask import ask
+from gruppo.turns.ask import CallExecutor, ask
 from gruppo.turns.chat import ChatCodec
 from gruppo.turns.environment import Answer, Environment, Environments
 from gruppo.types import LOST, Message, Prompt, StopReason, Trajectory
@@ -35,6 +37,8 @@ GRACE = 1.0
 """Seconds after a deadline at which an event loop that has not seen it counts as blocked."""
 MAX_LOST_OF_STEP, MAX_LOST_OF_RUN = 0.5, 0.2
 """Shares of lost episodes above which the run ends."""
+MAX_TOKEN_CHARS = 128
+"""A prompt of more characters for each token of the context is not tokenised: that could take all of the memory."""
 LATE = object()
 """In the place of an answer that did not come in time."""
 FREE_LOSSES = 16
@@ -152,6 +156,7 @@ class Player:
         self.limits, self.system, self.poll = limits or TurnLimits(), system, poll
         self._idle: dict[str, list[Environment]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_left = threading.Event()
         self._played = self._lost = 0
 
     def play(
@@ -288,7 +293,8 @@ class Player:
         request = episode.request
         (key,) = row_keys(request.seed, request.step, np.array([request.number]), np.array([0])).tolist()
         prompt = episode.prompt
-        return await ask(env.reset, {"prompt": prompt.source, **prompt.columns}, key >> 33)
+        row = {"prompt": prompt.source, **prompt.columns}
+        return await ask(env.reset, _copied(row), key >> 33)  # rewards and other episodes read the row too
 
     def _begin(self, episode: Episode, messages: Any) -> None:
         """The prompt of an episode whose environment gives one of its own."""
@@ -298,8 +304,13 @@ class Player:
             raise InputError(
                 f"reset of {type(episode.env).__name__} must return a list of messages or None, got {messages!r:.80}"
             )
+        length, context = sum(len(m.get("content") or "") for m in messages), self.limits.max_context
+        if context is not None and length > MAX_TOKEN_CHARS * context:
+            episode.stop_reason = "env_error"
+            episode.error = f"reset gave a prompt of {length} characters for a context of {context} tokens; give less"
+            return
         ids, text = self.codecs[episode.key].first(conversation(messages, self.system))
-        episode.prompt = replace(episode.prompt, token_ids=ids, text=text, source=list(messages))
+        episode.prompt = replace(episode.prompt, token_ids=ids, text=text, source=deepcopy(list(messages)))
 
     def _ask_all(
         self,
@@ -331,8 +342,12 @@ class Player:
         """What each question gives, the exception that it ends with, or LATE if it takes longer than its seconds."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), name="environments", daemon=True).start()
+            self._loop.set_default_executor(CallExecutor())
+            self._is_left = threading.Event()
+            loop = (self._loop, self._is_left)
+            threading.Thread(target=_run, args=loop, name="environments", daemon=True).start()
         outcomes: list[Any] = [LATE] * len(questions)
+        home = os.getcwd()
         answered = asyncio.run_coroutine_threadsafe(_answer_all(questions, seconds, outcomes), self._loop)
         ends = time.monotonic() + max(seconds, default=0.0) + 2 * GRACE
         try:
@@ -342,6 +357,8 @@ class Player:
         except BaseException:
             answered.cancel()
             raise
+        finally:
+            os.chdir(home)  # the run writes to paths that begin there
         if answered.done():
             answered.result()
         else:
@@ -353,6 +370,7 @@ class Player:
     def _leave_loop(self) -> None:
         """Let the event loop end once it is free. The next question begins another."""
         if self._loop is not None:
+            self._is_left.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
@@ -387,9 +405,11 @@ class Player:
         )
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop until it is stopped, and end what is left in it."""
-    loop.run_forever()
+def _run(loop: asyncio.AbstractEventLoop, is_left: threading.Event) -> None:
+    """Run an event loop until it is left, and end what is still in it."""
+    while not is_left.is_set():
+        with suppress(SystemExit, KeyboardInterrupt):  # of a task that the user's code has begun: one awaits it
+            loop.run_forever()
     if left := asyncio.all_tasks(loop):
         for task in left:
             task.cancel()
@@ -417,9 +437,9 @@ async def _answer_all(questions: Sequence[Question], seconds: Sequence[float], o
 async def _settle(question: Question, outcomes: list[Any], place: int) -> None:
     try:
         outcomes[place] = await question()
-    except asyncio.CancelledError:
-        raise
     except BaseException as error:  # SystemExit would end the loop
+        if (task := asyncio.current_task()) and task.cancelling():
+            raise
         outcomes[place] = error
 
 
@@ -433,7 +453,14 @@ async def _timed(question: Callable[[Episode], Coroutine[Any, Any, Any]], episod
 
 async def _step(episode: Episode) -> Any:
     assert episode.env is not None, "an episode that goes on has its environment"
-    return await ask(episode.env.step, episode.messages[-1])
+    return await ask(episode.env.step, deepcopy(episode.messages[-1]))  # rewards read what the policy said
+
+
+def _copied(value: Any) -> Any:
+    """A copy of the lists and dicts of a row. Other objects, which need not have copies, are the row's own."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 async def _reward(episode: Episode) -> Any:

@@ -85,7 +85,7 @@ class Toolbox:
         """What a tool returns, or what went wrong, for the model to read."""
         asked = call.get("function") or {}
         name = str(asked.get("name") or NO_NAME)
-        message = Message(role="tool", name=name, content="")
+        message = Message(role="tool", name=cut(name), content="")
         if call.get("id"):
             message["tool_call_id"] = call["id"]
         try:
@@ -147,10 +147,15 @@ class ToolEnvironment(Environment):
 
 def cut(text: str) -> str:
     """A text that is no longer than an answer may be, and that can be encoded."""
-    text = text.encode("utf-8", "replace").decode()  # a lone surrogate would stop the tokenizer
+    text = encodable(text)
     if len(text) <= MAX_ANSWER_CHARS:
         return text
     return f"{text[:MAX_ANSWER_CHARS]}\n... ({len(text)} characters; only the first {MAX_ANSWER_CHARS} are shown)"
+
+
+def encodable(text: str) -> str:
+    """A text without lone surrogates, which would stop the tokenizer."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _names(known: Mapping[str, Any]) -> str:
