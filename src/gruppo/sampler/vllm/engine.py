@@ -196,7 +196,7 @@ def engine_arguments(
         arguments["lora_target_modules"] = sorted(names) or None
     if _has_gpu():  # a third of its memory, freed while the trainer works
         arguments |= {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
-    else:  # no graphs, a small cache, and no prompt in parts: there vLLM 0.32 moves a generator back, which a CPU's cannot
+    else:  # no graphs, a small cache, no prompt in parts: vLLM 0.32 then moves generators back, and a CPU's cannot
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "enable_chunked_prefill": False}
     return arguments | dict(options or {})
 
