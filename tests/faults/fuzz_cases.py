@@ -25,6 +25,20 @@ CORPUS = Path(__file__).parent / "corpus"
 SAMPLE = ("sample", "1+1=", "--max-new-tokens", "2")
 TRAIN = ("train", "--data", "data.jsonl", "--output", "out", "--steps", "2", "--prompts-per-step", "2")
 TRAIN += ("--group-size", "2", "--eval-prompts", "0", "--no-tensorboard", "--threads", "1", "--reward-workers", "1")
+
+
+def training(*words: str) -> tuple[str, ...]:
+    """TRAIN with these words; a flag among them stands in the place of its own, since flags are given once."""
+    given = {word.partition("=")[0] for word in words}
+    kept: list[str] = []
+    for word in TRAIN:
+        if word.startswith("--") or not kept:
+            is_kept = word not in given
+        if is_kept:
+            kept.append(word)
+    return (*kept, *words)
+
+
 SUMS = [(47, 85), (58, 67), (12, 9), (99, 1), (35, 48), (76, 27), (64, 39), (5, 5)]
 GOOD_ROWS = "".join(json.dumps({"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"}) + "\n" for a, b in SUMS)
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -74,7 +88,7 @@ def flags(_: Path) -> Iterator[Case]:
         words = _written(entry)
         name = f"flags-{number}-{' '.join(words)[:40]}"
         codes = tuple(entry.get("codes", (2,)))
-        yield Case(name=name, words=(*TRAIN, *words), says=tuple(entry["says"]), codes=codes, prepare=write_rows)
+        yield Case(name=name, words=training(*words), says=tuple(entry["says"]), codes=codes, prepare=write_rows)
 
 
 def verbs(_: Path) -> Iterator[Case]:
@@ -134,9 +148,9 @@ def data(_: Path) -> Iterator[Case]:
         "numbers.parquet": lambda: parquet_of([1, 2]),  # type: ignore[list-item]
     }
     for name, content in whole.items():
-        words = (*TRAIN, "--data", name)
+        words = training("--data", name)
         yield Case(name=f"data-{name}", words=words, says=(name,), prepare=_file(name, content))
-    yield Case(name="data-fifo", words=(*TRAIN, "--data", "pipe.jsonl"), says=("pipe.jsonl",), prepare=_fifo)
+    yield Case(name="data-fifo", words=training("--data", "pipe.jsonl"), says=("pipe.jsonl",), prepare=_fifo)
 
 
 def rewards(_: Path) -> Iterator[Case]:
@@ -147,7 +161,7 @@ def rewards(_: Path) -> Iterator[Case]:
             (folder / "bad.py").write_text(code)
 
         says, codes = tuple(entry.get("says", ("reward",))), tuple(entry.get("codes", (2,)))
-        words = (*TRAIN, "--rewards", "bad:reward", "--reward-deadline", "2")
+        words = training("--rewards", "bad:reward", "--reward-deadline", "2")
         name = f"rewards-{number}-{entry['code'].strip()[:30]!r}"
         yield Case(name=name, words=words, says=says, codes=codes, prepare=prepare)
 
@@ -247,7 +261,7 @@ def wrong_values(source: random.Random) -> Iterator[Case]:
             word = source.choice(["-1e30", "nan", "x" * 9, "0x1p-3", "1_0,0", "[]"])
             if "str" not in kinds and not (option.annotation is float or "float" in kinds):
                 flag = f"--{name.replace('_', '-')}"
-                yield Case(name=f"values-{name}-{word}", words=(*TRAIN, f"{flag}={word}"), prepare=write_rows)
+                yield Case(name=f"values-{name}-{word}", words=training(f"{flag}={word}"), prepare=write_rows)
 
 
 def _may_be(name: str, value: Any) -> bool:

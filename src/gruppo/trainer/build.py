@@ -270,7 +270,9 @@ def _made(kind: str, name: str, cls: Any, options: dict[str, Any]) -> Any:
         raise
     except Exception as error:  # code of the user's own raises anything
         given = ", ".join(options) or "no options"
-        raise InputError(f"{kind}={name!r} cannot be made with {given}: {error} (docs/extending.md)") from error
+        raise InputError(
+            f"{kind}={name!r} cannot be made with {given}: {error}; {kind}_options takes its own (docs/extending.md)"
+        ) from error
 
 
 def build_rewards(config: TrainConfig, inputs: Inputs, poll: Any = None) -> RewardScorer:
