@@ -134,6 +134,18 @@ class Fails(Environment):
         return await Toolbox([multiply]).answer(message)
 
 
+class FailsToBegin(Fails):
+    """The calculator, which fails before the first turn of every fifth episode, whichever the threads make that."""
+
+    async def reset(self, row, seed):
+        Fails.begun += 1
+        if Fails.begun % 5 == 0:
+            raise OSError("no calculator")
+
+    async def step(self, message):
+        return await Toolbox([multiply]).answer(message)
+
+
 class Gone(Environment):
     """Plays eight episodes, a step of these tests, and then no more."""
 
@@ -236,7 +248,7 @@ def test_a_lost_episode_of_the_evaluation_is_not_right_and_has_no_reward(trainer
 
 
 def test_the_run_says_once_that_the_environment_failed_and_how_often(trainer_of, caplog):
-    trainer = trainer_of(steps=1)
+    trainer = trainer_of(FailsToBegin, steps=1)
     trainer.train()
     (said,) = [each.getMessage() for each in caplog.records if "failed" in each.getMessage()]
     assert said == (
