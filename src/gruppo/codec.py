@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from gruppo.types import LOST, Group, Prompt, Rollout, Trajectory
+from gruppo.types import ENVIRONMENT, LOST, Group, Prompt, Rollout, Trajectory
 
 UNTRAINED = ("", "other", "left_out", "masked", "no_advantage", "rejected")
 """Reasons why a token is not trained on; the first that holds counts. Empty: it is."""
@@ -56,9 +56,6 @@ SCHEMA = pa.schema(
 """The columns that every table has; `reward/NAME`, `extra/NAME` and `error/NAME` of reward functions follow them."""
 LATER = frozenset({"messages"})
 """Columns that tables of earlier versions lack."""
-
-ENVIRONMENT = "environment"
-"""Name among the errors of a rollout under which a lost episode says why."""
 
 
 def encode(groups: Sequence[Group], step: int = 0, *, with_greedy: bool = False) -> pa.Table:

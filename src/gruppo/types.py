@@ -28,6 +28,9 @@ Lost: the environment did not answer in time (`deadline`) or failed (`env_error`
 CUT: frozenset[StopReason] = frozenset({"length", "turns", "context"})
 LOST: frozenset[StopReason] = frozenset({"deadline", "env_error"})
 
+ENVIRONMENT = "environment"
+"""Name among the errors of a rollout under which a lost episode says why."""
+
 GroupStatus = Literal["kept", "no_signal", "surplus"]
 """`kept`: trained on. Dynamic sampling drops the others: `no_signal` teaches nothing, `surplus` exceeds the step."""
 

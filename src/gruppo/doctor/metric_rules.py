@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from gruppo.codec import ENVIRONMENT
 from gruppo.doctor.finding import (
     CORRECT,
     DEAD_FRAC,
@@ -25,7 +24,7 @@ from gruppo.doctor.progress import LEAST_RISE, SOLVED, Fall, Progress, held_out_
 from gruppo.doctor.table import Points, Table
 from gruppo.keys import find
 from gruppo.process.streams import printable
-from gruppo.types import CUT
+from gruppo.types import CUT, ENVIRONMENT
 
 # --- ranges of the registry -------------------------------------------------------------------------------------------
 

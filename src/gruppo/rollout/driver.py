@@ -12,7 +12,7 @@ from gruppo.reward import RewardResult, RewardScorer
 from gruppo.sampler.base import Sampler, Samples, SamplingParams
 from gruppo.turns.environment import ENVIRONMENT_REWARD
 from gruppo.turns.player import Player
-from gruppo.types import Group, Prompt, Rollout, Trajectory
+from gruppo.types import ENVIRONMENT, Group, Prompt, Rollout, Trajectory
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ def _scored(trajectory: Trajectory, result: RewardResult, i: int) -> Rollout:
 def _lost(trajectory: Trajectory, result: RewardResult) -> Rollout:
     """An episode whose environment failed: nobody can say what it earned."""
     rewards = dict.fromkeys(result.values)
-    return Rollout(trajectory=trajectory, rewards=rewards, errors={"environment": trajectory.error})
+    return Rollout(trajectory=trajectory, rewards=rewards, errors={ENVIRONMENT: trajectory.error})
 
 
 def greedy(params: SamplingParams) -> SamplingParams:

@@ -128,7 +128,11 @@ class Sampler(ABC):
         params = params or SamplingParams()
         if not batch:
             return []
-        futures = self.submit(self.requests(batch, num_samples, params), params)
+        return self.answers(self.requests(batch, num_samples, params), params)
+
+    def answers(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Samples]:
+        """The trajectories of each request, once all are complete."""
+        futures = self.submit(requests, params)
         try:
             wait(futures)  # all of them: when one has failed, no other is left running
         except BaseException:

@@ -247,14 +247,7 @@ class Player:
                         max_new_tokens=room,
                     )
                 )
-        futures = sampler.submit(requests, params)
-        try:
-            wait(futures)
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-        turns = [turn for future in futures for turn in future.result()]
+        turns = [turn for samples in sampler.answers(requests, params) for turn in samples]
         for episode, turn in zip(going, turns, strict=True):
             _, reason = episode.limit(params, self.limits)
             message = self.codecs[episode.key].parse(turn.tokens)
